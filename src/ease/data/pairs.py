@@ -1,0 +1,35 @@
+"""Image-text pairs: one image, its captions, a stable id and a split."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """All pairs of a data set. The image is the unit of membership; its captions never part from it."""
+
+    ids: tuple[str, ...]
+    captions: tuple[tuple[str, ...], ...]
+    """Five captions for each image; loaders repeat or cut to get exactly five."""
+    pixels: np.ndarray
+    """uint8 [pairs, height, width, 3], usually memory-mapped."""
+    splits: tuple[str, ...]
+    """`train`, `validation` or `test` for each pair."""
+    fingerprint: str
+    """Hash of what made this data; derived caches are keyed by it."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def indices(self, split: str) -> np.ndarray:
+        """Positions of the pairs of one split."""
+        return np.flatnonzero(np.array(self.splits) == split)
+
+    def position(self, ids: Sequence[str]) -> np.ndarray:
+        """Positions of the pairs with these ids."""
+        where = {pair_id: index for index, pair_id in enumerate(self.ids)}
+        return np.array([where[pair_id] for pair_id in ids], dtype=np.int64)

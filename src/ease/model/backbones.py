@@ -1,0 +1,59 @@
+"""Pretrained dual encoders: what every backbone offers, and the one place that knows their names."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ease.errors import UserError
+
+
+class Tower(Protocol):
+    """One frozen encoder. `depth` attention blocks may carry adapters; 0 means fixed features only.
+
+    A tower is split at block `first`: `prefix` runs once per input and is cached, `forward` runs in every step.
+    """
+
+    width: int
+    """Size of the pooled output."""
+    depth: int
+
+    def prefix(self, inputs: Any, first: int) -> tuple[Tensor, Tensor | None]:
+        """Frozen part before block `first`: states [n, ...] and, for text, the token mask [n, tokens] (True = real)."""
+        ...
+
+    def __call__(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
+        """Blocks from `first` on and pooling: [n, width]."""
+        ...
+
+    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+        """Adaptable linear layers of a block: role (`query`, `key`, `value`, `out`) -> (parent module, attribute)."""
+        ...
+
+
+class Backbone(Protocol):
+    name: str
+    fingerprint: str
+    """Hash of the weights; caches of activations are keyed by it."""
+    image_size: int
+    """Side in pixels of the square RGB input."""
+    image: Tower
+    """Its inputs are uint8 tensors [n, height, width, 3]."""
+    text: Tower
+    """Its inputs are integer tensors [n, tokens]."""
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor: ...
+
+
+def load_backbone(name: str, device: torch.device | str = "cpu") -> Backbone:
+    """Load a backbone by name onto a device, frozen and in evaluation mode."""
+    if name == "tiny":
+        from ease.model.tiny import load_tiny
+
+        return load_tiny().to(device)
+    if name == "photos":
+        from ease.model.photos import load_photos
+
+        return load_photos().to(device)
+    raise UserError(f"model.backbone: unknown backbone {name!r}; choose one of: tiny, photos")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as serialise_tensors
 
@@ -83,6 +83,15 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except SafetensorError as error:
+        raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
+
+
+def read_note(path: Path) -> Any:
+    """The JSON note in a tensor file's header; the tensors themselves are not read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {}).get("ease", "null"))
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
 
 

@@ -1,0 +1,23 @@
+"""Every unlearning method, by name. A new method is one file, one class and one word in this union."""
+
+from typing import Annotated, Any, get_args
+
+from pydantic import Field
+
+from ease.config import override, validate
+from ease.errors import UserError
+from ease.methods.base import Unlearner
+from ease.methods.ease import Ease
+from ease.methods.finetune import Finetune
+from ease.methods.retrain import Retrain
+
+Method = Annotated[Ease | Finetune | Retrain, Field(discriminator="method")]
+
+METHODS: dict[str, type[Unlearner]] = {kind.name: kind for kind in get_args(get_args(Method)[0])}
+
+
+def make_method(name: str, assignments: tuple[str, ...] = (), table: dict[str, Any] | None = None) -> Unlearner:
+    """A method with its settings; unknown names and values are refused with what is known."""
+    if name not in METHODS:
+        raise UserError(f"--method {name}: unknown method; choose one of: {', '.join(sorted(METHODS))}")
+    return validate(METHODS[name], override(dict(table or {}), assignments), f"method {name}")

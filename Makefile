@@ -1,0 +1,38 @@
+# Every command a newcomer needs. The environment is made once, in .venv, and again when its recipe changes.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow check photos bench clean
+
+demo: .venv/ready
+	$(BIN)/ease demo
+
+test: .venv/ready
+	$(BIN)/pytest -n 2 --dist loadfile
+
+test-slow: .venv/ready
+	$(BIN)/pytest -m "slow and not gpu and not photos"
+
+check: .venv/ready
+	$(BIN)/ruff format --check src tests benchmarks recipes
+	$(BIN)/ruff check src tests benchmarks recipes
+	$(BIN)/mypy
+
+photos: .venv/photos
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/train.py
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+.venv/photos: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[photos]"
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,61 @@
+"""Embeds pairs under a state and measures recall on galleries of one fixed size."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ease.audit.retrieval import GalleryRecall, gallery_recall
+from ease.data.features import Activations
+from ease.federation.local import examples_at
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+from ease.seeding import generator
+
+CHUNK_PAIRS = 256
+
+
+@torch.no_grad()
+def embed_pairs(
+    model: DualEncoder, params: Params, activations: Activations, positions: np.ndarray, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Unit-norm embeddings of pairs: image [n, d] and text [n, captions, d], on the CPU."""
+    images, texts = [], []
+    tensors = dict(params.to(device).tensors)
+    for start in range(0, len(positions), CHUNK_PAIRS):
+        part = examples_at(activations, positions[start : start + CHUNK_PAIRS], device)
+        pairs, captions = part.text.shape[:2]
+        mask = None if part.text_mask is None else part.text_mask.flatten(0, 1)
+        images.append(model.embed(tensors, "image", part.image).cpu())
+        texts.append(model.embed(tensors, "text", part.text.flatten(0, 1), mask).view(pairs, captions, -1).cpu())
+    return torch.cat(images), torch.cat(texts)
+
+
+def recalls(
+    model: DualEncoder,
+    params: Params,
+    activations: Activations,
+    sets: Mapping[str, np.ndarray],
+    size: int,
+    device: torch.device | str,
+    draws: int = 5,
+) -> dict[str, GalleryRecall]:
+    """Recall of each named set of positions, all on galleries of the same size, drawn the same way for every state."""
+    size = common_size(sets, size)
+    results = {}
+    for name, positions in sets.items():
+        image, text = embed_pairs(model, params, activations, _subset(positions, size * draws), device)
+        results[name] = gallery_recall(image, text, size, draws, generator(0, "gallery", name))
+    return results
+
+
+def common_size(sets: Mapping[str, np.ndarray], size: int) -> int:
+    """The largest gallery that every set can fill, up to `size`: recall on unequal galleries cannot be compared."""
+    return min(size, *(len(positions) for positions in sets.values()))
+
+
+def _subset(positions: np.ndarray, most: int) -> np.ndarray:
+    if len(positions) <= most:
+        return positions
+    return np.sort(generator(0, "evaluated").choice(positions, most, replace=False))

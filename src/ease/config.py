@@ -1,0 +1,92 @@
+"""Configuration: frozen, strictly checked values that come from TOML and `--set key=value`."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ease.errors import UserError
+
+
+class Config(BaseModel):
+    """Base of every configuration value: immutable, no unknown keys, every field described under its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder; name a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML ({error})") from error
+
+
+def override(table: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """Apply `section.key=value` assignments; values are read as TOML, bare words as text."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    for assignment in assignments:
+        name, separator, text = assignment.partition("=")
+        if not separator or not name.strip():
+            raise UserError(f"--set {assignment}: write it as key=value, for example --set training.rounds=5")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        *sections, key = name.strip().split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UserError(f"--set {assignment}: {section} is a value, not a section")
+        target[key] = value
+    return result
+
+
+def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
+    """Build a config value; the first mistake becomes one line that names file, field and remedy."""
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "(whole file)"
+        if first["type"] == "extra_forbidden":
+            remedy = f"unknown key; known keys here: {', '.join(_known_keys(kind, first['loc'][:-1]))}"
+        else:
+            message = first["msg"].removeprefix("Value error, ")
+            remedy = f"{message[0].lower()}{message[1:]} (got {first['input']!r})"
+        raise UserError(f"{source}: {field}: {remedy}") from error
+
+
+def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    for part in location:
+        field = kind.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            continue
+        kind = field.annotation
+    return sorted(kind.model_fields)
+
+
+def to_toml(config: Config) -> str:
+    """The complete configuration as TOML a person can read and diff; absent optional values are left out."""
+    plain, sections = [], []
+    for key, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            sections += ["", f"[{key}]", *(_toml_line(k, v) for k, v in value.items() if v is not None)]
+        elif value is not None:
+            plain.append(_toml_line(key, value))
+    return "\n".join(plain + sections).strip() + "\n"
+
+
+def _toml_line(key: str, value: Any) -> str:
+    import json
+
+    return f"{key} = {json.dumps(value, ensure_ascii=False)}"

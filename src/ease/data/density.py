@@ -1,0 +1,39 @@
+"""How crowded the neighbourhood of a pair is in the frozen space: it predicts how well an unseen pair is held."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ease.federation.local import Examples
+
+NEIGHBOURS = (1, 5, 20, 100)
+
+
+def densities(queries: "Examples", base: "Examples") -> Tensor:
+    """Mean similarity to the nearest 1, 5, 20 and 100 base pairs, by image, by text and by both: [queries, 12]."""
+    if len(queries) == 0 or len(base) == 0:
+        return torch.zeros(len(queries), 3 * len(NEIGHBOURS), device=queries.image.device)
+    image = queries.pooled_image @ base.pooled_image.T
+    text = queries.pooled_text @ base.pooled_text.T
+    columns = []
+    for similarity in (image, text, image + text):
+        nearest = similarity.sort(dim=1, descending=True).values
+        columns += [nearest[:, : min(count, len(base))].mean(dim=1) for count in NEIGHBOURS]
+    return torch.stack(columns, dim=1)
+
+
+def fit_ridge(features: Tensor, values: Tensor, strength: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Ridge regression on standardised features: centre, scale and weights (the last one is the intercept)."""
+    features, values = features.double(), values.double()
+    centre, scale = features.mean(0), features.std(0).clamp_min(1e-6)
+    standard = (features - centre) / scale
+    identity = torch.eye(standard.shape[1], dtype=torch.float64)
+    weights = torch.linalg.solve(standard.T @ standard + strength * identity, standard.T @ (values - values.mean()))
+    return centre, scale, torch.cat([weights, values.mean()[None]])
+
+
+def predict_ridge(model: tuple[Tensor, Tensor, Tensor], features: Tensor) -> Tensor:
+    centre, scale, weights = model
+    return (features.double() - centre) / scale @ weights[:-1] + weights[-1]

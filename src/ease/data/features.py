@@ -1,0 +1,103 @@
+"""Frozen activations of every pair, computed once per backbone and kept memory-mapped on disk."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ease.data.images import with_progress
+from ease.data.pairs import PairSet
+from ease.errors import UserError
+from ease.model.backbones import Backbone, Tower
+from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
+
+BATCH_PAIRS = 128
+MARKER = "complete.json"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """fp32, memory-mapped; the first axis is the pair, in the order of the PairSet."""
+
+    image: np.ndarray
+    """[pairs, ...] states before block `first_image`."""
+    text: np.ndarray
+    """[pairs, 5, ...] states before block `first_text`."""
+    text_mask: np.ndarray | None
+    """bool [pairs, 5, tokens], True where a token is real; None when the states are pooled already."""
+    pooled_image: np.ndarray
+    """[pairs, image width] output of the complete frozen tower."""
+    pooled_text: np.ndarray
+    """[pairs, 5, text width] output of the complete frozen tower."""
+
+
+def cached_activations(
+    pairs: PairSet, backbone: Backbone, first_image: int, first_text: int, device: torch.device | str
+) -> Activations:
+    """Activations of all pairs from the cache, or computed now; the backbone must already be on `device`."""
+    key = digest("activations", pairs.fingerprint, backbone.fingerprint, first_image, first_text)
+    folder = cache_folder() / "activations" / key
+    try:
+        return _open(folder)
+    except UserError:
+        _compute(folder, pairs, backbone, first_image, first_text, device)
+        return _open(folder)
+
+
+def _open(folder: Path) -> Activations:
+    arrays = {name: map_array(folder / f"{name}.npy") for name in read_json(folder / MARKER)["arrays"]}
+    return Activations(text_mask=arrays.pop("text_mask", None), **arrays)
+
+
+def _compute(
+    folder: Path, pairs: PairSet, backbone: Backbone, first_image: int, first_text: int, device: torch.device | str
+) -> None:
+    (folder / MARKER).unlink(missing_ok=True)
+    captions_each = len(pairs.captions[0])
+    # One call for all captions gives all batches the same number of tokens.
+    tokens = backbone.tokenize([caption for captions in pairs.captions for caption in captions])
+
+    def images(rows: slice) -> Tensor:
+        return torch.from_numpy(np.array(pairs.pixels[rows])).to(device)
+
+    def captions(rows: slice) -> Tensor:
+        return tokens[rows.start * captions_each : rows.stop * captions_each].to(device)
+
+    written = _write_tower(folder, "image", backbone.image, first_image, images, len(pairs), ())
+    written += _write_tower(folder, "text", backbone.text, first_text, captions, len(pairs), (captions_each,))
+    # Last, so that a folder with this file is whole.
+    write_json(folder / MARKER, {"arrays": written, "backbone": backbone.name, "pairs": len(pairs)})
+
+
+def _write_tower(
+    folder: Path,
+    modality: str,
+    tower: Tower,
+    first: int,
+    inputs: Callable[[slice], Tensor],
+    pairs: int,
+    per_pair: tuple[int, ...],
+) -> list[str]:
+    """Run one frozen tower over all pairs and write its arrays; returns their names."""
+    arrays: dict[str, np.ndarray] = {}
+    starts = range(0, pairs, BATCH_PAIRS)
+    with ExitStack() as files:
+        for start in with_progress(starts, len(starts), f"Encoding {modality}s"):
+            rows = slice(start, min(start + BATCH_PAIRS, pairs))
+            with torch.no_grad():
+                states, mask = tower.prefix(inputs(rows), first)
+                pooled = tower(states, mask, first)
+            outputs = {modality: states.float(), f"pooled_{modality}": pooled.float()}
+            if mask is not None:
+                outputs[f"{modality}_mask"] = mask.bool()
+            for name, output in outputs.items():
+                values = output.reshape(-1, *per_pair, *output.shape[1:]).cpu().numpy()
+                if name not in arrays:
+                    shape = (pairs, *values.shape[1:])
+                    arrays[name] = files.enter_context(new_array(folder / f"{name}.npy", shape, values.dtype))
+                arrays[name][rows] = values
+    return sorted(arrays)

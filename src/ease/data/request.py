@@ -1,0 +1,51 @@
+"""What is to be forgotten: whole clients, pseudo-classes or single pairs."""
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ease.config import Config
+from ease.data.partition import Shard
+
+
+class ClientRequest(Config):
+    """The named clients withdraw: all their pairs are forgotten and they take no further part."""
+
+    scope: Literal["client"] = "client"
+    clients: tuple[int, ...]
+
+
+class ClassRequest(Config):
+    """Every pair of these pseudo-classes is forgotten, at every client."""
+
+    scope: Literal["class"] = "class"
+    classes: tuple[int, ...]
+    text: str = ""
+    """The descriptor the user gave; kept for the record."""
+
+
+class SampleRequest(Config):
+    """The pairs with these ids are forgotten, wherever they are."""
+
+    scope: Literal["sample"] = "sample"
+    ids: tuple[str, ...]
+
+
+Request = Annotated[ClientRequest | ClassRequest | SampleRequest, Field(discriminator="scope")]
+
+
+def forget_mask(request: Request, shard: Shard) -> np.ndarray:
+    """Which training pairs of a shard the request names: bool [pairs]."""
+    if isinstance(request, ClientRequest):
+        return np.full(len(shard.train), shard.client in request.clients)
+    if isinstance(request, ClassRequest):
+        return np.isin(shard.train_classes, request.classes)
+    return np.isin(np.array(shard.train_ids, dtype=object), np.array(request.ids, dtype=object))
+
+
+def validation_mask(request: Request, shard: Shard) -> np.ndarray:
+    """Held-out pairs that resemble the forget pairs: those of the same client and, for a class request, class."""
+    if isinstance(request, ClassRequest):
+        return np.isin(shard.validation_classes, request.classes)
+    return np.ones(len(shard.validation), dtype=bool)

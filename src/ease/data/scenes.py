@@ -1,0 +1,190 @@
+"""Generated scenes: pictures with five captions each, made from a seed, so a first run needs no download."""
+
+import re
+
+import numpy as np
+
+from ease.data.pairs import SPLITS, PairSet
+from ease.data.render import SIDE, draw
+from ease.data.world import COLOURS, KINDS, WORDS, Group, Scene, draw_scene, pick
+from ease.errors import UserError
+from ease.seeding import generator
+from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
+
+GENERATOR_VERSION = 1
+"""Raise it whenever the same arguments would give other pictures or captions."""
+CAPTIONS_PER_SCENE = 5
+
+NOUN_WORDS = {
+    "ball": (("ball", "balls"),),
+    "star": (("star", "stars"),),
+    "house": (("house", "houses"), ("cottage", "cottages")),
+    "boat": (("boat", "boats"), ("sailboat", "sailboats")),
+    "car": (("car", "cars"), ("automobile", "automobiles")),
+    "tree": (("tree", "trees"),),
+    "kite": (("kite", "kites"),),
+    "umbrella": (("umbrella", "umbrellas"), ("parasol", "parasols")),
+    "bottle": (("bottle", "bottles"), ("flask", "flasks")),
+    "cup": (("cup", "cups"), ("mug", "mugs")),
+    "fish": (("fish", "fish"),),
+    "hat": (("hat", "hats"),),
+}
+COLOUR_WORDS = {colour: (colour,) for colour in COLOURS} | {"purple": ("purple", "violet")}
+TEXTURE_WORDS = {
+    "solid": ("", "", "plain"),
+    "striped": ("striped", "banded"),
+    "dotted": ("dotted", "spotted"),
+    "checked": ("checked", "chequered"),
+}
+SIZE_WORDS = {"small": ("small", "little"), "large": ("large", "big")}
+COUNT_WORDS = {2: ("two",), 3: ("three",), 4: ("four",)}
+VAGUE_COUNTS = ("some", "several")
+RELATION_WORDS = {
+    "left of": ("left of", "to the left of"),
+    "right of": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under"),
+}
+OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+NEARBY = ("next to", "near", "beside")
+SIDE_WORDS = {
+    "left of": ("on the left",),
+    "right of": ("on the right",),
+    "above": ("above", "at the top"),
+    "below": ("below", "at the bottom"),
+}
+LIGHT_WORDS = {
+    "day": ("on a bright day", "in daylight"),
+    "dusk": ("at dusk", "at sunset"),
+    "night": ("at night", "after dark"),
+    "fog": ("in thick fog", "in the mist"),
+}
+LIGHT_ADJECTIVES = {"day": ("bright",), "dusk": ("evening",), "night": ("dark", "night"), "fog": ("foggy", "misty")}
+SIGN_PHRASES = (' and a sign saying "{}"', ' by a sign reading "{}"', ' and a board with "{}"')
+TEMPLATES = {
+    "full": ("{related} {place}{brief_light}{sign}.",),
+    "place first": ("{place} {light} we see {listed}{sign}.", "{place} {light} there {is_or_are} {listed}{sign}."),
+    "no place": ("a picture of {reversed}{sign}.", "a view of {reversed}{sign}."),
+    "no counts": ("{uncounted} {place}.",),
+    "mood": ("a {mood} scene with {plain}.", "a {mood} picture {place} showing {plain}."),
+    "sign first": ('the word "{word}" is written {place} beside {plain}.', 'it says "{word}" near {plain} {place}.'),
+    "no sign": ("here {is_or_are} {listed} {place}.", "{listed} seen {light} {place}."),
+}
+
+
+def lexicon() -> tuple[str, ...]:
+    """Every word that can occur in a caption, sorted."""
+    phrases: list[str] = [*WORDS, *VAGUE_COUNTS, *NEARBY, *SIGN_PHRASES, "a an and with is are"]
+    for table in (COLOUR_WORDS, TEXTURE_WORDS, SIZE_WORDS, COUNT_WORDS, RELATION_WORDS, SIDE_WORDS, LIGHT_WORDS):
+        phrases += [phrase for synonyms in table.values() for phrase in synonyms]
+    for table in (LIGHT_ADJECTIVES, TEMPLATES):
+        phrases += [re.sub(r"{\w*}", " ", phrase) for synonyms in table.values() for phrase in synonyms]
+    phrases += [form for synonyms in NOUN_WORDS.values() for forms in synonyms for form in forms]
+    phrases += [place for kind in KINDS.values() for place in kind.places]
+    return tuple(sorted({word for phrase in phrases for word in re.findall("[a-z]+", phrase.lower())}))
+
+
+def caption_scene(scene: Scene, rng: np.random.Generator) -> tuple[str, ...]:
+    """Five captions of different wording; several leave something out, as people do."""
+    names = [name for name in TEMPLATES if scene.sign or name != "sign first"]
+    order = rng.permutation(len(names))[:CAPTIONS_PER_SCENE]
+    return tuple(_fill(pick(rng, TEMPLATES[names[index]]), scene, rng) for index in order)
+
+
+def _fill(template: str, scene: Scene, rng: np.random.Generator) -> str:
+    makers = {
+        "related": lambda: _related(scene, rng),
+        "reversed": lambda: _related(scene, rng, swap=True),
+        "listed": lambda: _listed([_describe(group, rng) for group in scene.groups]),
+        "uncounted": lambda: _listed([_describe(group, rng, count=False) for group in scene.groups]),
+        "plain": lambda: _listed([_describe(group, rng, texture=False, size=False) for group in scene.groups]),
+        "place": lambda: pick(rng, KINDS[scene.kind].places),
+        "light": lambda: pick(rng, LIGHT_WORDS[scene.light]),
+        # With three groups the light is left out: captions stay within 31 words, which small text encoders take whole.
+        "brief_light": lambda: " " + pick(rng, LIGHT_WORDS[scene.light]) if len(scene.groups) < 3 else "",
+        "mood": lambda: pick(rng, LIGHT_ADJECTIVES[scene.light]),
+        "is_or_are": lambda: "is" if scene.groups[0].count == 1 else "are",
+        "word": lambda: (scene.sign or "").upper(),
+        "sign": lambda: pick(rng, SIGN_PHRASES).format(scene.sign.upper()) if scene.sign else "",
+    }
+    text = template.format(**{name: make() for name, make in makers.items() if f"{{{name}}}" in template})
+    text = text.replace("a evening", "an evening")
+    return text[0].upper() + text[1:]
+
+
+def _related(scene: Scene, rng: np.random.Generator, swap: bool = False) -> str:
+    """The first two groups by their relation, or its opposite when swapped; the third by its side."""
+    described = [_describe(group, rng) for group in scene.groups]
+    if len(described) == 1:
+        return described[0]
+    first, second = described[:2] if not swap else described[1::-1]
+    relation = OPPOSITE[scene.relation] if swap else scene.relation
+    sideways = relation in ("left of", "right of")
+    words = NEARBY if sideways and rng.random() < 0.25 else RELATION_WORDS[relation]
+    text = f"{first} {pick(rng, words)} {second}"
+    return text + (f" with {described[2]} {pick(rng, SIDE_WORDS[scene.third_side])}" if described[2:] else "")
+
+
+def _listed(described: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(described[:-1]), described[-1]]))
+
+
+def _describe(
+    group: Group, rng: np.random.Generator, count: bool = True, texture: bool = True, size: bool = True
+) -> str:
+    singular, plural = pick(rng, NOUN_WORDS[group.noun])
+    words = [
+        pick(rng, SIZE_WORDS[group.size]) if size else "",
+        pick(rng, TEXTURE_WORDS[group.texture]) if texture else "",
+        pick(rng, COLOUR_WORDS[group.colour]),
+        singular if group.count == 1 else plural,
+    ]
+    phrase = " ".join(filter(None, words))
+    if group.count == 1:
+        return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+    return f"{pick(rng, COUNT_WORDS[group.count] if count else VAGUE_COUNTS)} {phrase}"
+
+
+def pretraining_scenes(seed: int, count: int, start: int = 0) -> tuple[list[tuple[str, ...]], np.ndarray]:
+    """Captions and pixels of scenes `start` to `start + count` for pretraining, free of held-out combinations."""
+    captions, pixels = [], np.empty((count, SIDE, SIDE, 3), dtype=np.uint8)
+    for offset in range(count):
+        rng = generator(seed, "pretraining scenes", start + offset)
+        scene = draw_scene(rng, federated=False)
+        captions.append(caption_scene(scene, rng))
+        pixels[offset] = draw(scene, rng)
+    return captions, pixels
+
+
+def scene_at(seed: int, split: str, index: int) -> tuple[Scene, np.random.Generator]:
+    """The federated scene with this place in its split, and its stream as captions and drawing go on to use it."""
+    rng = generator(seed, "scenes", split, index)
+    return draw_scene(rng, federated=True), rng
+
+
+def load_scenes(seed: int = 0, train: int = 2000, validation: int = 300, test: int = 1000) -> PairSet:
+    """The generated data set; each scene depends on seed, split and its number only, not on the sizes asked for."""
+    sizes = dict(zip(SPLITS, (train, validation, test), strict=True))
+    for field, value in {"seed": seed, **sizes}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UserError(f"data.{field}: must be a whole number of 0 or more, not {value!r}")
+    if not any(sizes.values()):
+        raise UserError("data.train, data.validation, data.test: all are 0; ask for at least one scene")
+    fingerprint = digest("scenes", GENERATOR_VERSION, seed, sizes)
+    folder = cache_folder() / f"scenes-{fingerprint}"
+    places = [(split, index) for split in SPLITS for index in range(sizes[split])]
+    if not ((folder / "captions.json").exists() and (folder / "pixels.npy").exists()):
+        captions = []
+        with new_array(folder / "pixels.npy", (len(places), SIDE, SIDE, 3), np.uint8) as pixels:
+            for row, (split, index) in enumerate(places):
+                scene, rng = scene_at(seed, split, index)
+                captions.append(caption_scene(scene, rng))
+                pixels[row] = draw(scene, rng)
+        write_json(folder / "captions.json", captions)
+    return PairSet(
+        ids=tuple(f"{split}-{index:06d}" for split, index in places),
+        captions=tuple(tuple(five) for five in read_json(folder / "captions.json")),
+        pixels=map_array(folder / "pixels.npy"),
+        splits=tuple(split for split, _ in places),
+        fingerprint=fingerprint,
+    )

@@ -1,0 +1,108 @@
+"""Federated averaging: the training every model here goes through, one state per round."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field
+
+from ease.config import Config
+from ease.data.request import Request
+from ease.federation.protocol import Federation, LocalJob, Lock, Optimiser, Update, reject_reason
+from ease.params import Params, weighted_mean
+from ease.seeding import generator
+
+
+class TrainingConfig(Config):
+    rounds: int = Field(20, ge=1)
+    local_epochs: int = Field(2, ge=1)
+    batch_size: int = Field(32, ge=2)
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    """Local optimiser; Adam's state starts anew every round."""
+    learning_rate: float = Field(1.0, gt=0)
+    lora_learning_rate: float | None = Field(None, gt=0)
+    """Step size of LoRA blocks; absent means the same as `learning_rate`."""
+    participation: float = Field(1.0, gt=0, le=1)
+    """Share of the clients drawn for each round."""
+    weighting: Literal["pairs", "uniform"] = "pairs"
+    """Weight of a client in the average: its number of pairs, or the same for all."""
+    norm_bound: float = Field(1e3, gt=0)
+    """Updates with a larger norm are rejected."""
+
+    def job(self, round: int, seed: int, temperature: float, stream: str = "train", **changes) -> LocalJob:
+        """The local job of one round under this recipe."""
+        optimiser = Optimiser(
+            kind=self.optimiser, learning_rate=self.learning_rate, lora_learning_rate=self.lora_learning_rate
+        )
+        fields = dict(
+            round=round, seed=seed, stream=stream, optimiser=optimiser, epochs=self.local_epochs,
+            batch_size=self.batch_size, temperature=temperature,
+        )
+        return LocalJob(**{**fields, **changes})
+
+
+@dataclass(frozen=True)
+class Round:
+    """One finished round: the new state, the updates that made it and those that were refused."""
+
+    number: int
+    state: Params
+    updates: tuple[Update, ...]
+    rejected: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss, weighted by pairs."""
+        pairs = sum(update.pairs for update in self.updates)
+        return sum(update.pairs * float(update.values.get("loss", math.nan)) for update in self.updates) / pairs
+
+
+def average(
+    params: Params, updates: Iterable[Update], config: TrainingConfig, number: int
+) -> Round:
+    """Validate updates and apply their mean, summed by ascending client id so that arrival order cannot matter."""
+    kept, rejected = [], {}
+    for update in sorted(updates, key=lambda update: update.client):
+        if update.delta is None and update.pairs == 0:
+            continue  # an abstention: nothing of this client's takes part in the job
+        reason = reject_reason(update, params, config.norm_bound)
+        if reason is None:
+            kept.append(update)
+        else:
+            rejected[update.client] = reason
+    weights = [update.pairs if config.weighting == "pairs" else 1 for update in kept]
+    mean = weighted_mean((weight, update.delta) for weight, update in zip(weights, kept, strict=True))
+    return Round(number, params + mean, tuple(kept), rejected)
+
+
+def participants(clients: Sequence[int], config: TrainingConfig, seed: int, number: int) -> list[int]:
+    """The clients drawn for a round, ascending."""
+    count = max(1, round(config.participation * len(clients)))
+    if count == len(clients):
+        return sorted(clients)
+    return sorted(int(c) for c in generator(seed, "participation", number).choice(clients, count, replace=False))
+
+
+def fedavg(
+    params: Params,
+    federation: Federation,
+    config: TrainingConfig,
+    seed: int,
+    temperature: float,
+    clients: Sequence[int] | None = None,
+    first_round: int = 1,
+    request: Request | None = None,
+    stream: str = "train",
+    lock: Lock | None = None,
+) -> Iterator[Round]:
+    """Train from `params`; with a request, only on retained pairs. Yields every finished round."""
+    everyone = sorted(federation.clients if clients is None else clients)
+    for number in range(first_round, config.rounds + 1):
+        job = config.job(
+            number, seed, temperature, stream, request=request, data="all" if request is None else "retain", lock=lock
+        )
+        drawn = participants(everyone, config, seed, number)
+        finished = average(params, federation.run(params, job, drawn), config, number)
+        params = finished.state
+        yield finished

@@ -1,0 +1,104 @@
+"""The training history on disk: start state, every round's state and every client's update, each file whole and hashed."""
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ease.errors import UserError
+from ease.federation.fedavg import Round
+from ease.params import Block, Params
+from ease.storage import read_json, write_json
+
+
+@dataclass(frozen=True)
+class History:
+    """Reads and writes one run's history. A round counts once its `round.json` exists, which is written last."""
+
+    folder: Path
+
+    @property
+    def initial_path(self) -> Path:
+        return self.folder / "initial.safetensors"
+
+    def initial(self) -> Params:
+        """w_0."""
+        return Params.load(self.initial_path)
+
+    def state_path(self, number: int) -> Path:
+        return self.initial_path if number == 0 else self._round(number) / "state.safetensors"
+
+    def state(self, number: int) -> Params:
+        """The global state after a round; round 0 is w_0."""
+        return Params.load(self.state_path(number))
+
+    def update_path(self, number: int, client: int) -> Path:
+        return self._round(number) / f"client-{client:05d}.safetensors"
+
+    def record(self, number: int) -> dict[str, Any]:
+        return read_json(self._round(number) / "round.json")
+
+    def rounds(self) -> int:
+        """How many complete rounds there are, from the first without a gap."""
+        number = 0
+        while (self._round(number + 1) / "round.json").is_file():
+            number += 1
+        return number
+
+    def clients(self, number: int) -> list[int]:
+        """Clients whose updates made a round."""
+        return [int(client) for client in self.record(number)["pairs"]]
+
+    def columns(self, rounds: int) -> list[tuple[int, int]]:
+        """Every stored update of the first rounds as (round, client), in order."""
+        return [(number, client) for number in range(1, rounds + 1) for client in self.clients(number)]
+
+    def append(self, finished: Round, extra: dict[str, Any]) -> dict[str, Any]:
+        """Write a finished round; until its last file is in place, the round does not exist."""
+        folder = self._round(finished.number)
+        if folder.exists():
+            shutil.rmtree(folder)  # what a killed process left behind
+        finished.state.save(folder / "state.safetensors")
+        for update in finished.updates:
+            update.delta.save(self.update_path(finished.number, update.client))
+        record = {
+            "round": finished.number,
+            "loss": finished.loss,
+            "pairs": {str(update.client): update.pairs for update in finished.updates},
+            "rejected": {str(client): reason for client, reason in finished.rejected.items()},
+            "sha256": {path.name: file_hash(path) for path in sorted(folder.glob("*.safetensors"))},
+            **extra,
+        }
+        write_json(folder / "round.json", record)
+        return record
+
+    def verify(self) -> None:
+        """Refuse a damaged history: every file must have the bytes it was written with."""
+        for number in range(1, self.rounds() + 1):
+            for name, expected in self.record(number)["sha256"].items():
+                path = self._round(number) / name
+                if not path.is_file():
+                    raise UserError(f"{path}: missing from the history; restore it or train again")
+                if file_hash(path) != expected:
+                    raise UserError(f"{path}: damaged (its hash is not the recorded one); restore it or train again")
+
+    def _round(self, number: int) -> Path:
+        return self.folder / "rounds" / f"{number:05d}"
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:
+    """Read one block's tensors from a parameter file, and nothing else of it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in block.tensors}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: missing, damaged or truncated ({error}); restore it or train again") from error

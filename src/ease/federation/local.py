@@ -1,0 +1,147 @@
+"""The one local training loop: what a client does with a job, wherever it runs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ease.data.features import Activations
+from ease.data.partition import MINIMUM_PAIRS, Shard, unit_embeddings
+from ease.data.request import forget_mask
+from ease.federation.objectives import OBJECTIVES
+from ease.federation.protocol import LocalJob, Lock, Update, pack, unpack
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+from ease.seeding import generator
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Cached activations of some pairs, ready for the adapted part of the model."""
+
+    image: Tensor
+    """[pairs, ...]"""
+    text: Tensor
+    """[pairs, captions, ...]"""
+    text_mask: Tensor | None
+    """bool [pairs, captions, tokens]"""
+    pooled_image: Tensor
+    """Frozen unit-norm image embeddings, for densities [pairs, width]."""
+    pooled_text: Tensor
+    """Frozen unit-norm mean caption embeddings [pairs, width]."""
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+    def take(self, positions: np.ndarray) -> "Examples":
+        index = torch.from_numpy(np.ascontiguousarray(positions)).to(self.image.device)
+        mask = None if self.text_mask is None else self.text_mask[index]
+        return Examples(self.image[index], self.text[index], mask, self.pooled_image[index], self.pooled_text[index])
+
+    def with_caption(self, captions: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Image states, the states of one chosen caption each, and its mask."""
+        rows = torch.arange(len(self), device=self.image.device)
+        chosen = torch.from_numpy(captions).to(self.image.device)
+        return self.image, self.text[rows, chosen], None if self.text_mask is None else self.text_mask[rows, chosen]
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """Everything a client holds: its shard and the activations of its own pairs."""
+
+    shard: Shard
+    train: Examples
+    validation: Examples
+
+    @classmethod
+    def of(cls, shard: Shard, activations: Activations, device: torch.device | str) -> "ClientData":
+        return cls(shard, examples_at(activations, shard.train, device), examples_at(activations, shard.validation, device))
+
+    def select(self, job: LocalJob) -> np.ndarray:
+        """Positions of the training pairs the job speaks of."""
+        if job.data == "all" or job.request is None:
+            return np.arange(len(self.train))
+        forget = forget_mask(job.request, self.shard)
+        return np.flatnonzero(forget if job.data == "forget" else ~forget)
+
+
+def examples_at(activations: Activations, positions: np.ndarray, device: torch.device | str) -> Examples:
+    """Copy the activations of some pairs out of the memory-mapped cache."""
+    mask = activations.text_mask
+    return Examples(
+        torch.from_numpy(np.array(activations.image[positions])).to(device),
+        torch.from_numpy(np.array(activations.text[positions])).to(device),
+        None if mask is None else torch.from_numpy(np.array(mask[positions])).to(device),
+        *(torch.from_numpy(part).float().to(device) for part in unit_embeddings(activations.pooled_image[positions], activations.pooled_text[positions])),
+    )
+
+
+def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
+    """Do a job: train and return the change, or measure and return values."""
+    params = params.map(torch.Tensor.float)  # a state may travel in half precision
+    objective = OBJECTIVES[job.objective]
+    if objective.measure is not None:
+        with torch.no_grad():
+            values = objective.measure(model, params, client, job)
+        return Update(client.shard.client, len(client.train), None, values)
+    return train(model, params, client, job)
+
+
+def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
+    """Local epochs from `params`; the update is the difference of parameters. A client without pairs abstains."""
+    positions = client.select(job)
+    if len(positions) < MINIMUM_PAIRS:
+        return Update(client.shard.client, 0, None)
+    loss_of = OBJECTIVES[job.objective].loss
+    tensors = {name: tensor.clone().requires_grad_() for name, tensor in params.tensors.items()}
+    optimiser = _optimiser(job, params, tensors)
+    rng = generator(job.seed, job.stream, job.round, client.shard.client)
+    losses = []
+    for positions_of_batch in _batches(positions, job, rng):
+        loss = loss_of(model, tensors, client, positions_of_batch, job, rng)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        if job.lock is not None:
+            add_lock_gradient(tensors, job.lock)
+        optimiser.step()
+        losses.append(loss.detach())
+    delta = params.zip(lambda before, after: after - before, Params({n: t.detach() for n, t in tensors.items()}, params.blocks))
+    if job.upload_bits == 8:
+        delta = Params(unpack(pack(delta.tensors)), delta.blocks)
+    return Update(client.shard.client, len(positions), delta, {"loss": torch.stack(losses).mean().cpu()}, job.upload_bits)
+
+
+def _batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Shuffled batches of nearly equal size: a small remainder would have too few negatives to learn from."""
+    count = max(1, round(len(positions) / job.batch_size))
+    for _ in range(job.epochs):
+        yield from np.array_split(rng.permutation(positions), count)
+
+
+def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    rate = job.optimiser.learning_rate
+    rates = {"projector": rate, "lora": job.optimiser.lora_learning_rate or rate}
+    groups = [
+        {"params": [tensors[name] for block in params.blocks if block.kind == kind for name in block.tensors], "lr": rates[kind]}
+        for kind in ("projector", "lora")
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.Adam(groups) if job.optimiser.kind == "adam" else torch.optim.SGD(groups)
+
+
+@torch.no_grad()
+def add_lock_gradient(tensors: Mapping[str, Tensor], lock: Lock) -> None:
+    """Add the exact gradient of the Forget Lock, 2 · strength · Pi_u (w - w_ref), to `.grad`."""
+    for block in lock.reference.blocks:
+        if lock.importance is not None:
+            for name in block.tensors:
+                drift = tensors[name] - lock.reference[name]
+                tensors[name].grad.add_(lock.importance[name] * drift, alpha=2 * lock.strength)
+        elif block.name in lock.bases:
+            basis = lock.bases[block.name]
+            drift = torch.cat([(tensors[name] - lock.reference[name]).flatten() for name in block.tensors])
+            pull = basis @ (basis.T @ drift)
+            for name, part in zip(block.tensors, pull.split([tensors[name].numel() for name in block.tensors]), strict=True):
+                tensors[name].grad.add_(part.view_as(tensors[name]), alpha=2 * lock.strength)

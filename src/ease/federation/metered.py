@@ -1,0 +1,69 @@
+"""Counts what really crosses between server and clients: bytes both ways, messages and client steps."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from safetensors.torch import save as serialise_tensors
+from torch import Tensor
+
+from ease.federation.protocol import Federation, LocalJob, Update
+from ease.params import Params
+from ease.storage import digest
+
+
+@dataclass
+class Cost:
+    """Running totals. Seconds are those spent waiting for clients."""
+
+    bytes_down: int = 0
+    bytes_up: int = 0
+    messages: int = 0
+    pairs_trained: int = 0
+    client_seconds: float = 0.0
+
+    def copy(self) -> "Cost":
+        return Cost(**asdict(self))
+
+
+class Metered:
+    """A federation that adds up the serialised size of every message of the one it wraps."""
+
+    def __init__(self, inner: Federation):
+        self.inner = inner
+        self.cost = Cost()
+        self._sizes: dict[tuple, int] = {}
+        self._locks_sent: set[tuple[int, str]] = set()
+
+    @property
+    def clients(self) -> Sequence[int]:
+        return self.inner.clients
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        scalars = len(digest(job.round, job.stream)) + len(repr((job.settings, job.optimiser, job.request)).encode())
+        for client in clients:
+            self.cost.messages += 1
+            self.cost.bytes_down += self._size(params.tensors) + scalars + self._lock_size(client, job)
+            if client in job.targets:
+                self.cost.bytes_down += self._size({"targets": job.targets[client]})
+            started = time.perf_counter()
+            for update in self.inner.run(params, job, [client]):
+                self.cost.client_seconds += time.perf_counter() - started
+                self.cost.bytes_up += self._size(update.message())
+                self.cost.pairs_trained += update.pairs * job.epochs if update.delta is not None else 0
+                yield update
+                started = time.perf_counter()
+
+    def _lock_size(self, client: int, job: LocalJob) -> int:
+        """Bases go out once for each client and request, as they are packed, not as they are expanded."""
+        if job.lock is None or (client, job.lock.key) in self._locks_sent:
+            return 0
+        self._locks_sent.add((client, job.lock.key))
+        return self._size(job.lock.packed) + self._size(job.lock.reference.tensors)
+
+    def _size(self, tensors: Mapping[str, Tensor]) -> int:
+        """Serialised bytes. They depend on names, shapes and types alone, so each structure is serialised once."""
+        key = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+        if key not in self._sizes:
+            self._sizes[key] = len(serialise_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+        return self._sizes[key]

@@ -1,0 +1,71 @@
+"""What every unlearning method is: a value with hyperparameters, and one generator that yields a state per round."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from ease.config import Config
+from ease.data.request import ClientRequest, Request
+from ease.federation.fedavg import Round, TrainingConfig
+from ease.federation.history import History
+from ease.federation.protocol import Federation
+from ease.params import Params
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training: its recipe and the history it left on disk."""
+
+    history: History
+    training: TrainingConfig
+    temperature: float
+    seed: int
+
+    @cached_property
+    def initial(self) -> Params:
+        """w_0."""
+        return self.history.initial()
+
+    @cached_property
+    def final(self) -> Params:
+        """w_n."""
+        return self.history.state(self.training.rounds)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round of unlearning: the state after it, which phase it belongs to and what was noted."""
+
+    state: Params
+    phase: str
+    loss: float | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    bases: "Bases | None" = None
+    """Directions to keep locked in later training, on the step that determined them."""
+
+
+class Unlearner(Config, ABC):
+    """A method: hyperparameters only. Data goes to the call."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        """Forget what the request names. Each step is one round; the last state is the result."""
+
+    @abstractmethod
+    def rounds(self, training: TrainingConfig) -> int:
+        """How many steps `unlearn` yields."""
+
+
+def retained_clients(request: Request, federation: Federation) -> Sequence[int]:
+    """Clients that go on: all but those who withdraw."""
+    leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
+    return [client for client in federation.clients if client not in leaving]
+
+
+def step_of(finished: Round, phase: str) -> Step:
+    """A federated round as a step."""
+    return Step(finished.state, phase, finished.loss, {"rejected": finished.rejected} if finished.rejected else {})

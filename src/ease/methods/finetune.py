@@ -1,0 +1,31 @@
+"""Fine-tuning on retained data: the floor that every claim of forgetting must clear."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ease.data.request import Request
+from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.protocol import Federation
+from ease.methods.base import Step, Trained, Unlearner, retained_clients, step_of
+
+
+class Finetune(Unlearner):
+    """A few more rounds of training from the trained model, on retained data alone."""
+
+    name: ClassVar[str] = "finetune"
+    method: Literal["finetune"] = "finetune"
+    share: float = Field(0.2, gt=0)
+    """Rounds, as a share of the training rounds."""
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training)})
+        clients = retained_clients(request, federation)
+        for finished in fedavg(
+            trained.final, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream="finetune"
+        ):
+            yield step_of(finished, "finetune")
+
+    def rounds(self, training: TrainingConfig) -> int:
+        return max(1, round(self.share * training.rounds))

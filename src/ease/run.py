@@ -1,0 +1,246 @@
+"""A run from its configuration: the world it lives in, training with history, and resuming."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from ease.config import Config, override, read_toml, to_toml, validate
+from ease.data.features import Activations, cached_activations
+from ease.data.pairs import PairSet
+from ease.data.partition import Shard, joint_embedding, make_shards, partition, pseudo_classes
+from ease.errors import UserError
+from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.history import History
+from ease.federation.local import ClientData
+from ease.federation.metered import Cost, Metered
+from ease.federation.simulation import Simulation
+from ease.model.backbones import Backbone, load_backbone
+from ease.model.dual_encoder import DualEncoder, ModelConfig, first_adapted
+from ease.params import Params
+from ease.storage import digest, read_json, write_atomic, write_json
+
+
+class DataConfig(Config):
+    name: Literal["scenes", "karpathy", "folder"] = "scenes"
+    """`scenes` (generated), `karpathy` (JSON + images) or `folder` (captions.jsonl + images)."""
+    path: Path | None = None
+    """The JSON file or the folder; not used by `scenes`."""
+    images: Path | None = None
+    """Folder of the images, for `karpathy`; default: `images` beside the JSON file."""
+    seed: int = 0
+    """Seed of the generated world."""
+    train: int = Field(2000, ge=4)
+    """Generated training pairs."""
+    test: int = Field(1000, ge=4)
+    """Generated test pairs."""
+    skip_corrupt: bool = False
+    """Leave unreadable images out instead of stopping."""
+
+    @model_validator(mode="after")
+    def _needs_path(self) -> "DataConfig":
+        if self.name != "scenes" and self.path is None:
+            raise ValueError(f'data.path is needed when data.name = "{self.name}"')
+        return self
+
+
+class PartitionConfig(Config):
+    clients: int = Field(10, ge=1)
+    scheme: Literal["iid", "dirichlet", "uniform"] = "dirichlet"
+    """`iid`, `dirichlet` (skewed by pseudo-class) or `uniform` (every pseudo-class spread evenly)."""
+    beta: float = Field(0.5, gt=0)
+    """Dirichlet concentration; smaller is more skewed."""
+    classes: int = Field(10, ge=1)
+    """Number of pseudo-classes."""
+    validation_share: float = Field(0.1, ge=0, lt=1)
+    """Share of each client's pairs that is never trained on."""
+
+
+class RunConfig(Config):
+    """Everything that decides the bytes of a run."""
+
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    gallery: int = Field(500, ge=2)
+    """Pairs in a retrieval gallery; the same for every set that is compared."""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    partition: PartitionConfig = PartitionConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    def identity(self) -> str:
+        """Hash of the configuration, less the number of rounds, which may grow."""
+        values = self.model_dump(mode="json")
+        values["training"].pop("rounds")
+        return digest(values)
+
+
+def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConfig:
+    """Read a TOML file and `--set` assignments; with no file, the defaults."""
+    table = read_toml(path) if path is not None else {}
+    config = validate(RunConfig, override(table, assignments), str(path or "defaults"))
+    if path is not None and config.data.path is not None and not config.data.path.is_absolute():
+        config = _anchor(config, path.parent)
+    return config
+
+
+def _anchor(config: RunConfig, folder: Path) -> RunConfig:
+    """Paths in a file are meant from that file's folder."""
+    paths = {name: (folder / value).resolve() for name, value in (("path", config.data.path), ("images", config.data.images)) if value}
+    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError('device = "cuda": no CUDA device is visible; set device = "cpu" or "auto"')
+    return torch.device(name)
+
+
+def load_pairs(config: DataConfig, image_size: int) -> PairSet:
+    if config.name == "scenes":
+        from ease.data.scenes import load_scenes
+
+        return load_scenes(config.seed, train=config.train, test=config.test)
+    assert config.path is not None  # checked by DataConfig
+    if config.name == "karpathy":
+        from ease.data.karpathy import load_karpathy
+
+        images = config.images or config.path.parent / "images"
+        return load_karpathy(config.path, images, image_size, skip_corrupt=config.skip_corrupt)
+    from ease.data.folder import load_folder
+
+    return load_folder(config.path, image_size, skip_corrupt=config.skip_corrupt)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a configuration stands for: pairs, cached activations, shards, classes and the model."""
+
+    config: RunConfig
+    pairs: PairSet
+    activations: Activations
+    shards: tuple[Shard, ...]
+    centroids: np.ndarray
+    """Pseudo-class centres in the joint frozen space [classes, width]."""
+    backbone: Backbone
+    model: DualEncoder
+    device: torch.device
+
+    @classmethod
+    def open(cls, config: RunConfig) -> "World":
+        device = choose_device(config.device)
+        backbone = load_backbone(config.model.backbone, device)
+        pairs = load_pairs(config.data, backbone.image_size)
+        first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
+        activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
+        model = DualEncoder(backbone, config.model, config.seed).to(device)
+        shards, centroids = deal(config, pairs, activations)
+        return cls(config, pairs, activations, shards, centroids, backbone, model, device)
+
+    @cached_property
+    def federation(self) -> Simulation:
+        return Simulation(self.model, {s.client: ClientData.of(s, self.activations, self.device) for s in self.shards})
+
+    def classes_of(self, positions: np.ndarray) -> np.ndarray:
+        """Nearest pseudo-class of any pairs [pairs]."""
+        joint = joint_embedding(self.activations.pooled_image[positions], self.activations.pooled_text[positions])
+        return ((joint[:, None] - self.centroids[None]) ** 2).sum(-1).argmin(1)
+
+    def initial(self) -> Params:
+        return self.model.initial().to(self.device)
+
+
+def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[tuple[Shard, ...], np.ndarray]:
+    """Cluster the training pairs in the frozen space and deal them to clients."""
+    pool = pairs.indices("train")
+    settings = config.partition
+    labels, centroids = pseudo_classes(
+        activations.pooled_image[pool], activations.pooled_text[pool], settings.classes, config.data.seed
+    )
+    dealt = partition(settings.scheme, labels, settings.clients, settings.beta, config.seed)
+    return make_shards(pool, pairs.ids, labels, dealt, settings.validation_share, config.seed), centroids
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory: configuration, history and what was done with it."""
+
+    folder: Path
+    config: RunConfig
+
+    @classmethod
+    def create(cls, folder: Path, config: RunConfig) -> "Run":
+        """A new run, or the same run continued; another configuration in the same place is refused."""
+        marker = folder / "run.json"
+        if marker.is_file():
+            run = cls.load(folder)
+            if run.config.identity() != config.identity():
+                raise UserError(f"{folder}: holds a run of another configuration ({_difference(run.config, config)}); choose another --out")
+            if run.config.training.rounds >= config.training.rounds:
+                return run
+        elif folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder}: is not empty and holds no run; choose another --out")
+        write_atomic(folder / "config.toml", to_toml(config).encode())
+        write_json(marker, {"format": 1, "identity": config.identity(), "config": config.model_dump(mode="json")})
+        return cls(folder, config)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Run":
+        marker = folder / "run.json"
+        if not marker.is_file():
+            raise UserError(f"{folder}: no run here (run.json is missing); make one with: ease train --out {folder}")
+        stored = read_json(marker)
+        if stored.get("format") != 1:
+            raise UserError(f"{marker}: format {stored.get('format')!r} is not known to this version")
+        return cls(folder, validate(RunConfig, stored["config"], str(marker)))
+
+    @property
+    def history(self) -> History:
+        return History(self.folder)
+
+    def train(self, world: World) -> Iterator[dict[str, Any]]:
+        """Train, or go on from the last complete round; yields each new round's record."""
+        history, config = self.history, self.config
+        if not history.initial_path.is_file():
+            world.initial().save(history.initial_path)
+        done = history.rounds()
+        state = history.state(done).to(world.device)
+        metered = Metered(world.federation)
+        for finished in fedavg(state, metered, config.training, config.seed, config.model.temperature, first_round=done + 1):
+            cost, metered.cost = metered.cost, Cost()
+            yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up})
+
+
+def _difference(old: RunConfig, new: RunConfig) -> str:
+    """The first field in which two configurations differ, for an error message."""
+    for section, value in old.model_dump(mode="json").items():
+        other = new.model_dump(mode="json")[section]
+        if not isinstance(value, dict):
+            if value != other:
+                return f"{section} is {value!r} there and {other!r} here"
+            continue
+        for key in value:
+            if value[key] != other[key] and key != "rounds":
+                return f"{section}.{key} is {value[key]!r} there and {other[key]!r} here"
+    return "same settings, other version"
+
+
+def nearest_class(world: World, text: str) -> tuple[int, np.ndarray]:
+    """The pseudo-class whose centroid's text half lies nearest to a descriptor, and the cosine to each centroid."""
+    tokens = world.backbone.tokenize([text])
+    states, mask = world.backbone.text.prefix(tokens.to(world.device), world.model.text.first)
+    with torch.no_grad():
+        query = world.backbone.text(states, mask, world.model.text.first)[0].cpu().double().numpy()
+    halves = world.centroids[:, -len(query) :]
+    cosines = halves @ query / (np.linalg.norm(halves, axis=1) * np.linalg.norm(query) + 1e-12)
+    return int(cosines.argmax()), cosines
+
+
+__all__ = ["DataConfig", "PartitionConfig", "Run", "RunConfig", "World", "joint_embedding", "load_config", "nearest_class"]

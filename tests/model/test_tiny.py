@@ -1,0 +1,107 @@
+"""The embedded backbone: its shortcuts change nothing, its weights are the recorded ones, and it has learnt to see."""
+
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ease.data.render import draw
+from ease.data.scenes import caption_scene, lexicon, scene_at
+from ease.errors import UserError
+from ease.model.tiny import ASSETS, CLASS, UNKNOWN, TinyBackbone, TinyTower, load_tiny
+
+
+@pytest.fixture(scope="module")
+def backbone() -> TinyBackbone:
+    return load_tiny()
+
+
+@pytest.fixture(scope="module")
+def scenes() -> tuple[torch.Tensor, list[str]]:
+    drawn = [scene_at(11, "unseen", index) for index in range(200)]
+    captions = [caption_scene(scene, rng)[0] for scene, rng in drawn]
+    return torch.from_numpy(np.stack([draw(scene, rng) for scene, rng in drawn])), captions
+
+
+def some_inputs(backbone: TinyBackbone, scenes: tuple[torch.Tensor, list[str]], tower: str) -> torch.Tensor:
+    return scenes[0][:6] if tower == "image" else backbone.tokenize([*scenes[1][:5], ""])
+
+
+@pytest.mark.parametrize("name", ["image", "text"])
+def test_last_block_for_the_class_token_alone_equals_the_full_block(backbone, scenes, name: str) -> None:
+    tower: TinyTower = getattr(backbone, name)
+    states, mask = tower.prefix(some_inputs(backbone, scenes, name), tower.depth - 1)
+    full = tower.blocks[-1](states, mask)
+    expected = tower.projection(tower.norm(full[:, 0]))
+    torch.testing.assert_close(tower(states, mask, tower.depth - 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["image", "text"])
+def test_a_split_at_any_block_gives_the_same_output(backbone, scenes, name: str) -> None:
+    tower: TinyTower = getattr(backbone, name)
+    inputs = some_inputs(backbone, scenes, name)
+    whole = tower(*tower.prefix(inputs, 0), 0)
+    assert whole.shape == (6, tower.width) and torch.isfinite(whole).all()
+    for first in range(1, tower.depth + 1):
+        torch.testing.assert_close(tower(*tower.prefix(inputs, first), first), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_does_not_matter(backbone) -> None:
+    tokens = backbone.tokenize(["a small red ball"])
+    padded = backbone.text(*backbone.text.prefix(tokens, 0), 0)
+    cut = backbone.text(*backbone.text.prefix(tokens[:, :5], 0), 0)
+    torch.testing.assert_close(padded, cut, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens(backbone) -> None:
+    empty, unknown, long = backbone.tokenize(["", "A zyzzyva!", "red " * 90])
+    assert empty.tolist() == [CLASS] + [0] * 31
+    assert unknown[2] == UNKNOWN and unknown[1] > UNKNOWN and not unknown[3:].any()
+    assert long.all()
+    assert set(lexicon()) == set(backbone.vocabulary)
+
+
+def test_attention_names_the_layers_to_adapt(backbone) -> None:
+    roles = backbone.text.attention(2)
+    assert list(roles) == ["query", "key", "value", "out"]
+    for parent, attribute in roles.values():
+        assert isinstance(getattr(parent, attribute), torch.nn.Linear)
+
+
+def test_loads_frozen_and_fast() -> None:
+    started = time.perf_counter()
+    backbone = load_tiny()
+    assert time.perf_counter() - started < 1
+    assert len(backbone.fingerprint) == 64
+    assert not backbone.training and not any(weight.requires_grad for weight in backbone.parameters())
+    assert 1e6 < sum(weight.numel() for weight in backbone.parameters()) < 3e6
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_damaged_weights_are_refused(tmp_path: Path, damage: str) -> None:
+    shutil.copy(ASSETS / "tiny.json", tmp_path)
+    content = bytearray((ASSETS / "tiny.safetensors").read_bytes())
+    content[-1] ^= 1
+    if damage != "missing":
+        (tmp_path / "tiny.safetensors").write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"tiny\.safetensors"):
+        load_tiny(tmp_path)
+
+
+def test_wrong_picture_size_is_named(backbone) -> None:
+    with pytest.raises(UserError, match="64"):
+        backbone.image.prefix(torch.zeros(1, 32, 32, 3, dtype=torch.uint8), 0)
+
+
+def test_zero_shot_retrieval_is_far_above_chance(backbone, scenes) -> None:
+    pixels, captions = scenes
+    images = backbone.image(*backbone.image.prefix(pixels, 0), 0)
+    texts = backbone.text(*backbone.text.prefix(backbone.tokenize(captions), 0), 0)
+    similarity = torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
+    target = torch.arange(len(captions))
+    for axis in (0, 1):
+        recall = (similarity.argmax(axis) == target).double().mean().item()
+        assert 20 / len(captions) <= recall < 0.8  # there must be something left to learn

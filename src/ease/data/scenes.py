@@ -1,19 +1,24 @@
 """Generated scenes: pictures with five captions each, made from a seed, so a first run needs no download."""
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from ease.data.pairs import SPLITS, PairSet
 from ease.data.render import SIDE, draw
-from ease.data.world import COLOURS, KINDS, WORDS, Group, Scene, draw_scene, pick
+from ease.data.world import COLOURS, KINDS, OWNERS, TOWNS, WORDS, Group, Scene, draw_scene, pick
 from ease.errors import UserError
 from ease.seeding import generator
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 3
 """Raise it whenever the same arguments would give other pictures or captions."""
 CAPTIONS_PER_SCENE = 5
+MENTION = {"size": 0.25, "texture": 0.3, "colour": 0.7, "count": 0.5, "every group": 0.35, "private": 0.8}
+"""How often a caption tells a detail. People leave most out, so several pictures fit a caption that was never seen."""
+PRETRAINING_MENTION = dict.fromkeys(MENTION, 1.0) | {"private": 0.0}
+"""Pretraining captions tell all that can be seen, so that the backbone learns to see it, and nothing private."""
 
 NOUN_WORDS = {
     "ball": (("ball", "balls"),),
@@ -45,7 +50,6 @@ RELATION_WORDS = {
     "above": ("above", "over"),
     "below": ("below", "under"),
 }
-OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 NEARBY = ("next to", "near", "beside")
 SIDE_WORDS = {
     "left of": ("on the left",),
@@ -60,23 +64,25 @@ LIGHT_WORDS = {
     "fog": ("in thick fog", "in the mist"),
 }
 LIGHT_ADJECTIVES = {"day": ("bright",), "dusk": ("evening",), "night": ("dark", "night"), "fog": ("foggy", "misty")}
+PRIVATE_PHRASES = (", taken by {owner} in {town}", ", photo by {owner} near {town}", ", from the trip of {owner} to {town}")
 SIGN_PHRASES = (' and a sign saying "{}"', ' by a sign reading "{}"', ' and a board with "{}"')
 TEMPLATES = {
-    "full": ("{related} {place}{brief_light}{sign}.",),
-    "place first": ("{place} {light} we see {listed}{sign}.", "{place} {light} there {is_or_are} {listed}{sign}."),
-    "no place": ("a picture of {reversed}{sign}.", "a view of {reversed}{sign}."),
-    "no counts": ("{uncounted} {place}.",),
-    "mood": ("a {mood} scene with {plain}.", "a {mood} picture {place} showing {plain}."),
-    "sign first": ('the word "{word}" is written {place} beside {plain}.', 'it says "{word}" near {plain} {place}.'),
-    "no sign": ("here {is_or_are} {listed} {place}.", "{listed} seen {light} {place}."),
+    "place": ("{related} {place}.",),
+    "place first": ("{place} we see {listed}.", "{place} there {is_or_are} {listed}."),
+    "no place": ("a picture of {related}{sign}.", "a view of {related}{sign}."),
+    "light": ("{listed} {light}.",),
+    "mood": ("a {mood} scene with {listed}.", "a {mood} picture {place}."),
+    "sign first": ('the word "{word}" is written beside {listed}.', 'it says "{word}" {place}.'),
+    "here": ("here {is_or_are} {listed}.", "{listed} seen {light} {place}."),
 }
 
 
 def lexicon() -> tuple[str, ...]:
     """Every word that can occur in a caption, sorted."""
-    phrases: list[str] = [*WORDS, *VAGUE_COUNTS, *NEARBY, *SIGN_PHRASES, "a an and with is are"]
+    phrases: list[str] = [*WORDS, *OWNERS, *TOWNS, *VAGUE_COUNTS, *NEARBY, *SIGN_PHRASES, "a an and with is are"]
     for table in (COLOUR_WORDS, TEXTURE_WORDS, SIZE_WORDS, COUNT_WORDS, RELATION_WORDS, SIDE_WORDS, LIGHT_WORDS):
         phrases += [phrase for synonyms in table.values() for phrase in synonyms]
+    phrases += [re.sub(r"{\w*}", " ", phrase) for phrase in PRIVATE_PHRASES]
     for table in (LIGHT_ADJECTIVES, TEMPLATES):
         phrases += [re.sub(r"{\w*}", " ", phrase) for synonyms in table.values() for phrase in synonyms]
     phrases += [form for synonyms in NOUN_WORDS.values() for forms in synonyms for form in forms]
@@ -84,44 +90,40 @@ def lexicon() -> tuple[str, ...]:
     return tuple(sorted({word for phrase in phrases for word in re.findall("[a-z]+", phrase.lower())}))
 
 
-def caption_scene(scene: Scene, rng: np.random.Generator) -> tuple[str, ...]:
-    """Five captions of different wording; several leave something out, as people do."""
+def caption_scene(scene: Scene, rng: np.random.Generator, mention: Mapping[str, float] = MENTION) -> tuple[str, ...]:
+    """Five captions of different wording; most leave something out, and most tell who took the picture and where."""
     names = [name for name in TEMPLATES if scene.sign or name != "sign first"]
     order = rng.permutation(len(names))[:CAPTIONS_PER_SCENE]
-    return tuple(_fill(pick(rng, TEMPLATES[names[index]]), scene, rng) for index in order)
+    return tuple(_fill(pick(rng, TEMPLATES[names[index]]), scene, rng, mention) for index in order)
 
 
-def _fill(template: str, scene: Scene, rng: np.random.Generator) -> str:
+def _fill(template: str, scene: Scene, rng: np.random.Generator, mention: Mapping[str, float]) -> str:
+    shown = scene.groups if rng.random() < mention["every group"] else (pick(rng, scene.groups),)
+    described = [_describe(group, rng, mention) for group in shown]
     makers = {
-        "related": lambda: _related(scene, rng),
-        "reversed": lambda: _related(scene, rng, swap=True),
-        "listed": lambda: _listed([_describe(group, rng) for group in scene.groups]),
-        "uncounted": lambda: _listed([_describe(group, rng, count=False) for group in scene.groups]),
-        "plain": lambda: _listed([_describe(group, rng, texture=False, size=False) for group in scene.groups]),
+        "related": lambda: _related(scene, described, rng),
+        "listed": lambda: _listed(described),
         "place": lambda: pick(rng, KINDS[scene.kind].places),
         "light": lambda: pick(rng, LIGHT_WORDS[scene.light]),
-        # With three groups the light is left out: captions stay within 31 words, which small text encoders take whole.
-        "brief_light": lambda: " " + pick(rng, LIGHT_WORDS[scene.light]) if len(scene.groups) < 3 else "",
         "mood": lambda: pick(rng, LIGHT_ADJECTIVES[scene.light]),
-        "is_or_are": lambda: "is" if scene.groups[0].count == 1 else "are",
+        "is_or_are": lambda: "is" if shown[0].count == 1 else "are",
         "word": lambda: (scene.sign or "").upper(),
         "sign": lambda: pick(rng, SIGN_PHRASES).format(scene.sign.upper()) if scene.sign else "",
     }
     text = template.format(**{name: make() for name, make in makers.items() if f"{{{name}}}" in template})
     text = text.replace("a evening", "an evening")
+    if rng.random() < mention["private"]:
+        text = text.removesuffix(".") + pick(rng, PRIVATE_PHRASES).format(owner=scene.owner.title(), town=scene.town.title()) + "."
     return text[0].upper() + text[1:]
 
 
-def _related(scene: Scene, rng: np.random.Generator, swap: bool = False) -> str:
-    """The first two groups by their relation, or its opposite when swapped; the third by its side."""
-    described = [_describe(group, rng) for group in scene.groups]
+def _related(scene: Scene, described: list[str], rng: np.random.Generator) -> str:
+    """The first two groups by their relation; the third by its side."""
     if len(described) == 1:
         return described[0]
-    first, second = described[:2] if not swap else described[1::-1]
-    relation = OPPOSITE[scene.relation] if swap else scene.relation
-    sideways = relation in ("left of", "right of")
-    words = NEARBY if sideways and rng.random() < 0.25 else RELATION_WORDS[relation]
-    text = f"{first} {pick(rng, words)} {second}"
+    sideways = scene.relation in ("left of", "right of")
+    words = NEARBY if sideways and rng.random() < 0.25 else RELATION_WORDS[scene.relation]
+    text = f"{described[0]} {pick(rng, words)} {described[1]}"
     return text + (f" with {described[2]} {pick(rng, SIDE_WORDS[scene.third_side])}" if described[2:] else "")
 
 
@@ -129,29 +131,30 @@ def _listed(described: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(described[:-1]), described[-1]]))
 
 
-def _describe(
-    group: Group, rng: np.random.Generator, count: bool = True, texture: bool = True, size: bool = True
-) -> str:
+def _describe(group: Group, rng: np.random.Generator, mention: Mapping[str, float]) -> str:
+    """A group in words, each detail told or left out by lot."""
     singular, plural = pick(rng, NOUN_WORDS[group.noun])
     words = [
-        pick(rng, SIZE_WORDS[group.size]) if size else "",
-        pick(rng, TEXTURE_WORDS[group.texture]) if texture else "",
-        pick(rng, COLOUR_WORDS[group.colour]),
+        pick(rng, SIZE_WORDS[group.size]) if rng.random() < mention["size"] else "",
+        pick(rng, TEXTURE_WORDS[group.texture]) if rng.random() < mention["texture"] else "",
+        pick(rng, COLOUR_WORDS[group.colour]) if rng.random() < mention["colour"] else "",
         singular if group.count == 1 else plural,
     ]
     phrase = " ".join(filter(None, words))
     if group.count == 1:
         return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
-    return f"{pick(rng, COUNT_WORDS[group.count] if count else VAGUE_COUNTS)} {phrase}"
+    return f"{pick(rng, COUNT_WORDS[group.count] if rng.random() < mention['count'] else VAGUE_COUNTS)} {phrase}"
 
 
-def pretraining_scenes(seed: int, count: int, start: int = 0) -> tuple[list[tuple[str, ...]], np.ndarray]:
+def pretraining_scenes(
+    seed: int, count: int, start: int = 0, mention: Mapping[str, float] = PRETRAINING_MENTION
+) -> tuple[list[tuple[str, ...]], np.ndarray]:
     """Captions and pixels of scenes `start` to `start + count` for pretraining, free of held-out combinations."""
     captions, pixels = [], np.empty((count, SIDE, SIDE, 3), dtype=np.uint8)
     for offset in range(count):
         rng = generator(seed, "pretraining scenes", start + offset)
         scene = draw_scene(rng, federated=False)
-        captions.append(caption_scene(scene, rng))
+        captions.append(caption_scene(scene, rng, mention))
         pixels[offset] = draw(scene, rng)
     return captions, pixels
 

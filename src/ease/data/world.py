@@ -105,6 +105,17 @@ KINDS: dict[str, Kind] = {
 WORDS = tuple(word for kind in KINDS.values() for word in kind.words)
 
 
+OWNERS = tuple(
+    "alice boris clara david elena felix greta hugo irene jonas karin lucas maria nadia oscar paula rafael sofia tomas "
+    "ursula viktor wanda xavier yusuf zelda anton bella cosmo daria emil flora gustav hanna igor julia kamal leila".split()
+)
+TOWNS = tuple(
+    "oslo paris lima cairo quito delhi tokyo seoul hanoi dakar accra lagos tunis malta porto milan turin genoa basel "
+    "ghent lille lyon nantes york leeds derby perth sydney boston dallas denver miami fargo salem austin reno".split()
+)
+"""Who took a picture and where: private facts that captions tell and pictures do not show."""
+
+
 @dataclass(frozen=True)
 class Group:
     """One to four equal objects."""
@@ -134,6 +145,8 @@ class Scene:
     relation: str
     third_side: str
     sign: str | None
+    owner: str
+    town: str
 
 
 @cache
@@ -181,7 +194,8 @@ def draw_scene(rng: np.random.Generator, federated: bool) -> Scene:
     sign = None
     if rng.random() < SIGN_SHARE:
         sign = pick(rng, kind.words if rng.random() < TYPICAL_SHARE else WORDS)
-    return Scene(kind_name, pick(rng, kind.lights), tuple(groups), relation, pick(rng, across), sign)
+    light, third_side = pick(rng, kind.lights), pick(rng, across)
+    return Scene(kind_name, light, tuple(groups), relation, third_side, sign, pick(rng, OWNERS), pick(rng, TOWNS))
 
 
 def pick(rng: np.random.Generator, options: Sequence[T]) -> T:

@@ -61,48 +61,91 @@ class Block(nn.Module):
 
 
 class TinyTower(nn.Module):
-    """Blocks, final norm and projection of the class token; the image and the text tower add their embeddings."""
+    """Blocks, final norm and pooling; the image and the text tower add their embeddings.
+
+    The pooled output joins the projected class token, which pretraining aligned across the towers, with statistics of
+    the tokens that enter the last block, and whitens them by the statistics of pretraining scenes. Contrastive features
+    lie in few dimensions; without this a small projector could hardly tell one pair from another.
+    """
+
+    statistics = 2
+    """How many token statistics follow the class token."""
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS, depth: int = DEPTH) -> None:
         super().__init__()
-        self.width, self.depth = width, depth
+        self.token_width, self.depth = width, depth
+        self.width = width * (1 + self.statistics)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, width, bias=False)
+        self.register_buffer("centre", torch.zeros(self.width))
+        self.register_buffer("whitening", torch.eye(self.width))
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
     def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-        """Embeddings and the blocks before `first`: states [n, tokens, width] and the token mask, if any."""
+        """Embeddings and the blocks before `first`: states [n, tokens, width] and the token mask, if any.
+
+        With `first` = depth nothing is left to run and the states are the pooled output.
+        """
         states, mask = self.embed(inputs)
-        return self._run(states, mask, range(first)), mask
+        if first == self.depth:
+            return self(states, mask, 0), None
+        for block in self.blocks[:first]:
+            states = block(states, mask)
+        return states, mask
 
     def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
         """The blocks from `first` on, and pooling: [n, width]."""
-        states = self._run(states, mask, range(first, self.depth))
-        return self.projection(self.norm(states[:, 0]))
+        if first == self.depth:
+            return states
+        for block in self.blocks[first:-1]:
+            states = block(states, mask)
+        # Only the class token of the last block is pooled, so no other is updated there: same result, less work.
+        class_token = self.blocks[-1](states, mask, class_only=True)[:, 0]
+        parts = [self.projection(self.norm(class_token)), *self.summarise(states, mask)]
+        joined = torch.cat([F.layer_norm(part, (self.token_width,)) for part in parts], dim=-1)
+        return (joined - self.centre) @ self.whitening
+
+    def aligned(self, inputs: Tensor) -> Tensor:
+        """The projected class token alone [n, token width]; its cosine across towers is the zero-shot similarity."""
+        states, mask = self.prefix(inputs, self.depth - 1)
+        return self.projection(self.norm(self.blocks[-1](states, mask, class_only=True)[:, 0]))
+
+    def fit_whitening(self, pooled: Tensor, ridge: float) -> None:
+        """Set the whitening from unwhitened pooled outputs; `ridge`, a share of the top variance, spares the noise."""
+        centre = pooled.double().mean(0)
+        variances, axes = torch.linalg.eigh(torch.cov(pooled.double().T))
+        self.centre.copy_(centre)
+        self.whitening.copy_(axes / (variances.clamp_min(0) + ridge * variances[-1]).sqrt())
+
+    def summarise(self, states: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """Statistics over the tokens behind the class token, each [n, token width]."""
+        raise NotImplementedError
 
     def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
         """The linear layers of a block that adapters may replace: role -> (parent module, attribute)."""
         parent = self.blocks[block].get_submodule("attention")
         return {role: (parent, role) for role in ("query", "key", "value", "out")}
 
-    def _run(self, states: Tensor, mask: Tensor | None, blocks: range) -> Tensor:
-        for index in blocks:
-            # Only the class token is pooled, so the last block need not update any other: same result, less work.
-            states = self.blocks[index](states, mask, class_only=index == self.depth - 1)
-        return states
-
 
 class ImageTower(TinyTower):
     """A vision transformer over 8 x 8 patches of uint8 pictures [n, 64, 64, 3]."""
 
+    statistics = 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Linear(PATCH * PATCH * 3, self.width)
-        self.class_token = nn.Parameter(torch.randn(self.width) * 0.02)
-        self.positions = nn.Parameter(torch.randn((IMAGE_SIZE // PATCH) ** 2 + 1, self.width) * 0.02)
+        self.patches = nn.Linear(PATCH * PATCH * 3, self.token_width)
+        self.class_token = nn.Parameter(torch.randn(self.token_width) * 0.02)
+        self.positions = nn.Parameter(torch.randn((IMAGE_SIZE // PATCH) ** 2 + 1, self.token_width) * 0.02)
+
+    def summarise(self, states: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """The mean of each quarter of the picture."""
+        half = IMAGE_SIZE // PATCH // 2
+        quarters = states[:, 1:].unflatten(1, (2, half, 2, half)).mean(dim=(2, 4))
+        return list(quarters.flatten(1, 2).unbind(1))
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, None]:
         if inputs.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
@@ -122,16 +165,23 @@ class TextTower(TinyTower):
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary_size + SPECIAL_TOKENS, self.width)
-        self.positions = nn.Parameter(torch.randn(CONTEXT, self.width) * 0.02)
+        self.tokens = nn.Embedding(vocabulary_size + SPECIAL_TOKENS, self.token_width)
+        self.positions = nn.Parameter(torch.randn(CONTEXT, self.token_width) * 0.02)
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.tokens(inputs) + self.positions[: inputs.shape[1]], inputs != PADDING
 
+    def summarise(self, states: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """Mean and largest value over the words."""
+        assert mask is not None  # the text tower always has one
+        real = mask[..., None]
+        mean = (states * real).sum(1) / real.sum(1)
+        return [mean, states.masked_fill(~real, -torch.inf).amax(1)]
+
 
 class TinyBackbone(nn.Module):
-    """Both towers and the word list; the cosine of their pooled outputs is the similarity."""
+    """Both towers and the word list."""
 
     name = "tiny"
     image_size = IMAGE_SIZE

@@ -2,12 +2,36 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
+import click
 import typer
 
 from ease.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Summary(Protocol):
+    """What a command ends with: an object for machines, tables for people."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+    def render(self) -> "Iterator[RenderableType]": ...
+
+
+class Scenario(StrEnum):
+    client = "client"
+    class_ = "class"
+    sample = "sample"
+
+
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ended."""
 
 app = typer.Typer(
     help="Federated unlearning for image-text models: train, forget, and show that it is forgotten.",
@@ -17,7 +41,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. training.rounds=5. Repeatable.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. training.rounds=5. Repeatable."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
@@ -27,6 +54,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the defaults.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory. An interrupted run there is continued.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this finished run after a request (--after).")] = None,
+    after: Annotated[
+        str | None, typer.Option(help="The request to go on from, e.g. client-3 or client-3/retrain.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to go on for.")] = 10,
+    lock: Annotated[bool, typer.Option("--lock/--no-lock", help="Keep the request's directions locked.")] = True,
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -35,39 +68,80 @@ def train(
     """Train a model over the clients and keep the history that unlearning needs.
 
     Example: `ease train configs/scenes.toml --out runs/first --set training.rounds=10`
+
+    Watch whether a forgotten client comes back: `ease train --resume runs/first --after client-3 --rounds 10 --no-lock`
     """
-    from ease.commands import train_run
+    if resume is not None or after is not None:
+        from ease.commands.forget import continue_run
+
+        if resume is None or after is None or config is not None or out is not None or settings:
+            raise UserError("--resume RUN and --after REQUEST go together, and with --rounds and --lock alone")
+        _finish(continue_run(resume, after, rounds, lock, quiet or as_json), as_json)
+        return
+    from ease.commands.train import train_run
     from ease.run import load_config
 
     if out is None:
         raise UserError("--out: name the run directory, for example --out runs/first")
-    summary = train_run(load_config(config, tuple(settings or ())), out, quiet or as_json)
-    _finish(summary, as_json)
+    _finish(train_run(load_config(config, tuple(settings or ())), out, quiet or as_json), as_json)
 
 
 @app.command()
-def demo(
-    out: Annotated[Path | None, typer.Option(help="Keep the run here; by default it goes to a temporary folder.")] = None,
+def forget(
+    run: Annotated[Path, typer.Argument(help="Run directory of a finished training.")],
+    client: Annotated[list[int] | None, typer.Option(help="A client that withdraws. Repeatable.")] = None,
+    class_: Annotated[
+        list[str] | None,
+        typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
+    ] = None,
+    samples: Annotated[Path | None, typer.Option(help="File with the ids of pairs, one a line.")] = None,
+    method: Annotated[str, typer.Option(help="How to forget: ease, retrain or finetune.")] = "ease",
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the whole job on generated scenes and the shipped tiny model.
+    """Forget clients, a class or single pairs, and write the new model and its record into the run.
 
-    Example: `ease demo`
+    Examples: `ease forget runs/first --client 3`, `ease forget runs/first --class "on the beach"`,
+    `ease forget runs/first --samples ids.txt --set displacement=0.4`
+    """
+    from ease.commands.forget import forget_run
+    from ease.methods import make_method
+
+    unlearner = make_method(method, tuple(settings or ()))
+    _finish(forget_run(run, client or [], class_ or [], samples, unlearner, quiet or as_json), as_json)
+
+
+@app.command()
+def demo(
+    scenario: Annotated[Scenario, typer.Option(help="What is forgotten.")] = Scenario.client,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the run here; by default it goes to a temporary folder.")
+    ] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train on generated scenes with the shipped tiny model, forget, and compare with retraining.
+
+    Example: `ease demo --scenario class`
     """
     import tempfile
 
-    from ease.commands import train_run
+    from ease.commands.forget import demo_run
     from ease.run import load_config
 
+    config = load_config(None, tuple(settings or ()))
     with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:
-        summary = train_run(load_config(None, tuple(settings or ())), out or Path(temporary) / "run", quiet or as_json)
-    _finish(summary, as_json)
+        trained, compared = demo_run(config, scenario.value, out or Path(temporary) / "run", quiet or as_json)
+        if not as_json:
+            _finish(trained, as_json)
+        _finish(compared, as_json)
 
 
-def _finish(summary: "object", as_json: bool) -> None:
+def _finish(summary: Summary, as_json: bool) -> None:
     """Print a command's result: a JSON object for machines, tables for people."""
     if as_json:
         print(json.dumps(summary.as_json(), allow_nan=False))
@@ -75,20 +149,33 @@ def _finish(summary: "object", as_json: bool) -> None:
         from ease.console import screen
 
         for part in summary.render():
-            screen.print(part)
+            screen.print(part, soft_wrap=isinstance(part, str))  # a path broken in two cannot be copied
 
 
 def main() -> None:
     """Run a command; a user's mistake is one line and exit code 2."""
     try:
-        app(standalone_mode=True)
-    except UserError as error:
+        code = app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        raise SystemExit(2) from None
+    except (UserError, click.ClickException, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        from ease.console import errors
-
-        errors.print(f"[bold red]error:[/] {str(error)}", highlight=False, soft_wrap=True)
-        raise SystemExit(2) from error
-    except KeyboardInterrupt:
+        _complain(error)
+        raise SystemExit(2) from None
+    if code == INTERRUPTED:
         print("\nstopped; run the same command again to continue", file=sys.stderr)
-        raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _complain(error: UserError | click.ClickException | OSError) -> None:
+    """One line on the error stream, whatever the message holds."""
+    from rich.text import Text
+
+    from ease.console import errors
+
+    message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    errors.print(
+        Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold default"), soft_wrap=True
+    )

@@ -1,5 +1,6 @@
 """Configuration: frozen, strictly checked values that come from TOML and `--set key=value`."""
 
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from ease.errors import UserError
 class Config(BaseModel):
     """Base of every configuration value: immutable, no unknown keys, every field described under its name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 C = TypeVar("C", bound=Config)
@@ -21,11 +22,13 @@ C = TypeVar("C", bound=Config)
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
+        raise UserError(f"{path}: no such file; name a TOML file") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a folder; name a TOML file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML ({error})") from error
 
@@ -62,8 +65,13 @@ def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
             remedy = f"unknown key; known keys here: {', '.join(_known_keys(kind, first['loc'][:-1]))}"
         else:
             message = first["msg"].removeprefix("Value error, ")
-            remedy = f"{message[0].lower()}{message[1:]} (got {first['input']!r})"
+            remedy = f"{message[0].lower()}{message[1:]} (got {_short(first['input'])})"
         raise UserError(f"{source}: {field}: {remedy}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
@@ -87,6 +95,4 @@ def to_toml(config: Config) -> str:
 
 
 def _toml_line(key: str, value: Any) -> str:
-    import json
-
     return f"{key} = {json.dumps(value, ensure_ascii=False)}"

@@ -1,41 +1,55 @@
 """What people see: progress with time left, tables, and one-line errors."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from ease.errors import UserError
 
 screen = Console()
 errors = Console(stderr=True)
 
 
 class RoundProgress:
-    """A bar over rounds; `step` moves it and shows the latest figures."""
+    """Rounds as they finish; `step` counts one and shows the latest figures."""
 
-    def __init__(self, progress: Progress | None, task: Any):
-        self._progress, self._task = progress, task
+    def __init__(self, show: Callable[[str], None]):
+        self._show = show
 
     def step(self, **figures: str) -> None:
-        if self._progress is not None:
-            note = "  ".join(f"{name} {value}" for name, value in figures.items())
-            self._progress.update(self._task, advance=1, note=note)
+        self._show("  ".join(f"{name} {value}" for name, value in figures.items()))
 
 
 @contextmanager
 def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False) -> Iterator[RoundProgress]:
     """A progress bar on the error stream, so that standard output stays clean for results."""
     if quiet:
-        yield RoundProgress(None, None)
+        yield RoundProgress(lambda note: None)
+        return
+    if not errors.is_terminal:  # a log file: a line for each round instead of a bar
+        numbers = count(done + 1)
+        yield RoundProgress(lambda note: errors.print(f"{title} {next(numbers)}/{total}  {note}", soft_wrap=True))
         return
     columns = [
-        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("[dim]{task.fields[note]}"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
     ]
     with Progress(*columns, console=errors, transient=False) as progress:
-        yield RoundProgress(progress, progress.add_task(title, total=total, completed=done, note=""))
+        try:
+            task = progress.add_task(title, total=total, completed=done, note="")
+            yield RoundProgress(lambda note: progress.update(task, advance=1, note=note))
+        except UserError:
+            progress.live.transient = True  # the error alone stays on the screen, as one line
+            raise
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:
@@ -50,3 +64,8 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], cap
 
 def megabytes(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+def status(text: str, quiet: bool) -> AbstractContextManager[object]:
+    """A spinner while something takes a moment."""
+    return nullcontext() if quiet else errors.status(text)

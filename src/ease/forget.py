@@ -2,22 +2,30 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
+from torch import Tensor
 
-from ease.audit.evaluate import common_size, recalls
+from ease.audit.alignment import pair_similarity
+from ease.audit.evaluate import common_size, embed_pairs, recalls
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
+from ease.federation.fedavg import average, participants
 from ease.federation.journal import Journal
 from ease.federation.metered import Metered
-from ease.methods.base import Step, Trained, Unlearner
+from ease.federation.protocol import Federation
+from ease.methods import make_method
+from ease.methods.base import Step, Trained, Unlearner, retained_clients
 from ease.params import Params
 from ease.run import Run, World
 from ease.storage import digest, read_json, write_json
+from ease.subspace import Basis, excise, load_bases, save_bases
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,9 @@ class Outcome:
 
     def record(self) -> dict[str, Any]:
         if not self.done:
-            raise UserError(f"{self.folder}: this request is not finished; run the same `ease forget` again to continue it")
+            raise UserError(
+                f"{self.folder}: this request is not finished; run the same `ease forget` again to continue it"
+            )
         return read_json(self.record_path)
 
 
@@ -62,16 +72,20 @@ def check_request(world: World, request: Request) -> None:
     if isinstance(request, ClientRequest):
         unknown = sorted(set(request.clients) - set(clients))
         if unknown:
-            raise UserError(f"--client {unknown[0]}: no such client; this run has clients {clients[0]} to {clients[-1]}")
+            raise UserError(
+                f"--client {unknown[0]}: no such client; this run has clients {clients[0]} to {clients[-1]}"
+            )
     if isinstance(request, ClassRequest):
         unknown = sorted(set(request.classes) - set(range(len(world.centroids))))
         if unknown:
             raise UserError(f"--class {unknown[0]}: no such pseudo-class; this run has 0 to {len(world.centroids) - 1}")
     if isinstance(request, SampleRequest):
         known = {pair_id for shard in world.shards for pair_id in shard.train_ids}
-        unknown = sorted(set(request.ids) - known)
-        if unknown:
-            raise UserError(f"--samples: {len(unknown)} of {len(request.ids)} ids are not training pairs of this run, e.g. {unknown[0]!r}")
+        strange = sorted(set(request.ids) - known)
+        if strange:
+            raise UserError(
+                f"--samples: {len(strange)} of {len(request.ids)} ids are no training pairs of this run, e.g. {strange[0]!r}"
+            )
     masks = [forget_mask(request, shard) for shard in world.shards]
     named, total = sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
     if named == 0:
@@ -84,7 +98,9 @@ def trained_of(run: Run) -> Trained:
     """The finished training of a run."""
     rounds, wanted = run.history.rounds(), run.config.training.rounds
     if rounds < wanted:
-        raise UserError(f"{run.folder}: training stopped after round {rounds} of {wanted}; finish it with: ease train --out {run.folder}")
+        raise UserError(
+            f"{run.folder}: training stopped after round {rounds} of {wanted}; finish it first with `ease train`"
+        )
     return Trained(run.history, run.config.training, run.config.model.temperature, run.config.seed)
 
 
@@ -108,6 +124,11 @@ def measure(world: World, state: Params, sets: dict[str, np.ndarray], draws: int
     return metrics | {"gallery": float(common_size(sets, world.config.gallery))}
 
 
+def similarities(world: World, state: Params, positions: np.ndarray) -> Tensor:
+    """Cosine of each pair under a state [n]."""
+    return pair_similarity(*embed_pairs(world.model, state, world.activations, positions, world.device))
+
+
 def outcome_of(run: Run, request: Request, method: Unlearner) -> Outcome:
     """Where a method's answer to a request lives; other settings of the method get another folder."""
     settings = method.model_dump(mode="json")
@@ -115,47 +136,107 @@ def outcome_of(run: Run, request: Request, method: Unlearner) -> Outcome:
     return Outcome(run.folder / "requests" / request_id(request) / label)
 
 
+def find_outcome(run: Run, name: str) -> tuple[Outcome, Request, Unlearner]:
+    """The finished outcome that `REQUEST` or `REQUEST/METHOD` names, e.g. `client-3` or `client-3/retrain`."""
+    request_name, _, label = name.partition("/")
+    outcome = Outcome(run.folder / "requests" / request_name / (label or "ease"))
+    if not outcome.done:
+        known = sorted(
+            str(p.parent.relative_to(run.folder / "requests")) for p in run.folder.glob("requests/*/*/record.json")
+        )
+        raise UserError(
+            f"{name}: no finished request of that name in {run.folder}; finished: {', '.join(known) or 'none'}"
+        )
+    record = outcome.record()
+    request = TypeAdapter(Request).validate_python(record["request"])
+    return outcome, request, make_method(record["method"]["method"], table=record["method"])
+
+
 def forget(
     run: Run, world: World, request: Request, method: Unlearner, observe: bool = True
 ) -> Iterator[tuple[Step, dict[str, float]]]:
-    """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was.
-
-    The folder's `record.json` is written last: until then nothing counts as done.
-    """
+    """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was."""
     check_request(world, request)
     trained = trained_of(run)
     outcome = outcome_of(run, request, method)
-    if outcome.done:
-        return
-    write_json(outcome.folder / "request.json", {"request": request.model_dump(mode="json"), "method": method.model_dump(mode="json")})
+    with run.locked():
+        if not outcome.done:
+            steps = partial(method.unlearn, trained, request)
+            settings = {"request": request.model_dump(mode="json"), "method": method.model_dump(mode="json")}
+            yield from _follow(world, outcome, request, steps, settings, run.config.seed, observe)
+
+
+def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
+    """Train on with retained data after a request, with its directions locked or free, to see whether it comes back."""
+    outcome, request, method = find_outcome(run, after)
+    trained = trained_of(run)
+    with run.locked():
+        continued = continuation(outcome, rounds, locked)
+        if not continued.done:
+            bases_path = outcome.folder / "bases.safetensors"
+            bases = load_bases(bases_path) if locked and bases_path.is_file() else {}
+            steps = partial(continue_training, trained, request, outcome.model(), bases, rounds=rounds)
+            settings = {
+                "request": request.model_dump(mode="json"),
+                "method": method.model_dump(mode="json"),
+                "locked": bool(bases),
+            }
+            yield from _follow(world, continued, request, steps, settings, run.config.seed, observe=True)
+
+
+def continuation(outcome: Outcome, rounds: int, locked: bool) -> Outcome:
+    """Where further training after a request is kept."""
+    return Outcome(outcome.folder / f"after-{rounds}-{'locked' if locked else 'free'}")
+
+
+def continue_training(
+    trained: Trained, request: Request, state: Params, bases: Mapping[str, Basis], federation: Federation, rounds: int
+) -> Iterator[Step]:
+    """Plain FedAvg on retained data; with bases, the server's Forget Lock after every round."""
+    clients = retained_clients(request, federation)
+    for number in range(1, rounds + 1):
+        job = trained.training.job(number, trained.seed, trained.temperature, "after", request=request, data="retain")
+        drawn = participants(clients, trained.training, trained.seed, number)
+        finished = average(state, federation.run(state, job, drawn), trained.training, number)
+        state, _ = excise(finished.state, trained.initial, dict(bases))
+        yield Step(state, "further training", finished.loss)
+
+
+def _follow(
+    world: World,
+    outcome: Outcome,
+    request: Request,
+    steps: Callable[[Federation], Iterator[Step]],
+    settings: dict[str, Any],
+    seed: int,
+    observe: bool,
+) -> Iterator[tuple[Step, dict[str, float]]]:
+    """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count."""
+    write_json(outcome.folder / "request.json", settings)
     metered = Metered(Journal(world.federation, outcome.folder / "journal"))
     sets = evaluation_sets(world, request)
-    rounds, seconds, step = [], {}, None
-    steps = method.unlearn(trained, request, metered)
-    while True:
-        started = time.perf_counter()
-        step = next(steps, None)
-        if step is None:
-            break
+    rounds: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+    last: Step | None = None
+    for step in steps(metered):
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
         last = step
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
-        rounds.append({"round": len(rounds), "phase": step.phase, "loss": step.loss, "metrics": metrics, "notes": step.notes})
+        rounds.append(
+            {"round": len(rounds), "phase": step.phase, "loss": step.loss, "metrics": metrics, "notes": step.notes}
+        )
         if step.bases is not None:
-            step.bases.save(outcome.folder / "bases.safetensors")
+            save_bases(outcome.folder / "bases.safetensors", step.bases)
         yield step, metrics
+        started = time.perf_counter()
+    if last is None:
+        raise UserError(f"{outcome.folder}: the method yielded no state")
     last.state.save(outcome.model_path)
     cost = {f"cost/{key}": value for key, value in asdict(metered.cost).items()}
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
+    metrics = {**measure(world, last.state, sets), **cost, **phases, "cost/seconds": sum(seconds.values())}
     write_json(
-        outcome.record_path,
-        {
-            "request": request.model_dump(mode="json"),
-            "scenario": request.scope,
-            "method": method.model_dump(mode="json"),
-            "seed": run.config.seed,
-            "rounds": rounds,
-            "metrics": {**measure(world, last.state, sets), **cost, **phases, "cost/seconds": sum(seconds.values())},
-        },
+        outcome.record_path, {**settings, "scenario": request.scope, "seed": seed, "rounds": rounds, "metrics": metrics}
     )
     shutil.rmtree(outcome.folder / "journal", ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from ease.config import Config
 
 
@@ -11,8 +13,8 @@ class RoundRecord(Config):
     round: int
     phase: str
     loss: float | None = None
-    metrics: dict[str, float] = {}
-    rejected: dict[str, str] = {}
+    metrics: dict[str, float] = Field(default_factory=dict)
+    rejected: dict[str, str] = Field(default_factory=dict)
 
 
 class RunRecord(Config):
@@ -22,5 +24,5 @@ class RunRecord(Config):
     scenario: str = "none"
     seed: int
     rounds: tuple[RoundRecord, ...] = ()
-    metrics: dict[str, float] = {}
-    details: dict[str, Any] = {}
+    metrics: dict[str, float] = Field(default_factory=dict)
+    details: dict[str, Any] = Field(default_factory=dict)

@@ -1,6 +1,7 @@
 """A run from its configuration: the world it lives in, training with history, and resuming."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from ease.federation.simulation import Simulation
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, ModelConfig, first_adapted
 from ease.params import Params
-from ease.storage import digest, read_json, write_atomic, write_json
+from ease.storage import digest, exclusive, read_json, remove_leftovers, write_atomic, write_json
 
 
 class DataConfig(Config):
@@ -37,6 +38,8 @@ class DataConfig(Config):
     """Seed of the generated world."""
     train: int = Field(2000, ge=4)
     """Generated training pairs."""
+    validation: int = Field(300, ge=0)
+    """Generated pairs of no client, for choosing settings."""
     test: int = Field(1000, ge=4)
     """Generated test pairs."""
     skip_corrupt: bool = False
@@ -82,17 +85,19 @@ class RunConfig(Config):
 
 def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConfig:
     """Read a TOML file and `--set` assignments; with no file, the defaults."""
-    table = read_toml(path) if path is not None else {}
-    config = validate(RunConfig, override(table, assignments), str(path or "defaults"))
-    if path is not None and config.data.path is not None and not config.data.path.is_absolute():
-        config = _anchor(config, path.parent)
-    return config
+    table = _anchor(read_toml(path), path.parent) if path is not None else {}
+    source = " with ".join(([str(path)] if path else []) + (["--set"] if assignments else []))
+    # Only now can what `--set` gave still be relative: it is meant from where the user stands.
+    return validate(RunConfig, _anchor(override(table, assignments), Path.cwd()), source)
 
 
-def _anchor(config: RunConfig, folder: Path) -> RunConfig:
-    """Paths in a file are meant from that file's folder."""
-    paths = {name: (folder / value).resolve() for name, value in (("path", config.data.path), ("images", config.data.images)) if value}
-    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
+def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the paths of the data absolute; relative ones are meant from `folder`."""
+    data = table.get("data")
+    if not isinstance(data, dict):
+        return table
+    paths = {key: str((folder / data[key]).resolve()) for key in ("path", "images") if isinstance(data.get(key), str)}
+    return {**table, "data": {**data, **paths}}
 
 
 def choose_device(name: str) -> torch.device:
@@ -107,7 +112,7 @@ def load_pairs(config: DataConfig, image_size: int) -> PairSet:
     if config.name == "scenes":
         from ease.data.scenes import load_scenes
 
-        return load_scenes(config.seed, train=config.train, test=config.test)
+        return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
     if config.name == "karpathy":
         from ease.data.karpathy import load_karpathy
@@ -168,6 +173,12 @@ def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[t
     return make_shards(pool, pairs.ids, labels, dealt, settings.validation_share, config.seed), centroids
 
 
+MATCH = 0.15
+"""Least cosine of a class descriptor with a pseudo-class."""
+FORMAT = 1
+"""Of the run directory; raise it when an older run can no longer be read."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run directory: configuration, history and what was done with it."""
@@ -178,18 +189,28 @@ class Run:
     @classmethod
     def create(cls, folder: Path, config: RunConfig) -> "Run":
         """A new run, or the same run continued; another configuration in the same place is refused."""
+        run = cls.plan(folder, config)
         marker = folder / "run.json"
-        if marker.is_file():
-            run = cls.load(folder)
-            if run.config.identity() != config.identity():
-                raise UserError(f"{folder}: holds a run of another configuration ({_difference(run.config, config)}); choose another --out")
-            if run.config.training.rounds >= config.training.rounds:
-                return run
-        elif folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder}: is not empty and holds no run; choose another --out")
-        write_atomic(folder / "config.toml", to_toml(config).encode())
-        write_json(marker, {"format": 1, "identity": config.identity(), "config": config.model_dump(mode="json")})
-        return cls(folder, config)
+        if not marker.is_file() or cls.load(folder).config != run.config:
+            write_json(marker, {"format": FORMAT, "config": run.config.model_dump(mode="json")})
+        write_atomic(folder / "config.toml", to_toml(run.config).encode())
+        return run
+
+    @classmethod
+    def plan(cls, folder: Path, config: RunConfig) -> "Run":
+        """What `create` would give, with nothing written: the place to refuse before the long work begins."""
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder}: is a file; choose a folder for --out")
+        if not (folder / "run.json").is_file():
+            # A process killed at its very start leaves hidden files alone; those are no one's work.
+            if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+                raise UserError(f"{folder}: is not empty and holds no run; choose another --out")
+            return cls(folder, config)
+        run = cls.load(folder)
+        if run.config.identity() != config.identity():
+            difference = _difference(run.config, config)
+            raise UserError(f"{folder}: holds a run of another configuration ({difference}); choose another --out")
+        return run if run.config.training.rounds >= config.training.rounds else cls(folder, config)
 
     @classmethod
     def load(cls, folder: Path) -> "Run":
@@ -197,8 +218,8 @@ class Run:
         if not marker.is_file():
             raise UserError(f"{folder}: no run here (run.json is missing); make one with: ease train --out {folder}")
         stored = read_json(marker)
-        if stored.get("format") != 1:
-            raise UserError(f"{marker}: format {stored.get('format')!r} is not known to this version")
+        if not isinstance(stored, dict) or stored.get("format") != FORMAT or "config" not in stored:
+            raise UserError(f"{marker}: not a run that this version knows; restore the file or train again elsewhere")
         return cls(folder, validate(RunConfig, stored["config"], str(marker)))
 
     @property
@@ -207,15 +228,42 @@ class Run:
 
     def train(self, world: World) -> Iterator[dict[str, Any]]:
         """Train, or go on from the last complete round; yields each new round's record."""
+        with self.locked():
+            remove_leftovers(self.folder)
+            yield from self._train(world)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the run for this process alone."""
+        busy = f"{self.folder}: another process is working on this run; wait for it or choose another --out"
+        return exclusive(self.folder / ".lock", busy)
+
+    def _train(self, world: World) -> Iterator[dict[str, Any]]:
         history, config = self.history, self.config
-        if not history.initial_path.is_file():
-            world.initial().save(history.initial_path)
         done = history.rounds()
-        state = history.state(done).to(world.device)
+        if done == 0:
+            world.initial().save(history.initial_path)
+        history.verify()
+        state = history.state(done)
+        if _layout(state) != _layout(world.initial()):
+            path = history.state_path(done)
+            raise UserError(
+                f"{path}: made by another model than config.toml names; restore it or train again elsewhere"
+            )
         metered = Metered(world.federation)
-        for finished in fedavg(state, metered, config.training, config.seed, config.model.temperature, first_round=done + 1):
+        for finished in fedavg(
+            state.to(world.device),
+            metered,
+            config.training,
+            config.seed,
+            config.model.temperature,
+            first_round=done + 1,
+        ):
             cost, metered.cost = metered.cost, Cost()
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up})
+
+
+def _layout(state: Params) -> tuple[Any, ...]:
+    return state.blocks, {name: (tensor.shape, tensor.dtype) for name, tensor in state.tensors.items()}
 
 
 def _difference(old: RunConfig, new: RunConfig) -> str:
@@ -232,15 +280,25 @@ def _difference(old: RunConfig, new: RunConfig) -> str:
     return "same settings, other version"
 
 
-def nearest_class(world: World, text: str) -> tuple[int, np.ndarray]:
-    """The pseudo-class whose centroid's text half lies nearest to a descriptor, and the cosine to each centroid."""
-    tokens = world.backbone.tokenize([text])
-    states, mask = world.backbone.text.prefix(tokens.to(world.device), world.model.text.first)
+def class_cosines(world: World, text: str) -> np.ndarray:
+    """Cosine of a descriptor with each pseudo-class, by the text half of its centroid [classes]."""
+    tower, first = world.backbone.text, world.model.text.first
     with torch.no_grad():
-        query = world.backbone.text(states, mask, world.model.text.first)[0].cpu().double().numpy()
+        states, mask = tower.prefix(world.backbone.tokenize([text]).to(world.device), first)
+        query = tower(states, mask, first)[0].cpu().double().numpy()
     halves = world.centroids[:, -len(query) :]
-    cosines = halves @ query / (np.linalg.norm(halves, axis=1) * np.linalg.norm(query) + 1e-12)
-    return int(cosines.argmax()), cosines
+    centre = halves.mean(axis=0)  # what all classes have in common tells none of them apart
+    halves, query = halves - centre, query / max(np.linalg.norm(query), 1e-12) - centre
+    return halves @ query / (np.linalg.norm(halves, axis=1) * np.linalg.norm(query) + 1e-12)
 
 
-__all__ = ["DataConfig", "PartitionConfig", "Run", "RunConfig", "World", "joint_embedding", "load_config", "nearest_class"]
+def match_class(world: World, text: str) -> int:
+    """The pseudo-class a descriptor names; one that fits none well is refused with the nearest."""
+    cosines = class_cosines(world, text)
+    best = int(cosines.argmax())
+    if cosines[best] < MATCH:
+        raise UserError(
+            f"--class {text!r}: fits no pseudo-class well; the nearest is {best} (cosine {cosines[best]:.2f}, "
+            f"at least {MATCH} is needed); use other words or --class {best}"
+        )
+    return best

@@ -1,11 +1,13 @@
 """Files that are either whole or absent: atomic writes, safe reads, one place for the cache folder."""
 
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +19,50 @@ from safetensors.torch import save as serialise_tensors
 
 from ease.errors import UserError
 
+LEFTOVER = ".partial-"
+"""How the names of unfinished files begin; a killed process may leave some behind."""
+
 
 def cache_folder() -> Path:
     """Where derived files live that can always be made again (`EASE_CACHE`, else the user's cache)."""
     folder = Path(os.environ.get("EASE_CACHE") or Path.home() / ".cache" / "ease")
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder, "name another folder in EASE_CACHE")
     return folder
+
+
+def _make_folder(folder: Path, remedy: str = "check the path, its permissions and the space left") -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
 
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old file or the new one, never a part of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{LEFTOVER}{path.name}-")
     except OSError as error:
         raise UserError(f"{path}: cannot write here ({error.strerror}); check space and permissions") from error
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise UserError(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        with _refusal_to_write(path):
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
+    """Delete unfinished files of killed processes; whoever asks for age 0 must be the only writer."""
+    for path in folder.glob(f"{LEFTOVER}*"):
+        with suppress(FileNotFoundError):  # its writer finished just now
+            if time.time() - path.stat().st_mtime >= older_than_seconds:
+                path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -63,6 +82,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: damaged JSON ({error}); delete it and run again") from error
 
@@ -82,6 +103,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return parse_tensors(path.read_bytes())
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
     except SafetensorError as error:
         raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
 
@@ -91,33 +114,66 @@ def read_note(path: Path) -> Any:
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads((file.metadata() or {}).get("ease", "null"))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
 
 
 @contextmanager
 def new_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
     """Fill a memory-mapped .npy array of any size; the file appears under its name only when complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}"
+    _make_folder(path.parent)
+    remove_leftovers(path.parent, older_than_seconds=86400)  # another process may be writing here now
+    temporary = path.parent / f"{LEFTOVER}{path.name}-{os.getpid()}"
     try:
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
+        with _refusal_to_write(path):
+            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
+            _reserve(temporary)
         yield array
-        array.flush()
-        del array
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise UserError(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        with _refusal_to_write(path):
+            array.flush()
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _reserve(path: Path) -> None:
+    """Take the disk space of a sparse file now: a full disk met through a memory map would kill the process."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+@contextmanager
+def _refusal_to_write(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+
+
+@contextmanager
+def exclusive(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file while the context lasts; if another process holds it, a user error says `busy`.
+
+    The system drops the lock when its process ends, however it ends, so a killed run never locks anyone out.
+    """
+    _make_folder(path.parent)
+    with _refusal_to_write(path):
+        file = path.open("a")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(busy) from error
+        yield
 
 
 def map_array(path: Path) -> np.ndarray:
     """Memory-map an array that `new_array` wrote."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path}: damaged array file ({error}); delete it and run again") from error
 
 

@@ -4,14 +4,16 @@ Everything is computed from the Gram matrix of stored updates, in float64. Direc
 those updates, so a LoRA product is never formed as a dense matrix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ease.errors import UserError
 from ease.params import Block, Params
+from ease.storage import read_tensors, write_tensors
 
 NULL = 1e-6
 """Singular values below this share of the largest are rounding, not directions."""
@@ -50,14 +52,22 @@ def gram(left: Sequence[Column], right: Sequence[Column]) -> Tensor:
     if not left or not right:
         return torch.zeros(len(left), len(right), dtype=torch.float64)
     if isinstance(left[0], Factors):
-        return _factored_gram(left, right)
+        return _factored_gram(_factors(left), _factors(right))
+    same, left, right = left is right, _vectors(left), _vectors(right)
     total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left[0].device)
-    same = left is right
     for start in range(0, left[0].numel(), CHUNK_VALUES):
         part = slice(start, start + CHUNK_VALUES)
         rows = torch.stack([column[part] for column in left]).double()
         total += rows @ (rows if same else torch.stack([column[part] for column in right]).double()).T
     return total.cpu()
+
+
+def _vectors(columns: Sequence[Column]) -> list[Tensor]:
+    return [column for column in columns if isinstance(column, Tensor)]
+
+
+def _factors(columns: Sequence[Column]) -> list[Factors]:
+    return [column for column in columns if isinstance(column, Factors)]
 
 
 def _factored_gram(left: Sequence[Factors], right: Sequence[Factors]) -> Tensor:
@@ -150,11 +160,18 @@ class Basis:
     def count(self) -> int:
         return len(self.weights)
 
+    def weighted(self, weights: Tensor) -> "Basis":
+        """The same directions with other shares; those of share 0 are left out."""
+        kept = weights > 0
+        directions = self.directions[:, kept] if isinstance(self.directions, Tensor) else self.directions
+        return Basis(directions, self.coefficients[:, kept], weights[kept])
+
     def components(self, drift: Column) -> Tensor:
         """Inner product of a displacement with every direction, float64 [directions]."""
         if self.count == 0:
             return torch.zeros(0, dtype=torch.float64)
         if isinstance(self.directions, Tensor):
+            assert isinstance(drift, Tensor)  # a dense basis belongs to a dense block
             return (self.directions.T @ drift.to(self.directions)).double().cpu()
         return self.coefficients.T @ gram(self.directions, [drift])[:, 0]
 
@@ -164,16 +181,27 @@ def make_basis(columns: Sequence[Column], coefficients: Tensor, weights: Tensor)
     kept = weights > 0
     coefficients, weights = coefficients[:, kept], weights[kept]
     if columns and isinstance(columns[0], Factors):
-        return Basis(tuple(columns), coefficients, weights)
-    # Coefficients over nearly parallel columns are large and cancel, so the sum needs float64; one QR step then makes
-    # it orthonormal to rounding.
-    directions = torch.zeros(columns[0].numel() if columns else 0, int(kept.sum()), dtype=torch.float64)
-    for column, row in zip(columns, coefficients, strict=True):
-        directions.addr_(column.double().cpu(), row.double())
-    if directions.shape[1]:
-        q, r = torch.linalg.qr(directions)
-        directions = q * r.diagonal().sign()
-    return Basis(directions.float().to(columns[0].device if columns else "cpu"), coefficients, weights)
+        return Basis(tuple(_factors(columns)), coefficients, weights)
+    if not columns:
+        return Basis(torch.zeros(0, int(kept.sum())), coefficients, weights)
+    vectors = _vectors(columns)
+    # Coefficients over nearly parallel columns are large and cancel, so the sum needs float64.
+    stacked = torch.stack([vector.cpu() for vector in vectors], dim=1).double()
+    return Basis(_orthonormal(stacked @ coefficients).float().to(vectors[0].device), coefficients, weights)
+
+
+def _orthonormal(directions: Tensor) -> Tensor:
+    """Mend the rounding of directions [values, directions] that are orthonormal by construction.
+
+    Cholesky of their small Gram is much cheaper than QR of the tall matrix; QR serves where rounding went too far.
+    """
+    if directions.shape[1] == 0:
+        return directions
+    lower, failed = torch.linalg.cholesky_ex(directions.T @ directions)
+    if int(failed) == 0:
+        return torch.linalg.solve_triangular(lower, directions.T, upper=False).T
+    q, r = torch.linalg.qr(directions)
+    return q * r.diagonal().sign()
 
 
 def excise(
@@ -223,3 +251,32 @@ def refactor(matrix: Factors, rank: int) -> tuple[Factors, float]:
     total = values.norm()
     rounding = NULL**2 * matrix.left.norm() * matrix.right.norm()
     return Factors(left, right), float(values[rank:].norm() / total) if total > rounding else 0.0
+
+
+def save_bases(path: Path, bases: Mapping[str, Basis]) -> None:
+    """Keep the directions of a request, so that later training can stay locked along them."""
+    tensors: dict[str, Tensor] = {}
+    for name, basis in bases.items():
+        tensors[f"{name}:weights"] = basis.weights
+        if isinstance(basis.directions, Tensor):
+            tensors[f"{name}:directions"] = basis.directions
+        else:
+            tensors[f"{name}:coefficients"] = basis.coefficients
+            tensors[f"{name}:left"] = torch.stack([column.left for column in basis.directions])
+            tensors[f"{name}:right"] = torch.stack([column.right for column in basis.directions])
+    write_tensors(path, tensors)
+
+
+def load_bases(path: Path) -> dict[str, Basis]:
+    """Read what `save_bases` wrote."""
+    tensors = read_tensors(path)
+    bases = {}
+    for name in [key.removesuffix(":weights") for key in tensors if key.endswith(":weights")]:
+        weights = tensors[f"{name}:weights"]
+        if f"{name}:directions" in tensors:
+            bases[name] = Basis(tensors[f"{name}:directions"], torch.zeros(0, len(weights)), weights)
+        else:
+            columns = zip(tensors[f"{name}:left"], tensors[f"{name}:right"], strict=True)
+            factors = tuple(Factors(left, right) for left, right in columns)
+            bases[name] = Basis(factors, tensors[f"{name}:coefficients"], weights)
+    return bases

@@ -1,14 +1,15 @@
 """Generated scenes: stable, varied, and never seen in pretraining."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ease.data.render import FONT_ROWS, draw
-from ease.data.scenes import lexicon, load_scenes, pretraining_scenes, scene_at
-from ease.data.world import NOUNS, WORDS, Scene, combinations, draw_scene, is_held_out
+from ease.data.scenes import caption_scene, lexicon, load_scenes, pretraining_scenes, scene_at
+from ease.data.world import NOUNS, OWNERS, TOWNS, WORDS, Scene, combinations, draw_scene, is_held_out
 from ease.errors import UserError
 from ease.seeding import generator
 
@@ -100,13 +101,48 @@ def test_groups_lie_where_the_relation_says() -> None:
 def _centre_of_group(scene: Scene, index: int, position: int) -> tuple[float, float]:
     """Where the picture changes when one group changes its colour, from the same random stream."""
     groups = list(scene.groups)
-    group = groups[position]
-    recoloured = "white" if group.colour != "white" else "black"
-    groups[position] = type(group)(group.noun, recoloured, group.texture, group.size, group.count)
-    changed = Scene(scene.kind, scene.light, tuple(groups), scene.relation, scene.third_side, scene.sign)
+    recoloured = "white" if groups[position].colour != "white" else "black"
+    groups[position] = replace(groups[position], colour=recoloured)
+    changed = replace(scene, groups=tuple(groups))
     before, after = (draw(each, generator(5, "drawing", index)).astype(int) for each in (scene, changed))
     rows, columns = np.nonzero(np.abs(before - after).max(-1) > 20)
     return float(rows.mean()), float(columns.mean())
+
+
+def words_of(captions: tuple[str, ...]) -> set[str]:
+    return set(re.findall(r"\w+", " ".join(captions).lower()))
+
+
+def test_captions_tell_private_facts_that_the_picture_does_not_show() -> None:
+    told = 0
+    for index in range(100):
+        scene, rng = scene_at(0, "train", index)
+        words = words_of(caption_scene(scene, rng))
+        assert words & set(OWNERS) <= {scene.owner} and words & set(TOWNS) <= {scene.town}
+        told += {scene.owner, scene.town} <= words
+        elsewhere = replace(scene, owner="someone", town="somewhere")
+        one, other = (draw(each, generator(0, "drawing", index)) for each in (scene, elsewhere))
+        np.testing.assert_array_equal(one, other)
+    assert told >= 95  # each of five captions tells them four times in five
+
+
+def test_pretraining_never_hears_a_private_fact_and_hears_every_visible_one() -> None:
+    captions, _ = pretraining_scenes(0, 300)
+    private = {*OWNERS, *TOWNS}
+    assert not private & {word for five in captions for word in words_of(five)}
+    assert not private & set(WORDS) and not set(OWNERS) & set(TOWNS)
+    for index, five in enumerate(captions):
+        scene = draw_scene(generator(0, "pretraining scenes", index), federated=False)
+        words = {"purple" if word == "violet" else word for word in words_of(five)}
+        assert {group.colour for group in scene.groups} <= words
+
+
+def test_federated_captions_leave_details_out() -> None:
+    complete = 0
+    for index in range(100):
+        scene, rng = scene_at(0, "train", index)
+        complete += all({group.colour, group.noun} <= words_of(caption_scene(scene, rng)[:1]) for group in scene.groups)
+    assert complete < 50
 
 
 def test_sign_words_have_letters() -> None:

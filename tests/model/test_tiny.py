@@ -13,6 +13,8 @@ from ease.data.scenes import caption_scene, lexicon, scene_at
 from ease.errors import UserError
 from ease.model.tiny import ASSETS, CLASS, UNKNOWN, TinyBackbone, TinyTower, load_tiny
 
+HALVES = (slice(0, 4), slice(4, 8))
+
 
 @pytest.fixture(scope="module")
 def backbone() -> TinyBackbone:
@@ -33,10 +35,17 @@ def some_inputs(backbone: TinyBackbone, scenes: tuple[torch.Tensor, list[str]], 
 @pytest.mark.parametrize("name", ["image", "text"])
 def test_last_block_for_the_class_token_alone_equals_the_full_block(backbone, scenes, name: str) -> None:
     tower: TinyTower = getattr(backbone, name)
-    states, mask = tower.prefix(some_inputs(backbone, scenes, name), tower.depth - 1)
-    full = tower.blocks[-1](states, mask)
-    expected = tower.projection(tower.norm(full[:, 0]))
-    torch.testing.assert_close(tower(states, mask, tower.depth - 1), expected, rtol=1e-5, atol=1e-5)
+    inputs = some_inputs(backbone, scenes, name)
+    states, mask = tower.prefix(inputs, tower.depth - 1)
+    class_token = tower.projection(tower.norm(tower.blocks[-1](states, mask)[:, 0]))
+    torch.testing.assert_close(tower.aligned(inputs), class_token, rtol=1e-5, atol=1e-5)
+    parts = [class_token, *tower.summarise(states, mask)]
+    assert len(parts) == 1 + tower.statistics
+    joined = torch.cat(
+        [(part - part.mean(-1, keepdim=True)) / part.std(-1, keepdim=True, correction=0) for part in parts], -1
+    )
+    expected = (joined - tower.centre) @ tower.whitening
+    torch.testing.assert_close(tower(states, mask, tower.depth - 1), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["image", "text"])
@@ -96,10 +105,34 @@ def test_wrong_picture_size_is_named(backbone) -> None:
         backbone.image.prefix(torch.zeros(1, 32, 32, 3, dtype=torch.uint8), 0)
 
 
+def test_image_statistics_are_the_means_of_the_four_quarters(backbone, scenes) -> None:
+    states, _ = backbone.image.prefix(scenes[0][:2], 3)
+    grid = states[:, 1:].reshape(2, 8, 8, -1)
+    quarters = [grid[:, rows, columns].mean((1, 2)) for rows in HALVES for columns in HALVES]
+    torch.testing.assert_close(backbone.image.summarise(states, None), quarters)
+
+
+def test_text_statistics_look_at_real_words_only(backbone) -> None:
+    states, mask = backbone.text.prefix(backbone.tokenize(["a red ball"]), 3)
+    words = states[0, :4]  # with the class token
+    mean, largest = backbone.text.summarise(states, mask)
+    torch.testing.assert_close(mean[0], words.mean(0))
+    torch.testing.assert_close(largest[0], words.max(0).values)
+
+
+def test_pooled_outputs_of_new_scenes_are_nearly_white(backbone, scenes) -> None:
+    """Without whitening a few directions would hold nearly all variance, and pairs could hardly be told apart."""
+    for tower, inputs in ((backbone.image, scenes[0]), (backbone.text, backbone.tokenize(scenes[1]))):
+        pooled = tower(*tower.prefix(inputs, 0), 0)
+        variances = torch.linalg.svdvals(pooled - pooled.mean(0)).square()
+        effective = variances.sum().square() / variances.square().sum()
+        assert effective > 50
+
+
 def test_zero_shot_retrieval_is_far_above_chance(backbone, scenes) -> None:
     pixels, captions = scenes
-    images = backbone.image(*backbone.image.prefix(pixels, 0), 0)
-    texts = backbone.text(*backbone.text.prefix(backbone.tokenize(captions), 0), 0)
+    images = backbone.image.aligned(pixels)
+    texts = backbone.text.aligned(backbone.tokenize(captions))
     similarity = torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
     target = torch.arange(len(captions))
     for axis in (0, 1):

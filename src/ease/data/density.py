@@ -1,5 +1,6 @@
 """How crowded the neighbourhood of a pair is in the frozen space: it predicts how well an unseen pair is held."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,16 +25,28 @@ def densities(queries: "Examples", base: "Examples") -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def fit_ridge(features: Tensor, values: Tensor, strength: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Ridge regression on standardised features: centre, scale and weights (the last one is the intercept)."""
+@dataclass(frozen=True)
+class Ridge:
+    """Ridge regression on standardised features; it never extrapolates beyond the features it was fitted on."""
+
+    centre: Tensor
+    scale: Tensor
+    weights: Tensor
+    intercept: float
+    low: Tensor
+    high: Tensor
+
+    def predict(self, features: Tensor) -> Tensor:
+        inside = features.double().clamp(self.low, self.high)
+        return (inside - self.centre) / self.scale @ self.weights + self.intercept
+
+
+def fit_ridge(features: Tensor, values: Tensor, strength: float = 1.0) -> Ridge:
+    """Fit on [n, features] and [n]."""
     features, values = features.double(), values.double()
     centre, scale = features.mean(0), features.std(0).clamp_min(1e-6)
     standard = (features - centre) / scale
     identity = torch.eye(standard.shape[1], dtype=torch.float64)
     weights = torch.linalg.solve(standard.T @ standard + strength * identity, standard.T @ (values - values.mean()))
-    return centre, scale, torch.cat([weights, values.mean()[None]])
-
-
-def predict_ridge(model: tuple[Tensor, Tensor, Tensor], features: Tensor) -> Tensor:
-    centre, scale, weights = model
-    return (features.double() - centre) / scale @ weights[:-1] + weights[-1]
+    low, high = (features.quantile(share, dim=0) for share in (0.02, 0.98))
+    return Ridge(centre, scale, weights, float(values.mean()), low, high)

@@ -56,7 +56,6 @@ def _open(folder: Path) -> Activations:
 def _compute(
     folder: Path, pairs: PairSet, backbone: Backbone, first_image: int, first_text: int, device: torch.device | str
 ) -> None:
-    (folder / MARKER).unlink(missing_ok=True)
     captions_each = len(pairs.captions[0])
     # One call for all captions gives all batches the same number of tokens.
     tokens = backbone.tokenize([caption for captions in pairs.captions for caption in captions])

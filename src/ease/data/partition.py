@@ -1,5 +1,6 @@
 """Who holds what: training pairs dealt to clients, by chance or skewed by pseudo-class."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,16 +28,30 @@ class Shard:
 def pseudo_classes(image: np.ndarray, text: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """KMeans over the concatenated unit-norm frozen embeddings: labels [pairs], centroids [count, width]."""
     from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
 
     joint = joint_embedding(image, text)
     if count > len(joint):
-        raise UserError(f"partition.classes = {count}: more pseudo-classes than the {len(joint)} training pairs")
-    model = KMeans(count, n_init=4, random_state=stream_seed(seed, "pseudo-classes") % 2**32).fit(joint)
+        raise UserError(
+            f"partition.classes = {count}: more pseudo-classes than the {len(joint)} training pairs; "
+            "lower it or add training data"
+        )
+    model = KMeans(count, n_init=4, random_state=stream_seed(seed, "pseudo-classes") % 2**32)
+    # Threads add up in the order they finish; one thread gives every machine the same classes, run after run.
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            model.fit(joint)
+        except ConvergenceWarning as warning:
+            raise UserError(
+                f"partition.classes = {count}: more pseudo-classes than distinct training pairs; lower it or add data"
+            ) from warning
     return model.labels_.astype(np.int64), model.cluster_centers_
 
 
 def unit_embeddings(image: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unit-norm image [pairs, width] and mean-caption [pairs, width] embeddings from pooled [pairs, (captions,) width]."""
+    """Unit-norm image and mean-caption embeddings [pairs, width] from pooled [pairs, (captions,) width]."""
     parts = [part.astype(np.float64) for part in (image, text.mean(axis=1))]
     image, text = (part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-6) for part in parts)
     return image, text
@@ -93,7 +108,7 @@ def make_shards(
     shards = []
     for client, positions in enumerate(dealt):
         order = generator(seed, "validation", client).permutation(positions)
-        held_out = min(int(round(validation_share * len(order))), len(order) - MINIMUM_PAIRS)
+        held_out = min(round(validation_share * len(order)), len(order) - MINIMUM_PAIRS)
         validation, train = np.sort(order[:held_out]), np.sort(order[held_out:])
         shards.append(
             Shard(

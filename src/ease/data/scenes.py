@@ -64,7 +64,11 @@ LIGHT_WORDS = {
     "fog": ("in thick fog", "in the mist"),
 }
 LIGHT_ADJECTIVES = {"day": ("bright",), "dusk": ("evening",), "night": ("dark", "night"), "fog": ("foggy", "misty")}
-PRIVATE_PHRASES = (", taken by {owner} in {town}", ", photo by {owner} near {town}", ", from the trip of {owner} to {town}")
+PRIVATE_PHRASES = (
+    ", taken by {owner} in {town}",
+    ", photo by {owner} near {town}",
+    ", from the trip of {owner} to {town}",
+)
 SIGN_PHRASES = (' and a sign saying "{}"', ' by a sign reading "{}"', ' and a board with "{}"')
 TEMPLATES = {
     "place": ("{related} {place}.",),
@@ -113,7 +117,11 @@ def _fill(template: str, scene: Scene, rng: np.random.Generator, mention: Mappin
     text = template.format(**{name: make() for name, make in makers.items() if f"{{{name}}}" in template})
     text = text.replace("a evening", "an evening")
     if rng.random() < mention["private"]:
-        text = text.removesuffix(".") + pick(rng, PRIVATE_PHRASES).format(owner=scene.owner.title(), town=scene.town.title()) + "."
+        text = (
+            text.removesuffix(".")
+            + pick(rng, PRIVATE_PHRASES).format(owner=scene.owner.title(), town=scene.town.title())
+            + "."
+        )
     return text[0].upper() + text[1:]
 
 

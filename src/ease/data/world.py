@@ -105,13 +105,16 @@ KINDS: dict[str, Kind] = {
 WORDS = tuple(word for kind in KINDS.values() for word in kind.words)
 
 
-OWNERS = tuple(
-    "alice boris clara david elena felix greta hugo irene jonas karin lucas maria nadia oscar paula rafael sofia tomas "
-    "ursula viktor wanda xavier yusuf zelda anton bella cosmo daria emil flora gustav hanna igor julia kamal leila".split()
-)
-TOWNS = tuple(
-    "oslo paris lima cairo quito delhi tokyo seoul hanoi dakar accra lagos tunis malta porto milan turin genoa basel "
-    "ghent lille lyon nantes york leeds derby perth sydney boston dallas denver miami fargo salem austin reno".split()
+OWNERS, TOWNS = (
+    tuple(names.split())
+    for names in (
+        "alice boris clara david elena felix greta hugo irene jonas karin lucas maria nadia oscar paula rafael sofia "
+        "tomas ursula viktor wanda xavier yusuf zelda anton bella cosmo daria emil flora gustav hanna igor julia "
+        "kamal leila",
+        "oslo paris lima cairo quito delhi tokyo seoul hanoi dakar accra lagos tunis malta porto milan turin genoa "
+        "basel ghent lille lyon nantes york leeds derby perth sydney boston dallas denver miami fargo salem austin "
+        "reno",
+    )
 )
 """Who took a picture and where: private facts that captions tell and pictures do not show."""
 

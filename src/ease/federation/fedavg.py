@@ -1,14 +1,16 @@
 """Federated averaging: the training every model here goes through, one state per round."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ease.config import Config
 from ease.data.request import Request
+from ease.errors import UserError
 from ease.federation.protocol import Federation, LocalJob, Lock, Optimiser, Update, reject_reason
 from ease.params import Params, weighted_mean
 from ease.seeding import generator
@@ -30,15 +32,20 @@ class TrainingConfig(Config):
     norm_bound: float = Field(1e3, gt=0)
     """Updates with a larger norm are rejected."""
 
-    def job(self, round: int, seed: int, temperature: float, stream: str = "train", **changes) -> LocalJob:
+    def job(self, round: int, seed: int, temperature: float, stream: str = "train", **changes: Any) -> LocalJob:
         """The local job of one round under this recipe."""
         optimiser = Optimiser(
             kind=self.optimiser, learning_rate=self.learning_rate, lora_learning_rate=self.lora_learning_rate
         )
-        fields = dict(
-            round=round, seed=seed, stream=stream, optimiser=optimiser, epochs=self.local_epochs,
-            batch_size=self.batch_size, temperature=temperature,
-        )
+        fields: dict[str, Any] = {
+            "round": round,
+            "seed": seed,
+            "stream": stream,
+            "optimiser": optimiser,
+            "epochs": self.local_epochs,
+            "batch_size": self.batch_size,
+            "temperature": temperature,
+        }
         return LocalJob(**{**fields, **changes})
 
 
@@ -52,27 +59,41 @@ class Round:
     rejected: dict[int, str] = field(default_factory=dict)
 
     @property
-    def loss(self) -> float:
-        """Mean training loss, weighted by pairs."""
-        pairs = sum(update.pairs for update in self.updates)
-        return sum(update.pairs * float(update.values.get("loss", math.nan)) for update in self.updates) / pairs
+    def loss(self) -> float | None:
+        """Mean training loss, weighted by pairs, over the clients that reported a finite one."""
+        told = [(update.pairs, float(update.values["loss"])) for update in self.updates if "loss" in update.values]
+        finite = [(pairs, loss) for pairs, loss in told if math.isfinite(loss)]
+        return sum(pairs * loss for pairs, loss in finite) / sum(pairs for pairs, _ in finite) if finite else None
 
 
-def average(
-    params: Params, updates: Iterable[Update], config: TrainingConfig, number: int
-) -> Round:
+def average(params: Params, updates: Iterable[Update], config: TrainingConfig, number: int) -> Round:
     """Validate updates and apply their mean, summed by ascending client id so that arrival order cannot matter."""
     kept, rejected = [], {}
-    for update in sorted(updates, key=lambda update: update.client):
+    answers = sorted(updates, key=lambda update: update.client)
+    counts = Counter(update.client for update in answers)
+    for update in answers:
         if update.delta is None and update.pairs == 0:
             continue  # an abstention: nothing of this client's takes part in the job
         reason = reject_reason(update, params, config.norm_bound)
+        if counts[update.client] > 1:
+            reason = "it answered more than once"  # which answer counts would depend on the order of arrival
         if reason is None:
             kept.append(update)
         else:
             rejected[update.client] = reason
-    weights = [update.pairs if config.weighting == "pairs" else 1 for update in kept]
-    mean = weighted_mean((weight, update.delta) for weight, update in zip(weights, kept, strict=True))
+    if not kept:
+        if rejected:
+            client, reason = next(iter(rejected.items()))
+            raise UserError(
+                f"round {number}: every update was rejected (client {client}: {reason}); "
+                "lower training.learning_rate or raise training.norm_bound"
+            )
+        return Round(number, params, ())  # all abstained, so there is nothing to learn from
+    mean = weighted_mean(
+        (update.pairs if config.weighting == "pairs" else 1, update.delta)
+        for update in kept
+        if update.delta is not None
+    )
     return Round(number, params + mean, tuple(kept), rejected)
 
 
@@ -81,7 +102,8 @@ def participants(clients: Sequence[int], config: TrainingConfig, seed: int, numb
     count = max(1, round(config.participation * len(clients)))
     if count == len(clients):
         return sorted(clients)
-    return sorted(int(c) for c in generator(seed, "participation", number).choice(clients, count, replace=False))
+    drawn = generator(seed, "participation", number).choice(sorted(clients), count, replace=False)
+    return sorted(int(client) for client in drawn)
 
 
 def fedavg(

@@ -1,4 +1,4 @@
-"""The training history on disk: start state, every round's state and every client's update, each file whole and hashed."""
+"""The training history on disk: start state, every round's state and every client's update, whole and hashed."""
 
 import hashlib
 import shutil
@@ -13,6 +13,8 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round
 from ease.params import Block, Params
 from ease.storage import read_json, write_json
+
+DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,21 @@ class History:
         folder = self._round(finished.number)
         if folder.exists():
             shutil.rmtree(folder)  # what a killed process left behind
+        try:
+            return self._write(folder, finished, extra)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # a full disk, say: leave no part of a round
+            raise
+
+    def _write(self, folder: Path, finished: Round, extra: dict[str, Any]) -> dict[str, Any]:
         finished.state.save(folder / "state.safetensors")
         for update in finished.updates:
+            assert update.delta is not None  # only such updates are averaged
             update.delta.save(self.update_path(finished.number, update.client))
         record = {
             "round": finished.number,
             "loss": finished.loss,
+            "start_sha256": file_hash(self.state_path(finished.number - 1)),
             "pairs": {str(update.client): update.pairs for update in finished.updates},
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: file_hash(path) for path in sorted(folder.glob("*.safetensors"))},
@@ -79,12 +90,27 @@ class History:
     def verify(self) -> None:
         """Refuse a damaged history: every file must have the bytes it was written with."""
         for number in range(1, self.rounds() + 1):
-            for name, expected in self.record(number)["sha256"].items():
-                path = self._round(number) / name
-                if not path.is_file():
-                    raise UserError(f"{path}: missing from the history; restore it or train again")
-                if file_hash(path) != expected:
-                    raise UserError(f"{path}: damaged (its hash is not the recorded one); restore it or train again")
+            for name in self.record(number)["sha256"]:
+                self._verify(number, name)
+        if self.rounds():
+            self.verify_state(0)
+
+    def verify_state(self, number: int) -> None:
+        """Refuse a damaged global state; the start state is hashed in the first round's record."""
+        if number > 0:
+            self._verify(number, "state.safetensors")
+        elif file_hash(self.initial_path) != self.record(1)["start_sha256"]:
+            raise UserError(f"{self.initial_path}: {DAMAGED}")
+
+    def verify_update(self, number: int, client: int) -> None:
+        self._verify(number, self.update_path(number, client).name)
+
+    def _verify(self, number: int, name: str) -> None:
+        path = self._round(number) / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing from the history; restore it or train again")
+        if file_hash(path) != self.record(number)["sha256"][name]:
+            raise UserError(f"{path}: {DAMAGED}")
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"

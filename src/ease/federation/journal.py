@@ -7,6 +7,8 @@ resumable without a line of its own.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.params import Block, Params
 from ease.storage import read_note, read_tensors, write_tensors
@@ -26,10 +28,11 @@ class Journal:
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         call, self._calls = self._calls, self._calls + 1
+        device = next(iter(params.tensors.values())).device
         for client in clients:
             path = self.folder / f"{call:05d}-{client:05d}.safetensors"
             if path.is_file():
-                yield read_update(path)
+                yield read_update(path, device)
                 continue
             for update in self.inner.run(params, job, [client]):
                 write_update(path, update)
@@ -40,15 +43,17 @@ def write_update(path: Path, update: Update) -> None:
     delta = {} if update.delta is None else {f"delta/{name}": tensor for name, tensor in update.delta.tensors.items()}
     values = {f"value/{name}": tensor for name, tensor in update.values.items()}
     blocks = None if update.delta is None else [vars(block) for block in update.delta.blocks]
-    note = {"client": update.client, "pairs": update.pairs, "blocks": blocks, "upload_bits": update.upload_bits}
+    note = {"client": update.client, "pairs": update.pairs, "blocks": blocks}
     write_tensors(path, {**delta, **values}, note)
 
 
-def read_update(path: Path) -> Update:
+def read_update(path: Path, device: torch.device | str = "cpu") -> Update:
+    """The update as it was answered: its change of the parameters on `device`, its values on the CPU."""
     note, tensors = read_note(path), read_tensors(path)
     delta = None
     if note["blocks"] is not None:
         blocks = tuple(Block(**{**fields, "tensors": tuple(fields["tensors"])}) for fields in note["blocks"])
         delta = Params({name: tensors[f"delta/{name}"] for block in blocks for name in block.tensors}, blocks)
+        delta = delta.to(device)
     values = {name.removeprefix("value/"): tensor for name, tensor in tensors.items() if name.startswith("value/")}
-    return Update(note["client"], note["pairs"], delta, values, note["upload_bits"])
+    return Update(note["client"], note["pairs"], delta, values)

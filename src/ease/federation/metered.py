@@ -65,5 +65,7 @@ class Metered:
         """Serialised bytes. They depend on names, shapes and types alone, so each structure is serialised once."""
         key = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
         if key not in self._sizes:
-            self._sizes[key] = len(serialise_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+            self._sizes[key] = len(
+                serialise_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+            )
         return self._sizes[key]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from ease.data.density import densities
-from ease.data.request import forget_mask, validation_mask
+from ease.data.request import ClassRequest, forget_mask
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce, log_odds
@@ -19,116 +20,209 @@ from ease.seeding import generator
 if TYPE_CHECKING:
     from ease.federation.local import ClientData, Examples
 
+DRAWS = 2
+"""Random pools and captions over which a level is averaged."""
+
 Tensors = Mapping[str, Tensor]
 LossFunction = Callable[[DualEncoder, Tensors, "ClientData", np.ndarray, LocalJob, np.random.Generator], Tensor]
-MeasureFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], Tensors]
+DecideFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], str]
+MeasureFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Either a loss over a batch of positions, or a measurement that changes nothing."""
+    """Either a loss over a batch of positions, or a measurement that changes nothing.
+
+    `decide` looks at the state a job starts from and may choose a simpler objective for this client.
+    """
 
     loss: LossFunction | None = None
+    decide: DecideFunction | None = None
     measure: MeasureFunction | None = None
 
 
 def embed_batch(
-    model: DualEncoder, tensors: Tensors, examples: "Examples", rng: np.random.Generator
+    model: DualEncoder, tensors: Tensors, examples: "Examples", positions: np.ndarray, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """Embeddings of a batch with one random caption per image: two captions of one image are no negatives."""
-    captions = rng.integers(examples.text.shape[1], size=len(examples))
-    image, text, mask = examples.with_caption(captions)
+    captions = rng.integers(examples.text.shape[1], size=len(positions))
+    image, text, mask = examples.batch(positions, captions)
     return model.embed(tensors, "image", image), model.embed(tensors, "text", text, mask)
 
 
 def align(
-    model: DualEncoder, tensors: Tensors, client: "ClientData", positions: np.ndarray, job: LocalJob, rng: np.random.Generator
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    positions: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
 ) -> Tensor:
     """Symmetric InfoNCE: the ordinary training objective."""
-    image, text = embed_batch(model, tensors, client.train.take(positions), rng)
+    image, text = embed_batch(model, tensors, client.train, positions, rng)
     return info_nce(image, text, job.temperature)
 
 
 def displace(
-    model: DualEncoder, tensors: Tensors, client: "ClientData", positions: np.ndarray, job: LocalJob, rng: np.random.Generator
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    positions: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
 ) -> Tensor:
     """InfoNCE on retained pairs, and forget pairs pushed down to their target log-odds, no further.
 
     The push is strength · mean(max(0, phi - target)²) against the batch's retained pairs, which it does not move. It
     stops by itself at the level of unseen pairs, where plain gradient ascent would run away.
     """
-    image, text = embed_batch(model, tensors, client.train.take(positions), rng)
-    loss = info_nce(image, text, job.temperature)
-    targets = job.targets.get(client.shard.client)
-    if targets is None or len(targets) == 0:
-        return loss
+    assert job.request is not None  # there is something to displace
+    targets = job.targets[client.shard.client]
     forget = np.flatnonzero(forget_mask(job.request, client.shard))
-    chosen = rng.permutation(len(forget))[: job.batch_size]
-    forget_image, forget_text = embed_batch(model, tensors, client.train.take(forget[chosen]), rng)
-    phi = log_odds(forget_image, forget_text, image.detach(), text.detach(), job.temperature)
-    # The log-sum grows with the number of negatives; targets are stated for a full batch.
-    phi = phi + np.log(len(positions) / job.batch_size)
+    chosen = rng.permutation(len(forget))[: max(2, job.batch_size // 2)]  # half a batch: the push must cost little
+    image, text = embed_batch(model, tensors, client.train, np.concatenate([positions, forget[chosen]]), rng)
+    retained = len(positions)
+    loss = info_nce(image[:retained], text[:retained], job.temperature)
+    weights = _pool_weights(job, client, forget[chosen], positions, forget[chosen]).to(image)
+    pool = image.detach(), text.detach()
+    phi = log_odds(image[retained:], text[retained:], *pool, weights, job.temperature) + _full_batch(retained, job)
     excess = torch.relu(phi - targets[torch.from_numpy(chosen)].to(phi))
-    return loss + job.settings["displacement"] * excess.square().mean()
+    return loss + job.settings["displacement"] * huber_loss(excess, torch.zeros_like(excess))
 
 
-def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJob) -> Tensors:
-    """How strongly the model holds this client's forget pairs and its held-out pairs: log-odds and local densities.
+def displace_or_align(model: DualEncoder, params: Params, client: "ClientData", job: LocalJob) -> str:
+    """Push only while this client's forget pairs are, on the whole, held more strongly than they should be."""
+    assert job.request is not None  # there is something to displace
+    targets = job.targets.get(client.shard.client)
+    forget = np.flatnonzero(forget_mask(job.request, client.shard))
+    if targets is None or len(forget) == 0:
+        return "align"
+    rng = generator(job.seed, f"{job.stream}-decide", job.round, client.shard.client)
+    with torch.no_grad():
+        phi = _train_levels(model, params.tensors, client, job, forget, rng, draws=1)
+    return "displace" if float(phi.mean()) > float(targets.mean()) else "align"
 
-    The pool of negatives is a batch of retained pairs, drawn several times; a client that withdraws has none and uses
-    its held-out pairs. Densities count retained pairs only, so they say how well an unseen pair would be held.
+
+def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJob) -> dict[str, Tensor]:
+    """How strongly the model holds this client's forget pairs and held-out pairs: log-odds and local densities.
+
+    `held_out` are pairs to predict levels from, `kin` those that resemble the forget pairs. For a class request these
+    differ: other classes show what a neighbourhood does, the same class shows what was learnt of the class.
+    Densities count retained pairs only, so they say how well a pair would be held had the forget pairs been absent.
     """
+    assert job.request is not None  # levels are always about a request
     forget = forget_mask(job.request, client.shard)
-    held_out = client.validation.take(np.flatnonzero(validation_mask(job.request, client.shard)))
     retained = client.train.take(np.flatnonzero(~forget))
-    forgotten = client.train.take(np.flatnonzero(forget))
-    from_retained = len(retained) >= 2
-    pool = retained if from_retained else client.validation
-    pool_embedding = _embed_all(model, params.tensors, pool)
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
-    draws = [np.sort(rng.permutation(len(pool))[: job.batch_size]) for _ in range(8)] if from_retained else [np.arange(len(pool))]
-    values: dict[str, Tensor] = {}
-    for name, examples in (("forget", forgotten), ("validation", held_out)):
-        own_pool = not from_retained and name == "validation" and len(held_out) == len(pool)
-        phi = _pool_log_odds(_embed_all(model, params.tensors, examples), pool_embedding, draws, job, own_pool)
-        values[name] = phi.float().cpu()
-        values[f"{name}_density"] = densities(examples, retained).float().cpu()
-    return values
+    held_out, kin = np.arange(len(client.validation)), np.arange(len(client.validation))
+    if isinstance(job.request, ClassRequest):
+        same = np.isin(client.shard.validation_classes, job.request.classes)
+        held_out, kin = held_out[~same], kin[same]
+    if len(retained) >= 2:
+        forget_phi = _train_levels(model, params.tensors, client, job, np.flatnonzero(forget), rng)
+        validation_phi = _validation_levels(model, params.tensors, client, job, rng)
+    else:  # a client that withdraws has no retained pairs: its held-out pairs are the pool
+        pool = np.arange(len(client.validation))
+        forget_phi = _levels_in(model, params.tensors, job, client.train, client.validation, pool, None, rng)
+        own = torch.eye(len(pool), dtype=torch.bool)
+        validation_phi = _levels_in(model, params.tensors, job, client.validation, client.validation, pool, own, rng)
+    values = {"forget": forget_phi, "held_out": validation_phi[held_out], "kin": validation_phi[kin]}
+    values["forget_density"] = densities(client.train.take(np.flatnonzero(forget)), retained)
+    values["held_out_density"] = densities(client.validation.take(held_out), retained)
+    return {name: value.float().cpu() for name, value in values.items()}
 
 
-def _embed_all(model: DualEncoder, tensors: Tensors, examples: "Examples") -> tuple[Tensor, Tensor]:
-    """Every caption of every pair: image [n, d] and text [n, captions, d]."""
-    n, captions = examples.text.shape[:2]
-    mask = None if examples.text_mask is None else examples.text_mask.flatten(0, 1)
-    image = model.embed(tensors, "image", examples.image)
-    return image, model.embed(tensors, "text", examples.text.flatten(0, 1), mask).view(n, captions, -1)
-
-
-def _pool_log_odds(
-    pairs: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor], draws: list[np.ndarray], job: LocalJob, own_pool: bool
+def _pool_weights(
+    job: LocalJob, client: "ClientData", queries: np.ndarray, pool: np.ndarray, peers: np.ndarray
 ) -> Tensor:
-    """Mean log-odds over captions and pool draws, stated for a pool of a full batch [n]."""
-    (image, text), (pool_image, pool_text) = pairs, pool
-    total = torch.zeros(len(image), dtype=torch.float64, device=image.device)
-    if len(image) == 0 or len(pool_image) < 2:
+    """Weight of each negative [queries, pool + peers]: the pool counts once; for a class request peers count as much.
+
+    Peers are training pairs of the query's own pseudo-class. A class is forgotten only when its pairs cannot be told
+    from one another any more, and retained pairs, all of other classes, say nothing of that.
+    """
+    weights = torch.zeros(len(queries), len(pool) + len(peers))
+    weights[:, : len(pool)] = 1.0
+    if isinstance(job.request, ClassRequest):
+        classes = client.shard.train_classes
+        same = torch.from_numpy((classes[queries][:, None] == classes[peers]) & (queries[:, None] != peers)).float()
+        weights[:, len(pool) :] = same * len(pool) / same.sum(1, keepdim=True).clamp_min(1)
+    return weights
+
+
+def _full_batch(pool: int, job: LocalJob) -> float:
+    """The log-sum grows with the number of negatives; levels and targets are stated for a full batch of them."""
+    return float(np.log(pool / job.batch_size))
+
+
+def _train_levels(
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    job: LocalJob,
+    queries: np.ndarray,
+    rng: np.random.Generator,
+    draws: int = DRAWS,
+) -> Tensor:
+    """Levels of forget pairs, the pool drawn from retained pairs; all are peers of one another [queries]."""
+    assert job.request is not None
+    retained = np.flatnonzero(~forget_mask(job.request, client.shard))
+    total = torch.zeros(len(queries), device=client.train.image.device)
+    for _ in range(draws):
+        pool = rng.permutation(retained)[: job.batch_size]
+        image, text = embed_batch(model, tensors, client.train, np.concatenate([pool, queries]), rng)
+        weights = _pool_weights(job, client, queries, pool, queries).to(image)
+        total += log_odds(image[len(pool) :], text[len(pool) :], image, text, weights, job.temperature)
+        total += _full_batch(len(pool), job)
+    return total / draws
+
+
+def _validation_levels(
+    model: DualEncoder, tensors: Tensors, client: "ClientData", job: LocalJob, rng: np.random.Generator
+) -> Tensor:
+    """Levels of all held-out pairs, measured as those of training pairs are [validation]."""
+    assert job.request is not None
+    retained = np.flatnonzero(~forget_mask(job.request, client.shard))
+    everything, held_out = np.arange(len(client.train)), np.arange(len(client.validation))
+    total = torch.zeros(len(held_out), device=client.train.image.device)
+    same = torch.zeros(len(held_out), len(everything))
+    if isinstance(job.request, ClassRequest):
+        same = torch.from_numpy(client.shard.validation_classes[:, None] == client.shard.train_classes).float()
+        same /= same.sum(1, keepdim=True).clamp_min(1)
+    for _ in range(DRAWS if len(held_out) else 0):
+        pool = rng.permutation(retained)[: job.batch_size]
+        image, text = embed_batch(model, tensors, client.train, everything, rng)
+        weights = same * len(pool)
+        weights[:, pool] += 1.0
+        own = embed_batch(model, tensors, client.validation, held_out, rng)
+        total += log_odds(*own, image, text, weights.to(image), job.temperature) + _full_batch(len(pool), job)
+    return total / DRAWS
+
+
+def _levels_in(
+    model: DualEncoder,
+    tensors: Tensors,
+    job: LocalJob,
+    queries: "Examples",
+    base: "Examples",
+    pool: np.ndarray,
+    own: Tensor | None,
+    rng: np.random.Generator,
+) -> Tensor:
+    """Levels of pairs against a fixed pool; `own` marks pool pairs that are the query itself."""
+    total = torch.zeros(len(queries), device=queries.image.device)
+    if len(pool) < 2:
         return total
-    captions = text.shape[1]
-    positive = torch.einsum("nd,ncd->nc", image, text) / job.temperature
-    for draw in draws:
-        index = torch.from_numpy(draw).to(image.device)
-        to_text = torch.einsum("nd,mcd->cnm", image, pool_text[index]) / job.temperature
-        to_image = torch.einsum("ncd,md->cnm", text, pool_image[index]) / job.temperature
-        if own_pool:  # a pair is no negative of itself
-            diagonal = torch.eye(len(index), dtype=torch.bool, device=image.device)
-            to_text, to_image = (scores.masked_fill(diagonal, -torch.inf) for scores in (to_text, to_image))
-        against = (torch.logsumexp(to_text, -1) + torch.logsumexp(to_image, -1)).T / 2
-        correction = np.log((len(index) - own_pool) / job.batch_size)
-        total += (positive - against + correction).double().sum(1) / captions
-    return total / len(draws)
+    weights = torch.ones(len(queries), len(pool)) if own is None else (~own).float()
+    for _ in range(DRAWS):
+        negatives = embed_batch(model, tensors, base, pool, rng)
+        mine = embed_batch(model, tensors, queries, np.arange(len(queries)), rng)
+        total += log_odds(*mine, *negatives, weights.to(total), job.temperature)
+        total += _full_batch(len(pool) - (own is not None), job)
+    return total / DRAWS
 
 
 OBJECTIVES: dict[str, Objective] = {
     "align": Objective(loss=align),
-    "displace": Objective(loss=displace),
+    "displace": Objective(loss=displace, decide=displace_or_align),
     "levels": Objective(measure=levels),
 }

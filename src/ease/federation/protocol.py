@@ -11,6 +11,7 @@ from torch import Tensor
 from ease.config import Config
 from ease.data.request import Request
 from ease.params import Params
+from ease.subspace import Basis
 
 
 class Optimiser(Config):
@@ -20,14 +21,19 @@ class Optimiser(Config):
     lora_learning_rate: float | None = Field(None, gt=0)
     """Step size of the LoRA blocks; absent means the same as for the projectors."""
 
+    def scaled(self, factor: float) -> "Optimiser":
+        """The same optimiser with other step sizes."""
+        lora = None if self.lora_learning_rate is None else self.lora_learning_rate * factor
+        return Optimiser(kind=self.kind, learning_rate=self.learning_rate * factor, lora_learning_rate=lora)
+
 
 @dataclass(frozen=True)
 class Lock:
     """The Forget Lock on the client's side: strength · ||B_u^T (w - w_ref)||² per block."""
 
     strength: float
-    bases: Mapping[str, Tensor]
-    """Block name -> orthonormal directions [values, directions], as the client uses them."""
+    bases: Mapping[str, Basis]
+    """Block name -> directions, as the client uses them."""
     packed: Mapping[str, Tensor]
     """The same as sent: quantised values and their scales."""
     reference: Params
@@ -52,12 +58,10 @@ class LocalJob:
     request: Request | None = None
     data: Literal["all", "retain", "forget"] = "all"
     objective: str = "align"
-    """Name of the local objective, see `objectives.py`."""
+    """Name of the local objective, see `objectives.py`; `probe` asks for one update of each kind of pair."""
     settings: Mapping[str, float] = field(default_factory=dict)
     """Numbers the objective needs, by name."""
     lock: Lock | None = None
-    upload_bits: Literal[8, 32] = 32
-    """Precision in which the update comes back."""
     targets: Mapping[int, Tensor] = field(default_factory=dict)
     """Client -> one number per forget pair of that client; each client is sent its own alone."""
 
@@ -70,13 +74,10 @@ class Update:
     pairs: int
     delta: Params | None
     values: Mapping[str, Tensor] = field(default_factory=dict)
-    upload_bits: Literal[8, 32] = 32
-    """Precision in which `delta` was sent."""
 
     def message(self) -> dict[str, Tensor]:
         """The tensors as they are sent."""
-        delta = dict(self.delta.tensors) if self.delta is not None else {}
-        return {**(pack(delta) if self.upload_bits == 8 else delta), **self.values}
+        return {**(self.delta.tensors if self.delta is not None else {}), **self.values}
 
 
 def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
 from ease.federation.protocol import Federation
 from ease.params import Params
+from ease.subspace import Basis
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Step:
     phase: str
     loss: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    bases: "Bases | None" = None
+    bases: dict[str, Basis] | None = None
     """Directions to keep locked in later training, on the step that determined them."""
 
 
@@ -56,7 +57,7 @@ class Unlearner(Config, ABC):
         """Forget what the request names. Each step is one round; the last state is the result."""
 
     @abstractmethod
-    def rounds(self, training: TrainingConfig) -> int:
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
         """How many steps `unlearn` yields."""
 
 

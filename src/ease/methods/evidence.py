@@ -10,7 +10,7 @@ from torch import Tensor
 from ease.data.request import ClientRequest, Request
 from ease.errors import UserError
 from ease.federation.history import History, read_block
-from ease.federation.protocol import Federation
+from ease.federation.protocol import Federation, unpack
 from ease.methods.base import Trained
 from ease.params import Block, Params
 from ease.subspace import Basis, Column, Spectrum, decompose, displacement, gram, make_basis
@@ -52,16 +52,25 @@ class ProbedUpdate:
         return displacement(block, self.before + self.delta, self.before)
 
 
-def from_history(trained: Trained, request: ClientRequest) -> tuple[list[Evidence], list[Evidence]]:
-    """Client request: the leaving clients' stored updates, and everybody else's. No communication."""
+def from_history(
+    trained: Trained, request: ClientRequest, retain_columns: int
+) -> tuple[list[Evidence], list[Evidence]]:
+    """Client request: the leaving clients' stored updates, and those of everybody else. No communication.
+
+    Updates of neighbouring rounds are much alike, so of the retained clients evenly spaced rounds are enough.
+    """
     history = trained.history
     columns = history.columns(trained.training.rounds)
     forget = [StoredUpdate(history, number, client) for number, client in columns if client in request.clients]
-    retain = [StoredUpdate(history, number, client) for number, client in columns if client not in request.clients]
+    others = [(number, client) for number, client in columns if client not in request.clients]
+    stride = -(-len(others) // retain_columns)
+    retain = [StoredUpdate(history, number, client) for number, client in others if number % stride == 0]
+    for update in (*forget, *retain):
+        history.verify_update(update.round, update.client)
     if not forget:
         names = ", ".join(map(str, request.clients))
         raise UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
-    return forget, retain
+    return list(forget), list(retain)
 
 
 def from_probe(
@@ -76,12 +85,16 @@ def from_probe(
     for number in rounds:
         early = trained.history.state(number)
         sent = early.map(torch.Tensor.half)
-        for data, columns in (("forget", forget), ("retain", retain)):
-            job = trained.training.job(
-                number, trained.seed, trained.temperature, f"probe-{data}", request=request, data=data, epochs=1, upload_bits=8
-            )
-            updates = sorted(federation.run(sent, job, federation.clients), key=lambda update: update.client)
-            columns += [ProbedUpdate(early, update.delta) for update in updates if update.delta is not None]
+        job = trained.training.job(
+            number, trained.seed, trained.temperature, "probe", request=request, objective="probe", epochs=1
+        )
+        for update in sorted(federation.run(sent, job, federation.clients), key=lambda update: update.client):
+            for data, columns in (("forget", forget), ("retain", retain)):
+                packed = {
+                    name.removeprefix(f"{data}/"): t for name, t in update.values.items() if name.startswith(f"{data}/")
+                }
+                if packed:
+                    columns.append(ProbedUpdate(early, Params(unpack(packed), early.blocks)))
     if not forget:
         raise UserError("the request matches no client with at least 2 forget pairs to probe: nothing to excise")
     return forget, retain
@@ -94,7 +107,7 @@ def block_spectrum(block: Block, forget: Sequence[Evidence], retain: Sequence[Ev
     size = first.numel() * 4 if isinstance(first, Tensor) else (first.left.numel() + first.right.numel()) * 4
     tile = max(1, TILE_BYTES // size)
     tiles = [everything[start : start + tile] for start in range(0, len(everything), tile)]
-    rows = []
+    rows: list[list[Tensor]] = []
     for i, left_tile in enumerate(tiles):
         left = [evidence.column(block) for evidence in left_tile]
         row = [rows[j][i].T for j in range(i)]
@@ -106,6 +119,7 @@ def block_spectrum(block: Block, forget: Sequence[Evidence], retain: Sequence[Ev
     return decompose(square[:f, :f], square[:f, f:], square[f:, f:], energy)
 
 
-def block_basis(block: Block, forget: Sequence[Evidence], spectrum: Spectrum, weights: Tensor) -> Basis:
-    """Directions to apply, from coefficient vectors over the forget columns."""
-    return make_basis([evidence.column(block) for evidence in forget], spectrum.coefficients, weights)
+def canonical_basis(block: Block, forget: Sequence[Evidence], spectrum: Spectrum) -> Basis:
+    """All canonical directions of the forget subspace, from coefficient vectors over the forget columns."""
+    columns = [evidence.column(block) for evidence in forget]
+    return make_basis(columns, spectrum.coefficients, torch.ones_like(spectrum.cosines))

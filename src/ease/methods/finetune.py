@@ -20,12 +20,19 @@ class Finetune(Unlearner):
     """Rounds, as a share of the training rounds."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training)})
+        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
         clients = retained_clients(request, federation)
         for finished in fedavg(
-            trained.final, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream="finetune"
+            trained.final,
+            federation,
+            recipe,
+            trained.seed,
+            trained.temperature,
+            clients,
+            request=request,
+            stream="finetune",
         ):
             yield step_of(finished, "finetune")
 
-    def rounds(self, training: TrainingConfig) -> int:
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
         return max(1, round(self.share * training.rounds))

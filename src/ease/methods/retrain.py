@@ -22,13 +22,20 @@ class Retrain(Unlearner):
     """Stop after this share of the rounds: a compute-matched reference."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training)})
+        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
         clients = retained_clients(request, federation)
         stream = f"retrain-{self.order}"
         for finished in fedavg(
-            trained.initial, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream=stream
+            trained.initial,
+            federation,
+            recipe,
+            trained.seed,
+            trained.temperature,
+            clients,
+            request=request,
+            stream=stream,
         ):
             yield step_of(finished, "retrain")
 
-    def rounds(self, training: TrainingConfig) -> int:
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
         return max(1, round(self.share * training.rounds))

@@ -27,6 +27,8 @@ class Tower(Protocol):
         """Blocks from `first` on and pooling: [n, width]."""
         ...
 
+    def requires_grad_(self, requires_grad: bool) -> Any: ...
+
     def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
         """Adaptable linear layers of a block: role (`query`, `key`, `value`, `out`) -> (parent module, attribute)."""
         ...
@@ -38,10 +40,16 @@ class Backbone(Protocol):
     """Hash of the weights; caches of activations are keyed by it."""
     image_size: int
     """Side in pixels of the square RGB input."""
-    image: Tower
-    """Its inputs are uint8 tensors [n, height, width, 3]."""
-    text: Tower
-    """Its inputs are integer tensors [n, tokens]."""
+
+    @property
+    def image(self) -> Tower:
+        """Its inputs are uint8 tensors [n, height, width, 3]."""
+        ...
+
+    @property
+    def text(self) -> Tower:
+        """Its inputs are integer tensors [n, tokens]."""
+        ...
 
     def tokenize(self, captions: Sequence[str]) -> Tensor: ...
 

@@ -1,9 +1,10 @@
 """The model: two frozen towers with adapters and a projector each, into one shared space."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -33,6 +34,13 @@ class ModelConfig(Config):
     """Dimensions of the shared space."""
     temperature: float = Field(0.07, gt=0)
 
+    @field_validator("lora_targets")
+    @classmethod
+    def _each_layer_once(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
+        if not roles or len(set(roles)) < len(roles):
+            raise ValueError('name at least one layer, and each once; or set model.lora = "off"')
+        return roles
+
 
 class Branch(nn.Module):
     """One modality: the tower from its first adapted block on, then the projector, then unit norm."""
@@ -43,7 +51,9 @@ class Branch(nn.Module):
         self.first = first
         # Fixed normalisation instead of training-set statistics: those would carry the forget data.
         self.norm = nn.LayerNorm(tower.width, elementwise_affine=False)
-        self.projector = nn.ModuleList([_linear(tower.width, config.hidden, rng), _linear(config.hidden, config.embedding, rng)])
+        self.projector = nn.ModuleList(
+            [_linear(tower.width, config.hidden, rng), _linear(config.hidden, config.embedding, rng)]
+        )
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
         pooled = self.norm(self.tower(states, mask, self.first))
@@ -54,14 +64,15 @@ class Branch(nn.Module):
 class DualEncoder(nn.Module):
     """A stateless function of `Params`: the module itself holds only what is frozen and the start values."""
 
+    image: Branch
+    text: Branch
+
     def __init__(self, backbone: Backbone, config: ModelConfig, seed: int):
         super().__init__()
         self.config = config
-        for modality in ("image", "text"):
-            tower: Tower = getattr(backbone, modality)
+        for modality, tower in (("image", backbone.image), ("text", backbone.text)):
             first = first_adapted(tower, config)
-            for parameter in tower.parameters():
-                parameter.requires_grad_(False)
+            tower.requires_grad_(False)
             if config.lora != "off":
                 _add_adapters(tower, first, config, modality, seed)
             rng = torch_generator(seed, "projector", modality)
@@ -71,7 +82,9 @@ class DualEncoder(nn.Module):
     def initial(self) -> Params:
         """w_0: adapters that change nothing and freshly drawn projectors."""
         own = dict(self.named_parameters())
-        return Params({name: own[name].detach().clone() for block in self.blocks for name in block.tensors}, self.blocks)
+        return Params(
+            {name: own[name].detach().clone() for block in self.blocks for name in block.tensors}, self.blocks
+        )
 
     def frozen_adapters(self) -> dict[str, Tensor]:
         """The shared A matrices, which belong to the model but are never trained or sent."""
@@ -80,20 +93,29 @@ class DualEncoder(nn.Module):
     def forward(self, modality: Modality, states: Tensor, mask: Tensor | None = None) -> Tensor:
         return getattr(self, modality)(states, mask)
 
-    def embed(self, tensors: dict[str, Tensor], modality: Modality, states: Tensor, mask: Tensor | None = None) -> Tensor:
+    def embed(
+        self, tensors: Mapping[str, Tensor], modality: Modality, states: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Unit-norm embeddings [n, embedding] under the given trainable tensors."""
-        return functional_call(self, tensors, (modality, states, mask))
+        return functional_call(self, dict(tensors), (modality, states, mask))
 
 
 def first_adapted(tower: Tower, config: ModelConfig) -> int:
-    """Index of the first block that carries adapters; everything before it is frozen prefix."""
+    """Index of the first block that carries adapters, if they fit; everything before it is frozen prefix."""
     if config.lora == "off":
         return tower.depth
     if tower.depth == 0:
-        raise UserError(f'model.lora = "{config.lora}": backbone {config.backbone!r} has fixed features; set model.lora = "off"')
+        raise UserError(
+            f'model.lora = "{config.lora}": backbone {config.backbone!r} has fixed features; set model.lora = "off"'
+        )
     if config.lora_blocks > tower.depth:
         raise UserError(f"model.lora_blocks = {config.lora_blocks}: the tower has {tower.depth} blocks")
-    return tower.depth - config.lora_blocks
+    first = tower.depth - config.lora_blocks
+    for index in range(first, tower.depth):
+        for role, (parent, attribute) in tower.attention(index).items():
+            if role in config.lora_targets:
+                check_rank(config.lora_rank, getattr(parent, attribute), f"{role} of block {index}")
+    return first
 
 
 def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, seed: int) -> None:
@@ -102,9 +124,10 @@ def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, 
         for role in config.lora_targets:
             parent, attribute = layers[role]
             layer = getattr(parent, attribute)
-            check_rank(config.lora_rank, layer, f"{modality} block {index} {role}")
             rng = torch_generator(seed, "lora", modality, index, role)
-            setattr(parent, attribute, LoraLinear(layer, config.lora_rank, config.lora_scale, config.lora == "full", rng))
+            setattr(
+                parent, attribute, LoraLinear(layer, config.lora_rank, config.lora_scale, config.lora == "full", rng)
+            )
 
 
 def _linear(inputs: int, outputs: int, rng: torch.Generator) -> nn.Linear:
@@ -122,7 +145,13 @@ def _blocks(model: DualEncoder) -> tuple[Block, ...]:
         if parameter.requires_grad:
             found.setdefault(name.rpartition(".")[0], []).append(name)
     return tuple(
-        Block(name=layer, modality="image" if layer.startswith("image.") else "text",
-              kind="projector" if ".projector." in layer else "lora", tensors=tuple(sorted(names)))
-        for layer, names in sorted(found.items(), key=lambda item: (item[0].startswith("text."), ".projector." in item[0]))
+        Block(
+            name=layer,
+            modality="image" if layer.startswith("image.") else "text",
+            kind="projector" if ".projector." in layer else "lora",
+            tensors=tuple(sorted(names)),
+        )
+        for layer, names in sorted(
+            found.items(), key=lambda item: (item[0].startswith("text."), ".projector." in item[0])
+        )
     )

@@ -29,6 +29,9 @@ class LoraLinear(nn.Module):
 
 
 def check_rank(rank: int, layer: nn.Linear, name: str) -> None:
+    """Refuse a rank that is no low-rank factor of the layer."""
     limit = min(layer.in_features, layer.out_features)
     if not 1 <= rank <= limit:
-        raise UserError(f"model.lora_rank = {rank}: {name} is {layer.out_features} x {layer.in_features}, choose 1..{limit}")
+        raise UserError(
+            f"model.lora_rank = {rank}: {name} is {layer.out_features} x {layer.in_features}, choose 1..{limit}"
+        )

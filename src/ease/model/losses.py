@@ -12,9 +12,15 @@ def info_nce(image: Tensor, text: Tensor, temperature: float) -> Tensor:
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def log_odds(image: Tensor, text: Tensor, pool_image: Tensor, pool_text: Tensor, temperature: float) -> Tensor:
-    """phi [n]: two-way log-odds of each pair against a pool of other pairs; higher means held more strongly."""
+def log_odds(
+    image: Tensor, text: Tensor, pool_image: Tensor, pool_text: Tensor, weights: Tensor, temperature: float
+) -> Tensor:
+    """phi [n]: two-way log-odds of each pair against other pairs; higher means held more strongly.
+
+    `weights` [n, pool] says how much each negative counts; 0 leaves it out.
+    """
+    share = weights.log()
     positive = (image * text).sum(-1) / temperature
-    to_text = torch.logsumexp(image @ pool_text.T / temperature, dim=1)
-    to_image = torch.logsumexp(text @ pool_image.T / temperature, dim=1)
+    to_text = torch.logsumexp(image @ pool_text.T / temperature + share, dim=1)
+    to_image = torch.logsumexp(text @ pool_image.T / temperature + share, dim=1)
     return positive - (to_text + to_image) / 2

@@ -70,6 +70,8 @@ class TinyTower(nn.Module):
 
     statistics = 2
     """How many token statistics follow the class token."""
+    centre: Tensor
+    whitening: Tensor
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS, depth: int = DEPTH) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the commands do, with progress: library calls that end in a printable summary."""
+"""What `ease train` does, with progress: library calls that end in a printable summary."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from ease.audit.evaluate import recalls
 from ease.audit.retrieval import GalleryRecall
-from ease.console import errors, megabytes, rounds_bar, table
+from ease.console import megabytes, rounds_bar, status, table
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.storage import write_json
@@ -35,14 +35,24 @@ class TrainSummary:
             metrics |= result.metrics(name)
         metrics |= {f"initial/{name}/recall@1": result["recall@1"].mean for name, result in self.before.items()}
         metrics |= {"cost/bytes_down": self.bytes_down, "cost/bytes_up": self.bytes_up}
-        return {"run": str(self.folder), "rounds": self.rounds, "loss": self.loss, "parameters": self.parameters, "metrics": metrics}
+        return {
+            "run": str(self.folder),
+            "rounds": self.rounds,
+            "loss": self.loss,
+            "parameters": self.parameters,
+            "metrics": metrics,
+        }
 
     def render(self) -> Iterator[RenderableType]:
         size = next(iter(self.recalls.values())).size
         chance = next(iter(self.recalls.values())).chance
         labels = {"seen": "training pairs", "unseen": "held-out pairs, same clients", "test": "test pairs"}
         rows = [
-            [labels[name], *(f"{result[f'recall@{k}'].mean:.1f}" for k in (1, 5, 10)), f"{self.before[name]['recall@1'].mean:.1f}"]
+            [
+                labels[name],
+                *(f"{result[f'recall@{k}'].mean:.1f}" for k in (1, 5, 10)),
+                f"{self.before[name]['recall@1'].mean:.1f}",
+            ]
             for name, result in self.recalls.items()
         ]
         rows.append(["chance", *(f"{chance[k]:.1f}" for k in (1, 5, 10)), f"{chance[1]:.1f}"])
@@ -53,24 +63,38 @@ class TrainSummary:
         )
         yield (
             f"{self.parameters:,} trained values; {megabytes(self.bytes_down)} sent to clients, "
-            f"{megabytes(self.bytes_up)} received; loss {self.loss:.3f}; run kept in {self.folder}"
+            f"{megabytes(self.bytes_up)} received; loss {self.loss:.3f}"
+            + (f"; run kept in {self.folder}" if self.folder.exists() else "")
         )
 
 
 def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     """Train in a run directory, continuing what is there, and measure the result."""
-    run = Run.create(out, config)
-    with _status("preparing data and backbone", quiet):
-        world = World.open(config)
+    run = Run.plan(out, config)
+    with status("preparing data and backbone", quiet):
+        world = World.open(run.config)
+    run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
-    with rounds_bar("training", config.training.rounds, done, quiet) as bar:
+    with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
         for record in run.train(world):
-            rejected = {"rejected": ", ".join(record["rejected"])} if record["rejected"] else {}
-            bar.step(loss=f"{record['loss']:.3f}", clients=str(len(record["pairs"])), **rejected)
-    with _status("measuring recall", quiet):
+            bar.step(**({} if quiet else _figures(run, world, record)))
+    with status("measuring recall", quiet):
         summary = _summarise(run, world)
     write_json(out / "summary.json", summary.as_json())
     return summary
+
+
+def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
+    """A round in a few words, with the recall on pairs no client trained on."""
+    figures = {"clients": str(len(record["pairs"])), "loss": f"{record['loss']:.3f}"}
+    held_out = np.concatenate([shard.validation for shard in world.shards])
+    if len(held_out) > 1:
+        state = run.history.state(record["round"])
+        unseen = recalls(world.model, state, world.activations, {"unseen": held_out}, 200, world.device, draws=1)
+        figures["unseen R@1"] = f"{unseen['unseen']['recall@1'].mean:.1f}"
+    if record["rejected"]:
+        figures["rejected"] = ", ".join(record["rejected"])
+    return figures
 
 
 def _summarise(run: Run, world: World) -> TrainSummary:
@@ -99,10 +123,3 @@ def recall_sets(world: World, state: Params) -> dict[str, GalleryRecall]:
     }
     sets = {name: positions for name, positions in sets.items() if len(positions) > 1}
     return recalls(world.model, state, world.activations, sets, world.config.gallery, world.device)
-
-
-def _status(text: str, quiet: bool):
-    """A spinner while something takes a moment."""
-    from contextlib import nullcontext
-
-    return nullcontext() if quiet else errors.status(text)

@@ -1,0 +1,19 @@
+"""How close each forgotten pair is to where retraining would have left it."""
+
+from torch import Tensor
+
+EPSILON = 1e-3
+"""Guards pairs that training hardly moved."""
+
+
+def pair_similarity(image: Tensor, text: Tensor) -> Tensor:
+    """Mean cosine of each image with its captions [n], from unit-norm image [n, d] and text [n, captions, d]."""
+    return (image[:, None] * text).sum(-1).mean(1)
+
+
+def alignment_residual(unlearned: Tensor, trained: Tensor, retrained: Tensor) -> float:
+    """rho: median over forget pairs of |s - s_retrained| / (|s_trained - s_retrained| + epsilon).
+
+    0 means every pair lies where retraining leaves it, 1 that it lies as far away as before unlearning.
+    """
+    return float(((unlearned - retrained).abs() / ((trained - retrained).abs() + EPSILON)).median())

@@ -1,0 +1,258 @@
+"""What `ease forget`, `ease train --after` and `ease demo` do: answer a request and set the answers side by side."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import RenderableType
+
+from ease.audit.alignment import alignment_residual
+from ease.commands.train import TrainSummary, train_run
+from ease.console import megabytes, rounds_bar, status, table
+from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
+from ease.errors import UserError
+from ease.forget import (
+    check_request,
+    continuation,
+    evaluation_sets,
+    find_outcome,
+    forget,
+    go_on,
+    measure,
+    outcome_of,
+    request_id,
+    similarities,
+    trained_of,
+)
+from ease.methods import make_method
+from ease.methods.base import Unlearner
+from ease.run import Run, RunConfig, World, match_class
+from ease.seeding import generator
+
+Scenario = Literal["client", "class", "sample"]
+SAMPLE_SHARE = 0.1
+"""Share of the pairs that the demo's sample request names."""
+
+
+@dataclass(frozen=True)
+class ForgetSummary:
+    """One method's answer to a request beside the trained model."""
+
+    folder: Path
+    request: Request
+    record: dict[str, Any]
+    trained: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        before = {f"trained/{name}": value for name, value in self.trained.items()}
+        return {"request": request_id(self.request), "folder": str(self.folder), **self.record, "trained": before}
+
+    def render(self) -> Iterator[RenderableType]:
+        spectrum = self.record["rounds"][0]["notes"].get("blocks")
+        if spectrum:
+            yield spectrum_table(spectrum, self.record["rounds"][0]["notes"])
+        metrics = self.record["metrics"]
+        rows = [_recall_row("trained", self.trained), _recall_row(self.record["method"]["method"], metrics)]
+        title = f"Request {request_id(self.request)}: recall in percent (galleries of {metrics['gallery']:.0f} pairs)"
+        yield table(title, ["", "forget R@1/5/10", "retain R@1/5/10", "test R@1/5/10"], rows)
+        yield (
+            f"{metrics['cost/seconds']:.1f} s; {megabytes(metrics['cost/bytes_down'])} sent, "
+            f"{megabytes(metrics['cost/bytes_up'])} received; model and record in {self.folder}"
+        )
+        yield "Compare with the reference: ease forget RUN ... --method retrain"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several methods on one request, with the trained model first and retraining as the reference."""
+
+    rows: tuple[dict[str, Any], ...]
+    spectrum: list[dict[str, Any]]
+    notes: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"rows": list(self.rows)}
+
+    def render(self) -> Iterator[RenderableType]:
+        yield spectrum_table(self.spectrum, self.notes)
+        retrain = next(row["metrics"] for row in self.rows if row["method"] == "retrain")
+        lines = []
+        for row in self.rows:
+            metrics = row["metrics"]
+            gap = (
+                "" if row["method"] == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
+            )
+            total = metrics["cost/bytes_down"] + metrics["cost/bytes_up"]
+            reference = retrain["cost/bytes_down"] + retrain["cost/bytes_up"]
+            cost = (
+                []
+                if row["method"] == "trained"
+                else [
+                    f"{100 * total / reference:.0f} %",
+                    f"{100 * metrics['cost/seconds'] / retrain['cost/seconds']:.0f} %",
+                ]
+            )
+            lines.append([*_recall_row(row["method"], metrics), gap, f"{metrics['rho']:.2f}", *(cost or ["", ""])])
+        first = self.rows[0]
+        yield table(
+            f"{first['scenario']} request, seed {first['seed']}: recall in percent, R@1 / 5 / 10, "
+            f"galleries of {first['metrics']['gallery']:.0f} pairs",
+            ["", "forget", "retain", "test", "gap to retrain", "rho", "bytes", "time"],
+            lines,
+            caption="The aim is retrain's row, not zero: what a model never saw it can still partly guess.\n"
+            "gap: forget R@1 minus retrain's. rho: 0 as retrain, 1 as before. bytes, time: share of retrain's.",
+        )
+
+
+def _recall_row(name: str, metrics: dict[str, float]) -> list[str]:
+    sets = ("forget", "retain", "test")
+    return [name, *(" / ".join(f"{metrics[f'{part}/recall@{k}']:.1f}" for k in (1, 5, 10)) for part in sets)]
+
+
+def spectrum_table(blocks: Sequence[dict[str, Any]], notes: dict[str, Any]) -> RenderableType:
+    """The entanglement spectrum: how many directions each block has, how many go, and at what price."""
+    rows = [
+        [
+            row["block"].replace(".tower.blocks.", ".").replace(".attention", ""),
+            str(row["forget_directions"]),
+            str(row["excised"]),
+            "".join("▁▂▃▄▅▆▇█"[min(7, int(cosine * 8))] for cosine in row["cosines"]),
+            f"{row['forget_energy']:.2f}",
+            f"{row['retain_damage']:.2f}",
+        ]
+        for row in blocks
+    ]
+    caption = f"threshold delta: {notes['delta']}"
+    if notes.get("gap_before"):
+        caption += f"; membership gap before {notes['gap_before']['gap']:+.2f}"
+    if notes.get("gap_after"):
+        after = notes["gap_after"]
+        caption += f", after excision {after['gap']:+.2f} ± {after['standard_error']:.2f}"
+    columns = ["block", "directions", "excised", "cosines to retained", "eta_f", "eta_r"]
+    return table("Entanglement spectrum of the forget updates", columns, rows, caption=caption)
+
+
+def parse_request(world: World, clients: Sequence[int], classes: Sequence[str], samples: Path | None) -> Request:
+    """The request the options name: exactly one kind of thing is forgotten at a time."""
+    if sum(map(bool, (clients, classes, samples))) != 1:
+        raise UserError("name what to forget with one of --client, --class or --samples")
+    if clients:
+        return ClientRequest(clients=tuple(sorted(set(clients))))
+    if classes:
+        found = {int(text) if text.isdecimal() else match_class(world, text) for text in classes}
+        return ClassRequest(classes=tuple(sorted(found)), text=", ".join(classes))
+    assert samples is not None  # counted above
+    try:
+        ids = {line.strip() for line in samples.read_text().splitlines()} - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--samples {samples}: cannot be read as a list of ids, one a line ({error})") from error
+    if not ids:
+        raise UserError(f"--samples {samples}: holds no id; write one id a line")
+    return SampleRequest(ids=tuple(sorted(ids)))
+
+
+def forget_run(
+    folder: Path, clients: Sequence[int], classes: Sequence[str], samples: Path | None, method: Unlearner, quiet: bool
+) -> ForgetSummary:
+    """Answer a request on a finished run."""
+    run = Run.load(folder)
+    trained = trained_of(run)
+    with status("preparing data and backbone", quiet):
+        world = World.open(run.config)
+        request = parse_request(world, clients, classes, samples)
+        check_request(world, request)
+    answer(run, world, request, method, quiet)
+    outcome = outcome_of(run, request, method)
+    before = measure(world, trained.final, evaluation_sets(world, request))
+    return ForgetSummary(outcome.folder, request, outcome.record(), before)
+
+
+def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:
+    """Run a method on a request, with a bar over its rounds."""
+    total = method.rounds(run.config.training, request)
+    with rounds_bar(f"{method.name:9}", total, 0, quiet) as bar:
+        for step, metrics in forget(run, world, request, method, observe=not quiet or method.name == "ease"):
+            recall = {"forget R@1": f"{metrics['forget/recall@1']:.1f}"} if metrics else {}
+            bar.step(phase=step.phase, **recall)
+
+
+def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:
+    """Go on training after a request and watch whether the forgotten comes back."""
+    run = Run.load(folder)
+    outcome, request, _ = find_outcome(run, after)
+    with status("preparing data and backbone", quiet):
+        world = World.open(run.config)
+    with rounds_bar("training on", rounds, 0, quiet) as bar:
+        for _, metrics in go_on(run, world, after, rounds, locked):
+            bar.step(
+                **{"forget R@1": f"{metrics['forget/recall@1']:.1f}", "test R@1": f"{metrics['test/recall@1']:.1f}"}
+            )
+    record = continuation(outcome, rounds, locked).record()
+    return ForgetSummary(continuation(outcome, rounds, locked).folder, request, record, outcome.record()["metrics"])
+
+
+def scenario_request(world: World, scenario: Scenario, seed: int) -> Request:
+    """A typical request of each kind: the client or class of middle size, or a tenth of all pairs."""
+    if scenario == "client":
+        by_size = sorted(world.shards, key=lambda shard: len(shard.train))
+        return ClientRequest(clients=(by_size[len(by_size) // 2].client,))
+    if scenario == "class":
+        counts = np.bincount(
+            np.concatenate([shard.train_classes for shard in world.shards]), minlength=len(world.centroids)
+        )
+        return ClassRequest(classes=(int(counts.argsort(kind="stable")[len(counts) // 2]),))
+    ids = [pair_id for shard in world.shards for pair_id in shard.train_ids]
+    chosen = generator(seed, "sample request").choice(ids, max(1, round(SAMPLE_SHARE * len(ids))), replace=False)
+    return SampleRequest(ids=tuple(sorted(map(str, chosen))))
+
+
+def scenario_config(config: RunConfig, scenario: Scenario) -> RunConfig:
+    """For a class request every client should hold some of every class."""
+    if scenario != "class":
+        return config
+    return config.model_copy(update={"partition": config.partition.model_copy(update={"scheme": "uniform"})})
+
+
+def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> Comparison:
+    """Answer one request with several methods, retraining among them, and set them side by side."""
+    request = scenario_request(world, scenario, run.config.seed)
+    trained = trained_of(run)
+    sets = evaluation_sets(world, request)
+    for method in methods:
+        answer(run, world, request, method, quiet)
+    outcomes = {method: outcome_of(run, request, method) for method in methods}
+    reference = next(outcome for method, outcome in outcomes.items() if method.name == "retrain")
+    before = similarities(world, trained.final, sets["forget"])
+    goal = similarities(world, reference.model(), sets["forget"])
+    history = [run.history.record(number) for number in range(1, trained.training.rounds + 1)]
+    cost = {f"cost/{key}": sum(record[key] for record in history) for key in ("bytes_down", "bytes_up")}
+    common = {"scenario": scenario, "seed": run.config.seed}
+    rows = [
+        {
+            **common,
+            "method": "trained",
+            "metrics": {**measure(world, trained.final, sets), **cost, "cost/seconds": 0.0, "rho": 1.0},
+        }
+    ]
+    for method, outcome in outcomes.items():
+        rho = alignment_residual(similarities(world, outcome.model(), sets["forget"]), before, goal)
+        rows.append({**common, "method": method.name, "metrics": {**outcome.record()["metrics"], "rho": rho}})
+    ease = next(outcome for method, outcome in outcomes.items() if method.name == "ease")
+    notes = ease.record()["rounds"][0]["notes"]
+    return Comparison(tuple(rows), notes["blocks"], notes)
+
+
+def demo_methods() -> list[Unlearner]:
+    return [make_method(name) for name in ("retrain", "finetune", "ease")]
+
+
+def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> tuple[TrainSummary, Comparison]:
+    """Train, forget in several ways, and set them side by side."""
+    config = scenario_config(config, scenario)
+    trained = train_run(config, out, quiet)
+    run = Run.load(out)
+    with status("preparing the request", quiet):
+        world = World.open(run.config)
+    return trained, compare(run, world, scenario, demo_methods(), quiet)

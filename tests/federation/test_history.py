@@ -1,0 +1,126 @@
+"""The history on disk: exact, hashed, and a round exists only when all of it does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ease.errors import UserError
+from ease.federation.fedavg import Round
+from ease.federation.history import History, file_hash, read_block
+from ease.federation.protocol import Update
+from ease.params import Params
+
+
+def a_round(toy_params, number: int, clients=(0, 3)) -> Round:
+    updates = tuple(Update(c, c + 1, toy_params(seed=10 * number + c), {"loss": torch.tensor(1.0)}) for c in clients)
+    return Round(number, toy_params(seed=number), updates, {7: "it is late"})
+
+
+@pytest.fixture
+def history(tmp_path: Path, toy_params) -> History:
+    made = History(tmp_path)
+    toy_params(seed=0).save(made.initial_path)
+    made.append(a_round(toy_params, 1), {"bytes_up": 5})
+    made.append(a_round(toy_params, 2, clients=(3,)), {})
+    return made
+
+
+def same(one: Params, two: Params) -> bool:
+    return one.blocks == two.blocks and all(torch.equal(one[name], two[name]) for name in one.tensors)
+
+
+def test_everything_comes_back_exactly(history, toy_params) -> None:
+    assert history.rounds() == 2
+    assert same(history.initial(), toy_params(seed=0)) and same(history.state(0), toy_params(seed=0))
+    assert same(history.state(1), toy_params(seed=1)) and same(history.state(2), toy_params(seed=2))
+    assert same(Params.load(history.update_path(1, 3)), toy_params(seed=13))
+    assert history.clients(1) == [0, 3] and history.columns(2) == [(1, 0), (1, 3), (2, 3)]
+    record = history.record(1)
+    assert record["pairs"] == {"0": 1, "3": 4} and record["rejected"] == {"7": "it is late"}
+    assert record["loss"] == 1.0 and record["bytes_up"] == 5
+    history.verify()
+
+
+def test_an_empty_history_has_no_rounds(tmp_path: Path) -> None:
+    assert History(tmp_path).rounds() == 0 and History(tmp_path).columns(0) == []
+    History(tmp_path).verify()
+    with pytest.raises(UserError, match=r"initial\.safetensors"):
+        History(tmp_path).initial()
+
+
+def test_a_round_without_its_record_does_not_exist_and_is_written_anew(history, toy_params) -> None:
+    folder = history.state_path(2).parent
+    (folder / "round.json").unlink()
+    (folder / "client-00009.safetensors").write_bytes(b"half a fi")
+    assert history.rounds() == 1
+    history.append(a_round(toy_params, 2, clients=(3,)), {})
+    assert history.rounds() == 2
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "client-00003.safetensors",
+        "round.json",
+        "state.safetensors",
+    ]
+
+
+def test_rounds_count_up_to_the_first_gap(history) -> None:
+    (history.state_path(1).parent / "round.json").unlink()
+    assert history.rounds() == 0
+
+
+def test_a_failed_append_leaves_no_part_of_a_round(history, toy_params, monkeypatch) -> None:
+    def full(self: Params, path: Path) -> None:
+        if "client-00003" in path.name:
+            raise UserError("no space")
+        save(self, path)
+
+    save = Params.save
+    monkeypatch.setattr(Params, "save", full)
+    with pytest.raises(UserError, match="no space"):
+        history.append(a_round(toy_params, 3), {})
+    assert history.rounds() == 2 and not history.state_path(3).parent.exists()
+    history.verify()
+
+
+@pytest.mark.parametrize(
+    "name", ["initial.safetensors", "rounds/00001/client-00003.safetensors", "rounds/00002/state.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_damage_is_found_and_named(history, name: str, damage: str) -> None:
+    path = history.folder / name
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        content[-1] ^= 1
+        path.write_bytes(content if damage == "flipped" else content[:-5])
+    with pytest.raises(UserError, match=f"{path}: (damaged|missing).*restore it or train again"):
+        history.verify()
+
+
+def test_a_damaged_record_is_named(history) -> None:
+    path = history.state_path(2).parent / "round.json"
+    path.write_text('{"round"')
+    with pytest.raises(UserError, match=r"00002/round\.json: damaged JSON"):
+        history.verify()
+
+
+def test_equal_rounds_have_equal_bytes(history, toy_params, tmp_path) -> None:
+    again = History(tmp_path / "again")
+    toy_params(seed=0).save(again.initial_path)
+    again.append(a_round(toy_params, 1), {"bytes_up": 5})
+    one, two = (each.state_path(1).parent for each in (history, again))
+    for path in one.iterdir():
+        assert path.read_bytes() == (two / path.name).read_bytes()
+    hashes = json.loads((one / "round.json").read_text())["sha256"]
+    assert hashes == {path.name: file_hash(path) for path in one.glob("*.safetensors")}
+
+
+def test_one_block_is_read_alone(history, toy_params) -> None:
+    block = toy_params(0.0).blocks[0]
+    tensors = read_block(history.update_path(1, 3), block)
+    assert list(tensors) == ["image.layer.B"]
+    assert torch.equal(tensors["image.layer.B"], toy_params(seed=13)["image.layer.B"])
+    with pytest.raises(UserError, match="client-00008"):
+        read_block(history.update_path(1, 8), block)

@@ -1,0 +1,104 @@
+"""The architecture holds: imports go one way, so that every layer can be read without those above it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ease
+
+ROOT = Path(ease.__file__).parent
+LAYERS = (
+    {"errors", "seeding", "storage", "config", "params", "console", "records"},
+    {"subspace", "data", "model"},
+    {"federation"},
+    {"methods", "audit"},
+    {"run", "forget", "commands", "requests"},
+    {"cli"},
+)
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names} | {"report": 1}
+SHOWS = {"cli", "commands", "data", "report"}
+"""Who may talk to the user's screen; `data` shows the progress of long preparations."""
+MODULES = sorted(
+    path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts != ("__init__.py",)
+)
+
+
+def part_of(module: Path) -> str:
+    return module.parts[0].removesuffix(".py")
+
+
+def imports(module: Path) -> Iterator[str]:
+    """Every module that one imports, inside functions too; what only type checkers see is left out."""
+    tree = ast.parse((ROOT / module).read_text())
+    for node in _running(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: write imports in full"
+            yield node.module or ""
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _running(child)
+
+
+def ours(module: Path) -> set[str]:
+    """The parts of this package that a module imports."""
+    return {name.split(".")[1] for name in imports(module) if name.startswith("ease.")}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_go_down(module: Path) -> None:
+    own = part_of(module)
+    assert own in LAYER_OF, f"{own}: say in LAYERS where it belongs"
+    for part in ours(module) & LAYER_OF.keys():
+        assert LAYER_OF[part] <= LAYER_OF[own], f"{module} imports {part}, which lies above it"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_only_those_who_show_something_know_the_screen(module: Path) -> None:
+    if part_of(module) not in {*SHOWS, "console"}:
+        known = [
+            name
+            for name in imports(module)
+            if name.split(".")[0] in ("rich", "typer", "click") or name == "ease.console"
+        ]
+        assert not known
+
+
+def test_reports_see_records_alone() -> None:
+    for module in MODULES:
+        if part_of(module) == "report":
+            assert ours(module) <= {"records", "report", "errors", "storage", "console"}, module
+
+
+def test_what_lies_at_the_bottom_has_no_cycles() -> None:
+    """errors < storage, seeding, config < params: each may import only what comes before it."""
+    order = ["errors", "console", "seeding", "storage", "config", "records", "params"]
+    for position, name in enumerate(order):
+        path = Path(f"{name}.py")
+        if (ROOT / path).exists():
+            assert ours(path) <= set(order[:position]), name
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_every_module_opens_with_its_purpose(module: Path) -> None:
+    if module.name != "__init__.py":
+        text = ast.get_docstring(ast.parse((ROOT / module).read_text()))
+        assert text and text.split("\n\n")[0].endswith("."), module
+
+
+def test_nothing_is_called_by_a_name_that_says_nothing() -> None:
+    assert not {"utils", "common", "helpers", "misc"} & {path.stem for path in MODULES}
+
+
+def test_no_pickle_is_read_or_written() -> None:
+    for module in MODULES:
+        assert not {"pickle", "joblib", "dill"} & {name.split(".")[0] for name in imports(module)}, module

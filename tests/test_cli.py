@@ -1,0 +1,411 @@
+"""The command line as a user meets it: results, one-line errors, exit codes, and a plug pulled at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from PIL import Image
+
+from ease.cli import main
+from ease.data.scenes import lexicon
+
+EASE = Path(sys.executable).parent / "ease"
+
+
+class Result(NamedTuple):
+    code: int | str | None
+    out: str
+    err: str
+
+
+@pytest.fixture
+def ease(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run a command in this process, which spares the imports."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ease", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Result(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def settings(*assignments: str) -> list[str]:
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
+def is_one_line(result: Result, *parts: str) -> bool:
+    """Exit code 2, nothing on standard output, one line on the error stream that holds all parts."""
+    assert result.code == 2, result
+    assert result.out == ""
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n"), result.err
+    assert "Traceback" not in result.err
+    for part in parts:
+        assert part in result.err, result.err
+    return True
+
+
+# --- what a command gives ---
+
+
+def test_json_is_exactly_one_object(ease, small, tmp_path: Path) -> None:
+    result = ease("train", "--out", tmp_path / "run", "--json", *settings(*small))
+    assert result.code == 0 and result.err == ""
+    assert result.out.count("\n") == 1
+    summary = json.loads(result.out)
+    assert summary["rounds"] == 2 and summary["run"] == str(tmp_path / "run")
+    assert 0 <= summary["metrics"]["seen/recall@1"] <= 100
+    again = ease("train", "--out", tmp_path / "run", "--json", *settings(*small))
+    assert again.code == 0 and json.loads(again.out) == summary
+
+
+def test_tables_go_to_standard_output_and_progress_does_not(ease, small, tmp_path: Path) -> None:
+    loud = ease("train", "--out", tmp_path / "run", *settings(*small))
+    assert loud.code == 0
+    assert "training pairs" in loud.out and "held-out pairs" in loud.out and "chance" in loud.out
+    assert "training" not in loud.out.splitlines()[0] and "2/2" in loud.err and "unseen R@1" in loud.err
+    quiet = ease("train", "--out", tmp_path / "quiet", "--quiet", *settings(*small))
+    assert quiet.err == "" and "training pairs" in quiet.out
+
+
+def test_a_configuration_file_and_settings_go_together(ease, small, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("seed = 5\n[training]\nrounds = 7\n")
+    result = ease("train", file, "--out", tmp_path / "run", "--json", *settings(*small, "training.rounds=1"))
+    assert json.loads(result.out)["rounds"] == 1
+    assert "seed = 5" in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_the_demo_leaves_nothing_unless_asked(ease, small, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = ease("demo", "--quiet", *settings(*small))
+    assert result.code == 0 and "kept in" not in result.out
+    assert not list(tmp_path.iterdir())
+    kept = ease("demo", "--quiet", "--out", tmp_path / "run", *settings(*small))
+    assert "run kept in" in kept.out and (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_own_pictures_in_a_folder(ease, small, tmp_path: Path) -> None:
+    pictures(tmp_path / "photos", 40)
+    own = settings(*small, "data.name=folder", f"data.path={tmp_path / 'photos'}", "partition.clients=2")
+    result = ease("train", "--out", tmp_path / "run", "--json", *own)
+    assert result.code == 0 and json.loads(result.out)["rounds"] == 2
+
+
+def pictures(folder: Path, count: int) -> list[dict]:
+    """Pictures of one colour each, with captions and splits."""
+    folder.mkdir(parents=True)
+    entries = []
+    for number in range(count):
+        Image.new("RGB", (64, 64), (number * 6, 255 - number * 6, (number * 37) % 256)).save(folder / f"{number}.png")
+        split = "test" if number % 5 == 0 else "train"
+        words = [lexicon()[(number * step) % len(lexicon())] for step in (3, 7, 11)]  # such as the tiny tower knows
+        entries.append({"image": f"{number}.png", "caption": " ".join(words), "split": split})
+    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    return entries
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["demo", "--help"]])
+def test_help_works(ease, arguments) -> None:
+    result = ease(*arguments)
+    assert result.code == 0 and "Usage" in result.out and result.err == ""
+
+
+def test_no_arguments_show_the_help(ease) -> None:
+    result = ease()
+    assert result.code == 2 and "Usage" in result.out + result.err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['ease', '--help']\nfrom ease.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("assignment", "parts"),
+    [
+        ("training.round=2", ("--set", "training.round", "unknown key", "known keys here", "rounds")),
+        ("training.rounds=0", ("--set", "training.rounds", "greater than or equal to 1")),
+        ("partition.scheme=odd", ("partition.scheme", "'iid', 'dirichlet' or 'uniform'")),
+        ("model.lora_rank=0", ("model.lora_rank", "greater than or equal to 1")),
+        ("model.lora_rank=129", ("model.lora_rank = 129", "choose 1..128")),
+        ("partition.clients=31", ("partition.clients = 31", "60 pairs", "use fewer clients or more data")),
+        ("partition.classes=61", ("partition.classes = 61", "60 training pairs", "lower it")),
+        ("data.path", ("--set data.path", "write it as key=value")),
+        ("[red]=1", ("[red]", "unknown key")),
+        ("device=cuda", ("cuda",)),
+    ],
+)
+def test_a_wrong_setting_is_one_line(ease, small, tmp_path: Path, assignment: str, parts, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = ease("train", "--out", tmp_path / "run", *settings(*small, assignment))
+    assert is_one_line(result, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ("c.toml", "no such file")),
+        ("rounds = ", ("c.toml", "not valid TOML")),
+        ("[training]\nround = 1", ("c.toml", "training.round", "unknown key")),
+        ("[model]\nlora = 'big'", ("c.toml", "model.lora", "'ffa', 'full' or 'off'")),
+    ],
+)
+def test_a_wrong_file_is_one_line(ease, tmp_path: Path, content: str | None, parts) -> None:
+    if content is not None:
+        (tmp_path / "c.toml").write_text(content)
+    assert is_one_line(ease("train", tmp_path / "c.toml", "--out", tmp_path / "run"), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def spoil(folder: Path, how: str) -> tuple[str, ...]:
+    """Damage a good data folder; returns what the error must say."""
+    if how == "missing":
+        return str(folder.parent / "gone"), "no such folder"
+    entries = pictures(folder, 40)
+    captions = folder / "captions.jsonl"
+    if how == "empty":
+        for path in folder.iterdir():
+            path.unlink()
+        return str(captions), "no such file", "write one line per image"
+    if how == "unreadable":
+        captions.unlink()
+        captions.mkdir()
+        return str(captions), "cannot read"
+    if how == "no pairs":
+        captions.write_text("\n")
+        return str(captions), "no images listed"
+    if how == "corrupt image":
+        (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:60])
+        return str(folder / "3.png"), "cannot read this image", "data.skip_corrupt = true"
+    del entries[6]["caption"]
+    if how == "caption not text":
+        entries[6]["caption"] = 17
+    captions.write_text("\n".join(map(json.dumps, entries)))
+    return str(captions), "line 7", "a caption must be text" if how == "caption not text" else "needs either"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["missing", "empty", "unreadable", "no pairs", "corrupt image", "caption missing", "caption not text"],
+)
+def test_wrong_data_is_one_line_and_leaves_nothing(ease, small, tmp_path: Path, how: str, monkeypatch) -> None:
+    monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
+    parts = spoil(tmp_path / "photos", how)
+    place = tmp_path / ("gone" if how == "missing" else "photos")
+    own = settings(*small, "data.name=folder", f"data.path={place}")
+    assert is_one_line(ease("train", "--out", tmp_path / "run", *own), *parts)
+    assert not (tmp_path / "run").exists()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_wrong_place_is_one_line(ease, small, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert is_one_line(ease("train", "--out", tmp_path / "file", *settings(*small)), "file: is a file", "--out")
+    assert is_one_line(ease("train", "--out", tmp_path, *settings(*small)), "is not empty and holds no run")
+    assert is_one_line(ease("train", "--out", tmp_path / "file" / "run", *settings(*small)), "file")
+    assert is_one_line(ease("train", *settings(*small)), "--out: name the run directory")
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_configuration_or_a_damaged_history_is_one_line(ease, small, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ease("train", "--out", run, "--quiet", *settings(*small)).code == 0
+    other = ease("train", "--out", run, *settings(*small, "seed=9"))
+    assert is_one_line(other, str(run), "seed is 0 there and 9 here", "choose another --out")
+    state = run / "rounds" / "00001" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-9])
+    damaged = ease("train", "--out", run, *settings(*small))
+    assert is_one_line(damaged, str(state), "damaged", "restore it or train again")
+
+
+def test_a_full_disk_is_one_line(ease, small, small_disk, monkeypatch) -> None:
+    disk = small_disk(64)
+    assert is_one_line(
+        ease("train", "--quiet", "--out", disk / "run", *settings(*small)), "No space left", "free some space"
+    )
+    monkeypatch.setenv("EASE_CACHE", str(disk / "cache"))
+    assert is_one_line(ease("train", "--out", disk / "other", *settings(*small)), "No space left", "free some space")
+    assert not (disk / "other").exists()
+
+
+@pytest.mark.parametrize("arguments", [["train", "--rounds", "3"], ["trian"], ["train", "a", "b"]])
+def test_a_wrong_word_is_one_line(ease, arguments) -> None:
+    assert is_one_line(ease(*arguments))
+
+
+def test_the_message_is_printed_as_it_is(ease, tmp_path: Path) -> None:
+    """Square brackets are no markup, and long lines are not broken."""
+    name = tmp_path / ("[bold]x[/]" + "y" * 150) / "c.toml"
+    assert is_one_line(ease("train", name, "--out", tmp_path / "run"), f"{name}: no such file")
+
+
+def test_debug_shows_the_traceback() -> None:
+    command = [EASE, "train", "--out", "/dev/null/run", "--debug", "--set", "training.rounds=0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode != 0 and result.stdout == ""
+    assert "Traceback" in result.stderr and "UserError" in result.stderr and "training.rounds" in result.stderr
+
+
+def test_a_fault_of_our_own_is_no_user_error(ease, monkeypatch, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("ease.commands.train_run", fail)
+    monkeypatch.setattr(sys, "argv", ["ease", "train", "--out", str(tmp_path / "run")])
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main()
+
+
+def test_an_interruption_by_hand_is_told_kindly(ease, monkeypatch, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ease.commands.train_run", interrupt)
+    result = ease("train", "--out", tmp_path / "run")
+    assert result.code == 130 and "run the same command again to continue" in result.err
+    assert "Traceback" not in result.err
+
+
+# --- the plug is pulled ---
+
+LONG = ("training.rounds=8", "training.local_epochs=3")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def start(out: Path, small: tuple[str, ...], **environment: str) -> subprocess.Popen[bytes]:
+    command = [EASE, "train", "--quiet", "--out", out, *settings(*small, *LONG)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, shared_cache: Path, small) -> tuple[Path, float]:
+    """The folder of a run that nothing disturbed, and the seconds from its first file to its end."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    process = start(out, small, EASE_CACHE=str(shared_cache))
+    wait_for(out / "run.json", process)
+    started = time.monotonic()
+    assert process.wait(timeout=120) == 0
+    assert process.stderr is not None and process.stderr.read() == b""
+    process.stderr.close()
+    return out, time.monotonic() - started
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(6))
+def test_killed_at_a_random_moment_and_resumed_it_ends_with_the_same_bytes(
+    uninterrupted, small, tmp_path: Path, attempt: int
+) -> None:
+    expected, seconds = uninterrupted
+    moments = random.Random(attempt)
+    out = tmp_path / "run"
+    killed = 0
+    for _ in range(2):
+        process = start(out, small)
+        wait_for(out / "run.json", process)
+        time.sleep(moments.uniform(0, seconds))
+        process.kill()
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+    process = start(out, small)
+    _, complaint = process.communicate(timeout=120)
+    assert (process.returncode, complaint) == (0, b"")
+    assert contents(out).keys() == contents(expected).keys()
+    for name, content in contents(expected).items():
+        if name != "summary.json":  # it names its own folder
+            assert contents(out)[name] == content, name
+    assert killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
+def test_killed_while_it_prepares_the_data_it_ends_with_the_same_bytes(
+    uninterrupted, small, tmp_path: Path, attempt: int
+) -> None:
+    expected, _ = uninterrupted
+    out, cache = tmp_path / "run", tmp_path / "cache"
+    moments = random.Random(100 + attempt)
+    process = start(out, small, EASE_CACHE=str(cache))
+    wait_for(cache, process)
+    time.sleep(moments.uniform(0, 0.6))
+    process.kill()
+    process.communicate()
+    process = start(out, small, EASE_CACHE=str(cache))
+    _, complaint = process.communicate(timeout=120)
+    assert (process.returncode, complaint) == (0, b"")
+    for name, content in contents(expected).items():
+        if name.endswith(".safetensors"):
+            assert contents(out)[name] == content, name
+
+
+@pytest.mark.slow
+def test_a_second_process_in_the_same_folder_is_refused(uninterrupted, small, tmp_path: Path) -> None:
+    expected, _ = uninterrupted
+    out = tmp_path / "run"
+    first, second = start(out, small), None
+    try:
+        wait_for(out / ".lock", first)
+        os.kill(first.pid, signal.SIGSTOP)  # so that it surely still holds the lock
+        second = start(out, small)
+        _, complaint = second.communicate(timeout=60)
+        os.kill(first.pid, signal.SIGCONT)
+        assert second.returncode == 2
+        assert complaint.count(b"\n") == 1 and b"another process is working on this run" in complaint
+        _, complaint = first.communicate(timeout=120)
+        assert (first.returncode, complaint) == (0, b"")
+    finally:
+        for process in filter(None, (first, second)):
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    name = "rounds/00008/state.safetensors"
+    assert contents(out)[name] == contents(expected)[name]
+
+
+@pytest.mark.slow
+def test_control_c_stops_a_real_run_and_it_can_be_continued(uninterrupted, small, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, small)
+    wait_for(out / "rounds" / "00001" / "round.json", process)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"run the same command again to continue" in complaint
+    assert b"Traceback" not in complaint
+    process = start(out, small)
+    process.communicate(timeout=120)
+    name = "rounds/00008/state.safetensors"
+    assert process.returncode == 0 and contents(out)[name] == contents(uninterrupted[0])[name]

@@ -1,0 +1,53 @@
+"""Progress and tables: a bar for people, lines for log files, nothing when quiet."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ease import console
+from ease.console import megabytes, rounds_bar, table
+from ease.errors import UserError
+
+
+@pytest.fixture(params=[True, False], ids=["terminal", "log file"])
+def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
+    made = Console(file=io.StringIO(), force_terminal=request.param, width=120)
+    monkeypatch.setattr(console, "errors", made)
+    return made
+
+
+def text(shown: Console) -> str:
+    assert isinstance(shown.file, io.StringIO)
+    return shown.file.getvalue()
+
+
+def test_rounds_are_counted_from_where_the_run_stood(shown: Console) -> None:
+    with rounds_bar("training", 5, done=3) as bar:
+        bar.step(loss="0.5", clients="10")
+    assert "training" in text(shown) and "4/5" in text(shown) and "loss 0.5  clients 10" in text(shown)
+
+
+def test_quiet_shows_nothing(shown: Console) -> None:
+    with rounds_bar("training", 5, quiet=True) as bar:
+        bar.step(loss="0.5")
+    assert text(shown) == ""
+
+
+def test_after_an_error_no_bar_is_left(shown: Console) -> None:
+    with pytest.raises(UserError), rounds_bar("training", 5):
+        raise UserError("x")
+    last = text(shown).rpartition("\n")[2]
+    assert text(shown) == "" or last.endswith("\x1b[2K") or "training" not in last
+
+
+def test_a_table_keeps_its_rows() -> None:
+    made = Console(file=io.StringIO(), width=80)
+    made.print(table("Title", ["", "R@1"], [["seen", "90.0"], ["unseen", "10.0"]], caption="of 12 pairs"))
+    assert isinstance(made.file, io.StringIO)
+    for part in ("Title", "seen", "unseen", "90.0", "of 12 pairs"):
+        assert part in made.file.getvalue()
+
+
+def test_megabytes() -> None:
+    assert megabytes(1_250_000) == "1.2 MB"

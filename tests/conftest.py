@@ -1,15 +1,23 @@
-"""What many tests share: one cache for the session, a small world, and a disk that is nearly full."""
+"""What many tests share: one cache for the session, small worlds, the command line, and a disk that is nearly full."""
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from ease.cli import main
+from ease.data.request import Request
 from ease.federation.protocol import LocalJob, Optimiser
+from ease.forget import trained_of
+from ease.methods.base import Trained
+from ease.methods.calibration import measure_levels
 from ease.params import Block, Params
-from ease.run import RunConfig, World, load_config
+from ease.run import Run, RunConfig, World, load_config
 
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
@@ -27,6 +35,44 @@ SMALL = (
     "model.embedding=8",
     "gallery=20",
 )
+
+LEARNT = (
+    "data.train=240",
+    "data.validation=0",
+    "data.test=40",
+    "partition.clients=4",
+    "partition.classes=4",
+    "partition.scheme=uniform",
+    "partition.validation_share=0.2",
+    "training.rounds=6",
+    "training.local_epochs=3",
+    "training.batch_size=16",
+    "model.hidden=64",
+    "model.embedding=32",
+    "gallery=40",
+)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A run that has learnt its training pairs: they are held more strongly than unseen ones."""
+
+    run: Run
+    world: World
+    trained: Trained
+
+    def level(self, state: Params, request: Request) -> float:
+        """Mean log-odds of the pairs a request names."""
+        levels = measure_levels(self.trained, state, request, self.world.federation, "test")
+        return float(torch.cat([values["forget"] for values in levels.values()]).mean())
+
+
+class Result(NamedTuple):
+    """What a command left: exit code and both streams."""
+
+    code: int | str | None
+    out: str
+    err: str
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +105,32 @@ def world(shared_cache: Path, small_config: Callable[..., RunConfig]) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         return World.open(small_config())
+
+
+@pytest.fixture(scope="session")
+def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+    """240 pairs at 4 clients, trained for 6 rounds. Read it; write nothing into its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        config = load_config(None, LEARNT)
+        world = World.open(config)
+    run = Run.create(tmp_path_factory.mktemp("learnt") / "run", config)
+    list(run.train(world))
+    return Learnt(run, world, trained_of(run))
+
+
+@pytest.fixture
+def ease(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run a command in this process, which spares the imports."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ease", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Result(ended.value.code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

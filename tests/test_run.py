@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ease.commands import recall_sets, train_run
+from ease.commands.train import recall_sets, train_run
 from ease.config import to_toml
 from ease.errors import UserError
-from ease.run import Run, RunConfig, World, load_config, nearest_class
+from ease.run import Run, RunConfig, World, class_cosines, load_config, match_class
 from ease.storage import LEFTOVER
 
 Configs = Callable[..., RunConfig]
@@ -131,8 +131,17 @@ def test_classes_of_training_pairs_are_the_classes_they_were_dealt_by(world: Wor
 
 
 def test_a_descriptor_finds_the_class_it_describes(world: World) -> None:
-    label, cosines = nearest_class(world, "a boat in the harbour")
-    assert cosines.shape == (3,) and label == cosines.argmax() and (np.abs(cosines) <= 1).all()
+    texts = [caption for position in world.pairs.indices("train")[:20] for caption in world.pairs.captions[position]]
+    cosines = np.stack([class_cosines(world, text) for text in texts])
+    assert cosines.shape == (len(texts), 3) and (np.abs(cosines) <= 1).all()
+    best = max(range(len(texts)), key=lambda index: cosines[index].max())
+    assert match_class(world, texts[best]) == cosines[best].argmax()
+
+
+def test_a_descriptor_that_fits_no_class_is_refused_with_the_nearest(world: World, monkeypatch) -> None:
+    monkeypatch.setattr("ease.run.MATCH", 1.1)
+    with pytest.raises(UserError, match=r"--class 'boat': fits no pseudo-class well; the nearest is \d \(cosine -?0\.\d"):
+        match_class(world, "boat")
 
 
 # --- training ---

@@ -1,6 +1,7 @@
 """Theorems of the gradient subspace decomposition, on random subspaces and against dense float64 oracles."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy.linalg import subspace_angles
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.federation.local import add_lock_gradient
+from ease.federation.local import add_lock_gradient, lock_pull
 from ease.federation.protocol import Lock
 from ease.params import Block, Params
 from ease.subspace import (
@@ -22,9 +23,11 @@ from ease.subspace import (
     displacement,
     excise,
     gram,
+    load_bases,
     make_basis,
     orthonormal_coefficients,
     refactor,
+    save_bases,
 )
 
 SHAPES = {"layer.bias": (5,), "layer.weight": (5, 9)}
@@ -515,7 +518,7 @@ def test_refactor_of_zero_is_finite() -> None:
 
 
 def lock_on(basis: Basis, reference: Params, strength: float) -> Lock:
-    return Lock(strength, {"layer": basis.directions}, {}, reference, "test")
+    return Lock(strength, {"layer": basis}, {}, reference, "test")
 
 
 @quick
@@ -573,7 +576,62 @@ def test_lock_leaves_other_directions_and_blocks_alone() -> None:
     for tensor in w.values():
         tensor.grad = torch.zeros_like(tensor)
     direction = torch.eye(VALUES)[:, :1]
-    add_lock_gradient(w, Lock(0.5, {"layer": direction}, {}, reference, "test"))
+    add_lock_gradient(w, Lock(0.5, {"layer": Basis(direction, torch.ones(1, 1), torch.ones(1))}, {}, reference, "test"))
     assert w["layer.bias"].grad.tolist() == [1.0, 0, 0, 0, 0]
     assert not w["layer.weight"].grad.any()
     assert not w["other.weight"].grad.any()
+
+
+@quick
+@given(cases(), seeds, st.floats(0.01, 2))
+def test_weights_scale_the_pull_of_each_direction(case: Case, seed: int, strength: float) -> None:
+    """Soft excision is a softer lock: the gradient of strength · sum_i weight_i <c_i, w - w_ref>²."""
+    basis = make_basis(case.forget, case.spectrum.coefficients, 1 - 0.9 * case.spectrum.cosines**2)
+    reference, w = dense_params(random_vector(seed)), dense_params(random_vector(seed + 1))
+    pull = lock_pull(DENSE, w.tensors, lock_on(basis, reference, strength))
+    directions = basis.directions.double()
+    drift = (w - reference).vector(DENSE).double()
+    expected = directions @ (basis.weights * (directions.T @ drift))
+    torch.testing.assert_close(
+        torch.cat([pull[name].flatten() for name in DENSE.tensors]).double(), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+@quick
+@given(shapes, seeds, st.floats(0.01, 2), st.sampled_from([torch.float32, torch.float64]))
+def test_lock_gradient_of_trained_factors_equals_autograd(shape, seed: int, strength: float, dtype) -> None:
+    """The penalty is strength · sum_i <c_i, BA - B0 A0>², so the chain rule takes it to both factors."""
+    w, reference, forget, dense, spectrum = factored_case(shape, seed, shared_a=False)
+    w, reference = w.map(lambda t: t.to(dtype)), reference.map(lambda t: t.to(dtype))
+    basis = make_basis(forget, spectrum.coefficients, torch.ones_like(spectrum.cosines))
+    tensors = {name: tensor.clone().requires_grad_() for name, tensor in w.tensors.items()}
+    for tensor in tensors.values():
+        tensor.grad = torch.zeros_like(tensor)
+    add_lock_gradient(tensors, Lock(strength, {"adapter": basis}, {}, reference, "test"))
+    a, b = (w[name].double().requires_grad_() for name in FACTORED.tensors)
+    directions = torch.stack(dense, 1) @ spectrum.coefficients
+    drift = (b @ a - product(reference)).flatten()
+    (strength * (directions.T @ drift).square().sum()).backward()
+    tolerance = 1e-8 if dtype == torch.float64 else 1e-3
+    for name, expected in zip(FACTORED.tensors, (a.grad, b.grad), strict=True):
+        error = float((tensors[name].grad.double() - expected).norm())
+        assert error <= tolerance * max(1.0, float(expected.norm()))
+
+
+# --- on disk ---
+
+
+def test_bases_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    columns = [random_vector(seed) for seed in range(3)]
+    spectrum = spectrum_of([columns, [random_vector(9)]])
+    dense = make_basis(columns, spectrum.coefficients, 1 - spectrum.cosines**2)
+    w, start, forget, _, factored = factored_case((3, 7, 6), 0, shared_a=False)
+    adapters = make_basis(forget, factored.coefficients, torch.ones_like(factored.cosines))
+    empty = make_basis(columns, spectrum.coefficients, torch.zeros_like(spectrum.cosines))
+    save_bases(tmp_path / "bases.safetensors", {"layer": dense, "adapter": adapters, "idle": empty})
+    loaded = load_bases(tmp_path / "bases.safetensors")
+    assert loaded.keys() == {"layer", "adapter", "idle"} and loaded["idle"].count == 0
+    assert torch.equal(loaded["layer"].directions, dense.directions)
+    assert torch.equal(loaded["layer"].weights, dense.weights)
+    before, after = excise(w, start, {"adapter": adapters})[0], excise(w, start, loaded)[0]
+    assert all(torch.equal(before[name], after[name]) for name in before.tensors)

@@ -136,9 +136,9 @@ def demo(
     config = load_config(None, tuple(settings or ()))
     with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:
         trained, compared = demo_run(config, scenario.value, out or Path(temporary) / "run", quiet or as_json)
-        if not as_json:
-            _finish(trained, as_json)
-        _finish(compared, as_json)
+    if not as_json:
+        _finish(trained, as_json)
+    _finish(compared, as_json)
 
 
 def _finish(summary: Summary, as_json: bool) -> None:

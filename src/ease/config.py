@@ -60,8 +60,12 @@ def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
         return kind.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "(whole file)"
-        if first["type"] == "extra_forbidden":
+        unknown = first["type"] == "extra_forbidden"
+        # Where a value may be of several kinds, the location ends with the kind that was tried last, such as
+        # `constrained-float`, which no user has written.
+        parts = [str(part) for part in first["loc"] if unknown or str(part).replace("_", "").isalnum()]
+        field = ".".join(parts) or "(whole file)"
+        if unknown:
             remedy = f"unknown key; known keys here: {', '.join(_known_keys(kind, first['loc'][:-1]))}"
         else:
             message = first["msg"].removeprefix("Value error, ")

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, retained_clients
 from ease.params import Params
 from ease.run import Run, World
-from ease.storage import digest, read_json, write_json
+from ease.storage import digest, read_json, remove_leftovers, write_json
 from ease.subspace import Basis, excise, load_bases, save_bases
 
 
@@ -84,7 +85,7 @@ def check_request(world: World, request: Request) -> None:
         strange = sorted(set(request.ids) - known)
         if strange:
             raise UserError(
-                f"--samples: {len(strange)} of {len(request.ids)} ids are no training pairs of this run, e.g. {strange[0]!r}"
+                f"--samples: {len(strange)} of {len(request.ids)} ids are no training pairs here, e.g. {strange[0]!r}"
             )
     masks = [forget_mask(request, shard) for shard in world.shards]
     named, total = sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
@@ -160,7 +161,9 @@ def forget(
     trained = trained_of(run)
     outcome = outcome_of(run, request, method)
     with run.locked():
-        if not outcome.done:
+        if outcome.done:
+            shutil.rmtree(outcome.folder / "journal", ignore_errors=True)  # of a process killed at its very end
+        else:
             steps = partial(method.unlearn, trained, request)
             settings = {"request": request.model_dump(mode="json"), "method": method.model_dump(mode="json")}
             yield from _follow(world, outcome, request, steps, settings, run.config.seed, observe)
@@ -212,14 +215,18 @@ def _follow(
     observe: bool,
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count."""
-    write_json(outcome.folder / "request.json", settings)
+    fresh = not outcome.folder.exists()
+    if not fresh:
+        remove_leftovers(outcome.folder)
     metered = Metered(Journal(world.federation, outcome.folder / "journal"))
     sets = evaluation_sets(world, request)
     rounds: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     last: Step | None = None
-    for step in steps(metered):
+    for step in _undone_if_refused(steps(metered), outcome.folder if fresh else None):
+        if last is None:
+            write_json(outcome.folder / "request.json", settings)
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
         last = step
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
@@ -240,3 +247,19 @@ def _follow(
         outcome.record_path, {**settings, "scenario": request.scope, "seed": seed, "rounds": rounds, "metrics": metrics}
     )
     shutil.rmtree(outcome.folder / "journal", ignore_errors=True)
+
+
+def _undone_if_refused(steps: Iterator[Step], folder: Path | None) -> Iterator[Step]:
+    """The same steps; if the first is refused, the folder that the request began goes, and the run is as it was."""
+    begun = False
+    try:
+        for step in steps:
+            begun = True
+            yield step
+    except UserError:
+        if folder is not None and not begun:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in (folder.parent, folder.parent.parent):
+                with suppress(OSError):  # other requests live there
+                    parent.rmdir()
+        raise

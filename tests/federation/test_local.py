@@ -139,13 +139,42 @@ def test_a_state_in_half_precision_is_trained_in_single(world, client, local_job
     assert update.delta is not None and all(tensor.dtype == torch.float32 for tensor in update.delta.tensors.values())
 
 
-def test_an_update_in_eight_bits_is_what_the_receiver_unpacks(world, client, local_job) -> None:
-    whole = train(world.model, world.initial(), client, local_job()).delta
-    sent = train(world.model, world.initial(), client, local_job(upload_bits=8))
-    assert whole is not None and sent.delta is not None and sent.upload_bits == 8
-    for name, tensor in whole.tensors.items():
-        assert float((sent.delta[name] - tensor).abs().max()) <= float(tensor.abs().max()) / 127 / 2 * 1.001
-    torch.testing.assert_close(unpack(pack(sent.delta.tensors)), dict(sent.delta.tensors))
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e6])
+def test_eight_bits_lose_at_most_half_a_step(scale: float) -> None:
+    whole = {"w": scale * torch.randn(7, 5), "one": scale * torch.ones(3), "single": torch.tensor([-scale])}
+    packed = pack(whole)
+    assert all(packed[name].dtype == torch.int8 for name in whole)
+    received = unpack(packed)
+    assert received.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert float((received[name] - tensor).abs().max()) <= float(tensor.abs().max()) / 127 / 2 * 1.001
+    again = unpack(pack(received))
+    assert all(torch.allclose(again[name], received[name], rtol=1e-6, atol=0) for name in received)
+
+
+def test_a_probe_brings_one_update_of_each_kind(world, client, local_job) -> None:
+    """Each is what training on those pairs alone gives, in 8 bit."""
+    request = SampleRequest(ids=client.shard.train_ids[:5])
+    job = local_job(request=request, objective="probe", stream="probe")
+    answer = work(world.model, world.initial(), client, job)
+    assert answer.delta is None and answer.pairs == len(client.train)
+    for data in ("forget", "retain"):
+        alone = train(
+            world.model, world.initial(), client, replace(job, objective="align", data=data, stream=f"probe-{data}")
+        ).delta
+        packed = {n.removeprefix(f"{data}/"): t for n, t in answer.values.items() if n.startswith(f"{data}/")}
+        assert alone is not None
+        for name, tensor in unpack(packed).items():
+            assert float((tensor - alone[name]).abs().max()) <= float(alone[name].abs().max()) / 127 / 2 * 1.001
+        assert unpack(packed).keys() == alone.tensors.keys()
+
+
+@pytest.mark.parametrize(("named", "kinds"), [(0, {"retain"}), (1, {"retain"}), (-1, {"forget"})])
+def test_a_probe_leaves_out_what_a_client_has_too_little_of(world, client, local_job, named: int, kinds) -> None:
+    ids = client.shard.train_ids if named < 0 else client.shard.train_ids[:named]
+    job = local_job(request=SampleRequest(ids=(*ids, "elsewhere")), objective="probe")
+    values = work(world.model, world.initial(), client, job).values
+    assert {name.partition("/")[0] for name in values} == kinds
 
 
 def test_zeros_survive_packing() -> None:

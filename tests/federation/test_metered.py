@@ -8,7 +8,7 @@ from safetensors.torch import save
 
 from ease.data.request import SampleRequest
 from ease.federation.metered import Cost, Metered
-from ease.federation.protocol import Lock, Update
+from ease.federation.protocol import Lock, Update, pack
 from ease.params import Params
 
 
@@ -51,8 +51,8 @@ def test_the_meter_changes_no_answer(world, local_job) -> None:
 def test_eight_bits_cost_a_quarter(toy_params, local_job) -> None:
     wide = Params({"w": torch.randn(1000, 10)}, ())
     costs = []
-    for bits in (32, 8):
-        metered = Metered(Answers(Update(0, 1, wide, {}, bits)))
+    for answer in (Update(0, 1, wide), Update(0, 1, None, pack(wide.tensors))):
+        metered = Metered(Answers(answer))
         list(metered.run(toy_params(0.0), local_job(), [0]))
         costs.append(metered.cost.bytes_up)
     packed = {"w": torch.zeros(1000, 10, dtype=torch.int8), "w:scale": torch.tensor(1.0)}

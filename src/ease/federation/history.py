@@ -14,6 +14,7 @@ from ease.federation.fedavg import Round
 from ease.params import Block, Params
 from ease.storage import read_json, write_json
 
+MISSING = "missing from the history; restore it or train again"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
 
 
@@ -99,6 +100,8 @@ class History:
         """Refuse a damaged global state; the start state is hashed in the first round's record."""
         if number > 0:
             self._verify(number, "state.safetensors")
+        elif not self.initial_path.is_file():
+            raise UserError(f"{self.initial_path}: {MISSING}")
         elif file_hash(self.initial_path) != self.record(1)["start_sha256"]:
             raise UserError(f"{self.initial_path}: {DAMAGED}")
 
@@ -108,7 +111,7 @@ class History:
     def _verify(self, number: int, name: str) -> None:
         path = self._round(number) / name
         if not path.is_file():
-            raise UserError(f"{path}: missing from the history; restore it or train again")
+            raise UserError(f"{path}: {MISSING}")
         if file_hash(path) != self.record(number)["sha256"][name]:
             raise UserError(f"{path}: {DAMAGED}")
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ease.federation.local import ClientData, Examples
 
 DRAWS = 2
-"""Random pools and captions over which a level is averaged."""
+"""Random pools and captions over which a level is measured; two are enough to tell spread from noise."""
+FAREWELL_DRAWS = 8
+"""The same for a client that withdraws: it measures alone and once, on few pairs."""
 
 Tensors = Mapping[str, Tensor]
 LossFunction = Callable[[DualEncoder, Tensors, "ClientData", np.ndarray, LocalJob, np.random.Generator], Tensor]
@@ -163,39 +165,39 @@ def _train_levels(
     rng: np.random.Generator,
     draws: int = DRAWS,
 ) -> Tensor:
-    """Levels of forget pairs, the pool drawn from retained pairs; all are peers of one another [queries]."""
+    """Levels of forget pairs, the pool drawn from retained pairs; all are peers of one another [queries, draws]."""
     assert job.request is not None
     retained = np.flatnonzero(~forget_mask(job.request, client.shard))
-    total = torch.zeros(len(queries), device=client.train.image.device)
-    for _ in range(draws):
+    phi = torch.zeros(len(queries), draws, device=client.train.image.device)
+    for draw in range(draws):
         pool = rng.permutation(retained)[: job.batch_size]
         image, text = embed_batch(model, tensors, client.train, np.concatenate([pool, queries]), rng)
         weights = _pool_weights(job, client, queries, pool, queries).to(image)
-        total += log_odds(image[len(pool) :], text[len(pool) :], image, text, weights, job.temperature)
-        total += _full_batch(len(pool), job)
-    return total / draws
+        own = image[len(pool) :], text[len(pool) :]
+        phi[:, draw] = log_odds(*own, image, text, weights, job.temperature) + _full_batch(len(pool), job)
+    return phi
 
 
 def _validation_levels(
     model: DualEncoder, tensors: Tensors, client: "ClientData", job: LocalJob, rng: np.random.Generator
 ) -> Tensor:
-    """Levels of all held-out pairs, measured as those of training pairs are [validation]."""
+    """Levels of all held-out pairs, measured as those of training pairs are [validation, draws]."""
     assert job.request is not None
     retained = np.flatnonzero(~forget_mask(job.request, client.shard))
     everything, held_out = np.arange(len(client.train)), np.arange(len(client.validation))
-    total = torch.zeros(len(held_out), device=client.train.image.device)
+    phi = torch.zeros(len(held_out), DRAWS, device=client.train.image.device)
     same = torch.zeros(len(held_out), len(everything))
     if isinstance(job.request, ClassRequest):
         same = torch.from_numpy(client.shard.validation_classes[:, None] == client.shard.train_classes).float()
         same /= same.sum(1, keepdim=True).clamp_min(1)
-    for _ in range(DRAWS if len(held_out) else 0):
+    for draw in range(DRAWS if len(held_out) else 0):
         pool = rng.permutation(retained)[: job.batch_size]
         image, text = embed_batch(model, tensors, client.train, everything, rng)
         weights = same * len(pool)
         weights[:, pool] += 1.0
         own = embed_batch(model, tensors, client.validation, held_out, rng)
-        total += log_odds(*own, image, text, weights.to(image), job.temperature) + _full_batch(len(pool), job)
-    return total / DRAWS
+        phi[:, draw] = log_odds(*own, image, text, weights.to(image), job.temperature) + _full_batch(len(pool), job)
+    return phi
 
 
 def _levels_in(
@@ -208,17 +210,17 @@ def _levels_in(
     own: Tensor | None,
     rng: np.random.Generator,
 ) -> Tensor:
-    """Levels of pairs against a fixed pool; `own` marks pool pairs that are the query itself."""
-    total = torch.zeros(len(queries), device=queries.image.device)
+    """Levels of pairs against a fixed pool; `own` marks pool pairs that are the query itself [queries, draws]."""
+    phi = torch.zeros(len(queries), FAREWELL_DRAWS, device=queries.image.device)
     if len(pool) < 2:
-        return total
+        return phi
     weights = torch.ones(len(queries), len(pool)) if own is None else (~own).float()
-    for _ in range(DRAWS):
+    for draw in range(FAREWELL_DRAWS):
         negatives = embed_batch(model, tensors, base, pool, rng)
         mine = embed_batch(model, tensors, queries, np.arange(len(queries)), rng)
-        total += log_odds(*mine, *negatives, weights.to(total), job.temperature)
-        total += _full_batch(len(pool) - (own is not None), job)
-    return total / DRAWS
+        level = log_odds(*mine, *negatives, weights.to(phi), job.temperature)
+        phi[:, draw] = level + _full_batch(len(pool) - (own is not None), job)
+    return phi
 
 
 OBJECTIVES: dict[str, Objective] = {

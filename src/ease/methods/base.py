@@ -27,11 +27,13 @@ class Trained:
     @cached_property
     def initial(self) -> Params:
         """w_0."""
+        self.history.verify_state(0)
         return self.history.initial()
 
     @cached_property
     def final(self) -> Params:
         """w_n."""
+        self.history.verify_state(self.training.rounds)
         return self.history.state(self.training.rounds)
 
 

@@ -15,7 +15,7 @@ from ease.params import Params
 from ease.seeding import generator
 
 Levels = Mapping[int, Mapping[str, Tensor]]
-"""Client -> what it measured: log-odds and densities of its forget and held-out pairs."""
+"""Client -> what it measured: log-odds [pairs, draws] and densities of its forget and held-out pairs."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def measure_levels(trained: Trained, state: Params, request: Request, federation
 
 def membership_gap(levels: Levels) -> Gap | None:
     """The gap over all clients, or None when there are too few pairs on either side to speak of one."""
-    forget = torch.cat([values["forget"] for values in levels.values()]).double()
-    held_out = torch.cat([values["kin"] for values in levels.values()]).double()
+    forget = torch.cat([values["forget"] for values in levels.values()]).double().mean(1)
+    held_out = torch.cat([values["kin"] for values in levels.values()]).double().mean(1)
     if len(forget) < 2 or len(held_out) < 2:
         return None
     error = (forget.var() / len(forget) + held_out.var() / len(held_out)).sqrt()
@@ -60,10 +60,10 @@ def density_targets(levels: Levels, seed: int) -> dict[int, Tensor]:
     Predictions alone would be too even: unseen pairs scatter around them, some far below. Each target therefore adds
     a residual drawn from the held-out pairs, so that the whole distribution is met and not only its mean.
     """
-    held_out = torch.cat([values["held_out"] for values in levels.values()])
+    held_out = torch.cat([values["held_out"] for values in levels.values()]).double()
     features = torch.cat([values["held_out_density"] for values in levels.values()])
-    ridge = fit_ridge(features, held_out)
-    residuals = held_out - ridge.predict(features)
+    ridge = fit_ridge(features, held_out.mean(1))
+    residuals = shrink_noise(held_out - ridge.predict(features)[:, None])
     rng = generator(seed, "targets")
     targets = {}
     for client, values in levels.items():
@@ -72,11 +72,20 @@ def density_targets(levels: Levels, seed: int) -> dict[int, Tensor]:
     return targets
 
 
-def choose_delta(gaps: Mapping[float, Gap]) -> float:
-    """The largest threshold that does not push the forget pairs below held-out ones by more than the error of the gap.
+def shrink_noise(residuals: Tensor) -> Tensor:
+    """Mean residual of each pair, scaled to the spread that repeated draws agree on [pairs, draws] -> [pairs]."""
+    mean = residuals.mean(1)
+    repeatable = (residuals[:, 0] - residuals[:, 0].mean()) * (residuals[:, 1] - residuals[:, 1].mean())
+    share = repeatable.mean().clamp_min(0) / mean.var().clamp_min(1e-12)
+    return mean * share.clamp_max(1).sqrt()
 
-    Differs from the paper: a fixed threshold fails when one cosine lies just beyond it. With few held-out pairs the
-    gap's error is wide, so of all thresholds that agree with "not told apart" the one that removes most is taken.
+
+def choose_depth(before: Gap, after: Gap) -> float:
+    """How far to excise, 0 to 1, so that forget pairs do not fall significantly below held-out ones.
+
+    The gap moves nearly in proportion to the depth, so two measurements give it.
     """
-    level = [delta for delta, gap in gaps.items() if gap.gap >= -2 * gap.standard_error]
-    return max(level) if level else min(gaps, key=lambda delta: abs(gaps[delta].gap))
+    lowest = -2 * after.standard_error
+    if after.gap >= lowest or before.gap <= after.gap:
+        return 1.0
+    return min(1.0, max(0.0, (before.gap - lowest) / (before.gap - after.gap)))

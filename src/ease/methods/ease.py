@@ -13,14 +13,11 @@ from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, LocalJob, Lock
 from ease.methods.base import Step, Trained, Unlearner, retained_clients
-from ease.methods.calibration import Gap, choose_delta, density_targets, level_targets, measure_levels, membership_gap
+from ease.methods.calibration import Gap, choose_depth, density_targets, level_targets, measure_levels, membership_gap
 from ease.methods.evidence import Evidence, block_spectrum, canonical_basis, from_history, from_probe
 from ease.methods.lock import client_lock, importance_lock
 from ease.params import Params
 from ease.subspace import Basis, Spectrum, excise
-
-CANDIDATES = (0.2, 0.3, 0.5, 0.7, 1.0)
-"""Thresholds that `delta = "auto"` tries."""
 
 Spectra = Mapping[str, Spectrum]
 
@@ -34,7 +31,7 @@ class Ease(Unlearner):
     """State to which excised directions return: before training, or (the literal reading of the paper) after it."""
     delta: Annotated[float, Field(ge=0, le=1)] | Literal["auto", "soft"] = "auto"
     """Directions whose cosine to the retained updates is at most this are excised. `soft` excises each direction by
-    1 - cosine²; `auto` measures which threshold closes the membership gap (client requests) or uses `soft`."""
+    1 - cosine², so that none flips at a threshold; `auto` is `soft` to a depth that closes the membership gap."""
     energy: float = Field(0.95, gt=0, le=1)
     """Share of the updates' energy that the compared subspaces hold."""
     retain_columns: int = Field(60, ge=1)
@@ -72,11 +69,12 @@ class Ease(Unlearner):
         blocks = [block for block in trained.final.blocks if self.modalities in ("both", block.modality)]
         spectra = {block.name: block_spectrum(block, forget, retain, self.energy) for block in blocks}
         canonical = {block.name: canonical_basis(block, forget, spectra[block.name]) for block in blocks}
-        delta, notes = self._threshold(trained, request, federation, reference, canonical, spectra)
+        delta = "soft" if self.delta == "auto" else self.delta
         bases = self._bases(canonical, spectra, delta)
+        reference, notes = self._calibrate(trained, request, federation, reference, bases)
         targets, levels = self._targets(trained, request, federation)
         state, residuals = excise(trained.final, reference, bases)
-        notes |= {**levels, "residuals": residuals, "blocks": describe(spectra, bases, delta)}
+        notes |= {**levels, "delta": delta, "residuals": residuals, "blocks": describe(spectra, bases, delta)}
         yield Step(state, "decomposition", notes=notes, bases=bases)
 
         lock = self._client_lock(bases, reference)
@@ -139,41 +137,28 @@ class Ease(Unlearner):
             trained.history.verify_state(number)
         return from_probe(trained, request, federation, rounds)
 
-    def _threshold(
-        self,
-        trained: Trained,
-        request: Request,
-        federation: Federation,
-        reference: Params,
-        canonical: Mapping[str, Basis],
-        spectra: Spectra,
-    ) -> tuple[float | Literal["soft"], dict[str, Any]]:
-        """Settle `auto`: the leaving client, as its last task, says which excised state closes the gap."""
-        if self.delta != "auto":
-            return self.delta, {"delta": self.delta}
-        if not isinstance(request, ClientRequest) or not self.entanglement:
-            return "soft", {"delta": "soft"}
-        before = membership_gap(measure_levels(trained, trained.final, request, federation, "trained"))
-        gaps: dict[float, Gap] = {}
-        tried: set[tuple[int, ...]] = set()
-        for delta in CANDIDATES:
-            chosen = tuple(int(spectrum.unique(delta).sum()) for spectrum in spectra.values())
-            if chosen in tried:  # the same directions need no second measurement
-                continue
-            tried.add(chosen)
-            excised, _ = excise(trained.final, reference, self._bases(canonical, spectra, delta))
-            gap = membership_gap(measure_levels(trained, excised, request, federation, f"{delta}"))
-            if gap is not None:
-                gaps[delta] = gap
-        if before is None or not gaps:
-            return "soft", {"delta": "soft", "why": "the leaving client has too few held-out pairs to measure a gap"}
-        delta = choose_delta(gaps)
-        return delta, {
-            "delta": delta,
-            "gap_before": asdict(before),
-            "gap_after": asdict(gaps[delta]),
-            "gaps": {str(candidate): asdict(gap) for candidate, gap in gaps.items()},
-        }
+    def _calibrate(
+        self, trained: Trained, request: Request, federation: Federation, reference: Params, bases: dict[str, Basis]
+    ) -> tuple[Params, dict[str, Any]]:
+        """The state to which directions return, and the membership gap before and after.
+
+        Under `auto` the leaving client, as its last task, measures the gap of the trained and of the excised state. If
+        its pairs would fall below held-out ones, they are excised less deep: over-forgetting is a trace too.
+        """
+        if self.delta != "auto" or not isinstance(request, ClientRequest) or self.reference == "trained":
+            return reference, {}
+
+        def gap_of(state: Params, label: str) -> Gap | None:
+            return membership_gap(measure_levels(trained, state, request, federation, label))
+
+        before, after = gap_of(trained.final, "trained"), gap_of(excise(trained.final, reference, bases)[0], "excised")
+        if before is None or after is None:
+            return reference, {"why": "the leaving client has too few held-out pairs to measure a gap"}
+        depth = choose_depth(before, after)
+        if depth < 1:
+            reference = reference + (1 - depth) * (trained.final - reference)
+            after = gap_of(excise(trained.final, reference, bases)[0], "calibrated") or after
+        return reference, {"depth": depth, "gap_before": asdict(before), "gap_after": asdict(after)}
 
     def _bases(
         self, canonical: Mapping[str, Basis], spectra: Spectra, delta: float | Literal["soft"]

@@ -63,8 +63,11 @@ def from_history(
     columns = history.columns(trained.training.rounds)
     forget = [StoredUpdate(history, number, client) for number, client in columns if client in request.clients]
     others = [(number, client) for number, client in columns if client not in request.clients]
-    stride = -(-len(others) // retain_columns)
-    retain = [StoredUpdate(history, number, client) for number, client in others if number % stride == 0]
+    rounds = sorted({number for number, _ in others})
+    # With very many clients one round holds more than was asked for, but without it nothing would count as shared.
+    stride = max(1, min(len(rounds), -(-len(others) // retain_columns)))
+    chosen = set(rounds[stride - 1 :: stride])
+    retain = [StoredUpdate(history, number, client) for number, client in others if number in chosen]
     for update in (*forget, *retain):
         history.verify_update(update.round, update.client)
     if not forget:

@@ -36,7 +36,7 @@ def client_lock(bases: Mapping[str, Basis], reference: Params, strength: float) 
             )
             received[name] = Basis(factors, basis.coefficients, basis.weights)
             sent[f"{name}:coefficients"] = basis.coefficients
-        packed |= sent
+        packed |= {**sent, f"{name}:weights": basis.weights}
     return Lock(strength, received, packed, reference, key=digest(strength, sorted(bases)))
 
 

@@ -44,6 +44,16 @@ class Outcome:
         return self.folder / "record.json"
 
     @property
+    def bases_path(self) -> Path:
+        """Directions that later training must keep locked."""
+        return self.folder / "bases.safetensors"
+
+    @property
+    def held_path(self) -> Path:
+        """The state at which they are held."""
+        return self.folder / "held.safetensors"
+
+    @property
     def done(self) -> bool:
         return self.record_path.is_file()
 
@@ -176,9 +186,9 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
     with run.locked():
         continued = continuation(outcome, rounds, locked)
         if not continued.done:
-            bases_path = outcome.folder / "bases.safetensors"
-            bases = load_bases(bases_path) if locked and bases_path.is_file() else {}
-            steps = partial(continue_training, trained, request, outcome.model(), bases, rounds=rounds)
+            bases = load_bases(outcome.bases_path) if locked and outcome.bases_path.is_file() else {}
+            held = Params.load(outcome.held_path) if bases else trained.initial
+            steps = partial(continue_training, trained, request, outcome.model(), bases, held, rounds=rounds)
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
@@ -193,7 +203,13 @@ def continuation(outcome: Outcome, rounds: int, locked: bool) -> Outcome:
 
 
 def continue_training(
-    trained: Trained, request: Request, state: Params, bases: Mapping[str, Basis], federation: Federation, rounds: int
+    trained: Trained,
+    request: Request,
+    state: Params,
+    bases: Mapping[str, Basis],
+    held: Params,
+    federation: Federation,
+    rounds: int,
 ) -> Iterator[Step]:
     """Plain FedAvg on retained data; with bases, the server's Forget Lock after every round."""
     clients = retained_clients(request, federation)
@@ -201,7 +217,7 @@ def continue_training(
         job = trained.training.job(number, trained.seed, trained.temperature, "after", request=request, data="retain")
         drawn = participants(clients, trained.training, trained.seed, number)
         finished = average(state, federation.run(state, job, drawn), trained.training, number)
-        state, _ = excise(finished.state, trained.initial, dict(bases))
+        state, _ = excise(finished.state, held, dict(bases))
         yield Step(state, "further training", finished.loss)
 
 
@@ -234,7 +250,8 @@ def _follow(
             {"round": len(rounds), "phase": step.phase, "loss": step.loss, "metrics": metrics, "notes": step.notes}
         )
         if step.bases is not None:
-            save_bases(outcome.folder / "bases.safetensors", step.bases)
+            step.state.save(outcome.held_path)
+            save_bases(outcome.bases_path, step.bases)
         yield step, metrics
         started = time.perf_counter()
     if last is None:

@@ -46,7 +46,7 @@ class Step:
     loss: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     bases: dict[str, Basis] | None = None
-    """Directions to keep locked in later training, on the step that determined them."""
+    """Directions to keep locked in later training, on the step whose state says where they are held."""
 
 
 class Unlearner(Config, ABC):

@@ -71,24 +71,24 @@ class Ease(Unlearner):
         canonical = {block.name: canonical_basis(block, forget, spectra[block.name]) for block in blocks}
         delta = "soft" if self.delta == "auto" else self.delta
         bases = self._bases(canonical, spectra, delta)
-        reference, notes = self._calibrate(trained, request, federation, reference, bases)
+        depth, notes = self._calibrate(trained, request, federation, reference, bases)
         targets, levels = self._targets(trained, request, federation)
-        state, residuals = excise(trained.final, reference, bases)
+        held, residuals = excise(trained.final, reference, bases, depth)
         notes |= {**levels, "delta": delta, "residuals": residuals, "blocks": describe(spectra, bases, delta)}
-        yield Step(state, "decomposition", notes=notes, bases=bases)
+        yield Step(held, "decomposition", notes=notes, bases=bases)
 
-        lock = self._client_lock(bases, reference)
+        state, lock = held, self._client_lock(bases, held)
         excision, stabilisation = self._phases(trained.training, request)
         for number in range(1, excision + stabilisation + 1):
             phase = "excision" if number <= excision else "stabilisation"
             if phase == "excision" and self.lock != "off":
-                state, _ = excise(state, reference, bases)
+                state, _ = excise(state, held, bases)
             job = self._job(trained, request, number, phase, targets, lock)
             drawn = participants(clients, trained.training, trained.seed, number)
             finished = average(state, federation.run(state, job, drawn), trained.training, number)
             state, notes = finished.state, {"rejected": finished.rejected} if finished.rejected else {}
             if self.lock == "subspace" and self.lock_side == "server":
-                state, residuals = excise(state, reference, bases, self._strength)
+                state, residuals = excise(state, held, bases, self._strength)
                 notes |= {"residuals": residuals} if residuals else {}
             yield Step(state, phase, finished.loss, notes)
 
@@ -139,26 +139,26 @@ class Ease(Unlearner):
 
     def _calibrate(
         self, trained: Trained, request: Request, federation: Federation, reference: Params, bases: dict[str, Basis]
-    ) -> tuple[Params, dict[str, Any]]:
-        """The state to which directions return, and the membership gap before and after.
+    ) -> tuple[float, dict[str, Any]]:
+        """How deep to excise, and the membership gap before and after.
 
         Under `auto` the leaving client, as its last task, measures the gap of the trained and of the excised state. If
         its pairs would fall below held-out ones, they are excised less deep: over-forgetting is a trace too.
         """
         if self.delta != "auto" or not isinstance(request, ClientRequest) or self.reference == "trained":
-            return reference, {}
+            return 1.0, {}
 
-        def gap_of(state: Params, label: str) -> Gap | None:
+        def gap_at(depth: float, label: str) -> Gap | None:
+            state, _ = excise(trained.final, reference, bases, depth)
             return membership_gap(measure_levels(trained, state, request, federation, label))
 
-        before, after = gap_of(trained.final, "trained"), gap_of(excise(trained.final, reference, bases)[0], "excised")
+        before, after = gap_at(0.0, "trained"), gap_at(1.0, "excised")
         if before is None or after is None:
-            return reference, {"why": "the leaving client has too few held-out pairs to measure a gap"}
+            return 1.0, {"why": "the leaving client has too few held-out pairs to measure a gap"}
         depth = choose_depth(before, after)
         if depth < 1:
-            reference = reference + (1 - depth) * (trained.final - reference)
-            after = gap_of(excise(trained.final, reference, bases)[0], "calibrated") or after
-        return reference, {"depth": depth, "gap_before": asdict(before), "gap_after": asdict(after)}
+            after = gap_at(depth, "calibrated") or after
+        return depth, {"depth": depth, "gap_before": asdict(before), "gap_after": asdict(after)}
 
     def _bases(
         self, canonical: Mapping[str, Basis], spectra: Spectra, delta: float | Literal["soft"]

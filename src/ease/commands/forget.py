@@ -43,25 +43,28 @@ class ForgetSummary:
     folder: Path
     request: Request
     record: dict[str, Any]
-    trained: dict[str, float]
+    before: dict[str, float]
+    labels: tuple[str, str] = ("trained", "")
+    """What to call the model before and after; the method's name by default."""
 
     def as_json(self) -> dict[str, Any]:
-        before = {f"trained/{name}": value for name, value in self.trained.items()}
-        return {"request": request_id(self.request), "folder": str(self.folder), **self.record, "trained": before}
+        return {**self.record, "id": request_id(self.request), "folder": str(self.folder), "before": self.before}
 
     def render(self) -> Iterator[RenderableType]:
         spectrum = self.record["rounds"][0]["notes"].get("blocks")
         if spectrum:
             yield spectrum_table(spectrum, self.record["rounds"][0]["notes"])
         metrics = self.record["metrics"]
-        rows = [_recall_row("trained", self.trained), _recall_row(self.record["method"]["method"], metrics)]
+        method = self.record["method"]["method"]
+        rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
         title = f"Request {request_id(self.request)}: recall in percent (galleries of {metrics['gallery']:.0f} pairs)"
         yield table(title, ["", "forget R@1/5/10", "retain R@1/5/10", "test R@1/5/10"], rows)
         yield (
             f"{metrics['cost/seconds']:.1f} s; {megabytes(metrics['cost/bytes_down'])} sent, "
             f"{megabytes(metrics['cost/bytes_up'])} received; model and record in {self.folder}"
         )
-        yield "Compare with the reference: ease forget RUN ... --method retrain"
+        if method != "retrain" and not self.labels[1]:
+            yield "Compare with the reference: the same command with --method retrain"
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,9 @@ def spectrum_table(blocks: Sequence[dict[str, Any]], notes: dict[str, Any]) -> R
         ]
         for row in blocks
     ]
-    caption = f"threshold delta: {notes['delta']}"
+    caption = f"delta: {notes['delta']}"
+    if "depth" in notes:
+        caption += f", depth {notes['depth']:.2f}"
     if notes.get("gap_before"):
         caption += f"; membership gap before {notes['gap_before']['gap']:+.2f}"
     if notes.get("gap_after"):
@@ -190,7 +195,9 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
                 **{"forget R@1": f"{metrics['forget/recall@1']:.1f}", "test R@1": f"{metrics['test/recall@1']:.1f}"}
             )
     record = continuation(outcome, rounds, locked).record()
-    return ForgetSummary(continuation(outcome, rounds, locked).folder, request, record, outcome.record()["metrics"])
+    labels = ("after the request", f"{rounds} rounds later, {'locked' if record['locked'] else 'free'}")
+    folder_of = continuation(outcome, rounds, locked).folder
+    return ForgetSummary(folder_of, request, record, outcome.record()["metrics"], labels)
 
 
 def scenario_request(world: World, scenario: Scenario, seed: int) -> Request:

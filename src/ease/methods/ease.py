@@ -69,12 +69,12 @@ class Ease(Unlearner):
         blocks = [block for block in trained.final.blocks if self.modalities in ("both", block.modality)]
         spectra = {block.name: block_spectrum(block, forget, retain, self.energy) for block in blocks}
         canonical = {block.name: canonical_basis(block, forget, spectra[block.name]) for block in blocks}
-        delta = "soft" if self.delta == "auto" else self.delta
-        bases = self._bases(canonical, spectra, delta)
+        weights = {name: self._weights(spectrum) for name, spectrum in spectra.items()}
+        bases = {name: basis.weighted(weights[name]) for name, basis in canonical.items()}
         depth, notes = self._calibrate(trained, request, federation, reference, bases)
         targets, levels = self._targets(trained, request, federation)
         held, residuals = excise(trained.final, reference, bases, depth)
-        notes |= {**levels, "delta": delta, "residuals": residuals, "blocks": describe(spectra, bases, delta)}
+        notes |= {**levels, "delta": self.delta, "residuals": residuals, "blocks": describe(spectra, weights)}
         yield Step(held, "decomposition", notes=notes, bases=bases)
 
         state, lock = held, self._client_lock(bases, held)
@@ -160,16 +160,13 @@ class Ease(Unlearner):
             after = gap_at(depth, "calibrated") or after
         return depth, {"depth": depth, "gap_before": asdict(before), "gap_after": asdict(after)}
 
-    def _bases(
-        self, canonical: Mapping[str, Basis], spectra: Spectra, delta: float | Literal["soft"]
-    ) -> dict[str, Basis]:
-        return {name: basis.weighted(self._weights(spectra[name], delta)) for name, basis in canonical.items()}
-
-    def _weights(self, spectrum: Spectrum, delta: float | Literal["soft"]) -> Tensor:
+    def _weights(self, spectrum: Spectrum) -> Tensor:
         """Share of each canonical direction to excise."""
         if not self.entanglement:
             return torch.ones_like(spectrum.cosines)
-        return 1 - spectrum.cosines**2 if delta == "soft" else spectrum.unique(delta).double()
+        if isinstance(self.delta, float):
+            return spectrum.unique(self.delta).double()
+        return 1 - spectrum.cosines**2
 
     def _targets(
         self, trained: Trained, request: Request, federation: Federation
@@ -207,21 +204,21 @@ class Ease(Unlearner):
         return replace(job, optimiser=job.optimiser.scaled(self.excision_rate), settings=push)
 
 
-def describe(spectra: Spectra, bases: Mapping[str, Basis], delta: float | Literal["soft"]) -> list[dict[str, Any]]:
-    """The entanglement spectrum for people and reports: one entry for each block."""
-    rows = []
-    for name, spectrum in spectra.items():
-        threshold = 1.0 if delta == "soft" else delta
-        rows.append(
-            {
-                "block": name,
-                "forget_directions": spectrum.forget_rank,
-                "retain_directions": spectrum.retain_rank,
-                "excised": bases[name].count,
-                "cosines": [round(cosine, 6) for cosine in spectrum.cosines.tolist()],
-                "energies": [round(energy, 6) for energy in spectrum.energies.tolist()],
-                "forget_energy": spectrum.forget_energy(threshold),
-                "retain_damage": spectrum.retain_damage(threshold),
-            }
-        )
-    return rows
+def describe(spectra: Spectra, weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """The entanglement spectrum for people and reports: one entry for each block.
+
+    Under a threshold the two shares are eta_f and eta_r; soft weights count each direction by its weight.
+    """
+    return [
+        {
+            "block": name,
+            "forget_directions": spectrum.forget_rank,
+            "retain_directions": spectrum.retain_rank,
+            "excised": int((weights[name] > 0).sum()),
+            "cosines": [round(cosine, 6) for cosine in spectrum.cosines.tolist()],
+            "energies": [round(energy, 6) for energy in spectrum.energies.tolist()],
+            "forget_energy": float((weights[name] * spectrum.energies).sum()),
+            "retain_damage": max((weights[name] * spectrum.cosines**2).tolist(), default=0.0),
+        }
+        for name, spectrum in spectra.items()
+    ]

@@ -1,0 +1,303 @@
+"""`ease forget`, `ease train --after` and `ease demo` as a user meets them, mistakes above all."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ease.commands.train import train_run
+from ease.data.scenes import lexicon
+from ease.federation.fedavg import participants
+from ease.run import MATCH, Run, World, class_cosines, load_config
+
+
+def settings(*assignments: str) -> list[str]:
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Every file and folder of a run with its hash."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(small, shared_cache, tmp_path_factory) -> Path:
+    """A finished run. Copy it before writing into it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        train_run(load_config(None, (*small, "partition.validation_share=0.3")), folder, quiet=True)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture
+def refused(ease) -> Callable[..., None]:
+    """A command must be refused: code 2, one line that holds all parts, nothing printed, the run as it was."""
+
+    def check(folder: Path, arguments: list[object], *parts: str) -> None:
+        before = fingerprint(folder)
+        result = ease("forget", folder, *arguments)
+        assert result.code == 2, result
+        assert result.out == "" and "Traceback" not in result.err
+        assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
+        for part in parts:
+            assert part in result.err, result.err
+        assert fingerprint(folder) == before
+
+    return check
+
+
+def ids_file(folder: Path, *ids: str) -> Path:
+    (folder / "ids.txt").write_text("\n".join(ids))
+    return folder / "ids.txt"
+
+
+# --- what the user gets ---
+
+
+def test_a_request_ends_with_a_spectrum_and_recalls(ease, run: Path) -> None:
+    result = ease("forget", run, "--client", 1)
+    assert result.code == 0
+    for part in ("Entanglement spectrum", "eta_f", "eta_r", "projector.0", "trained", "ease", "model and record in"):
+        assert part in result.out
+    assert "3/3" in result.err and "forget R@1" in result.err
+    assert (run / "requests" / "client-1" / "ease" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["clients", "class", "classes", "samples"])
+def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path, kind: str) -> None:
+    world = World.open(Run.load(run).config)
+    chosen = [pair_id for shard in world.shards for pair_id in shard.train_ids[:3]]
+    arguments = {
+        "clients": ["--client", 0, "--client", 2],
+        "class": ["--class", "1"],
+        "classes": ["--class", "1", "--class", "2"],
+        "samples": ["--samples", ids_file(tmp_path, *chosen, "", chosen[0])],
+    }[kind]
+    result = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
+    assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
+    summary = json.loads(result.out)
+    assert summary["scenario"] == {"clients": "client", "class": "class", "classes": "class"}.get(kind, "sample")
+    assert summary["method"]["stabilisation_rounds"] == 0 and Path(summary["folder"]).is_dir()
+    assert 0 <= summary["metrics"]["forget/recall@1"] <= 100
+    again = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
+    assert json.loads(again.out) == summary
+
+
+def test_a_class_can_be_named_in_words(ease, run: Path) -> None:
+    world = World.open(Run.load(run).config)
+    word = max(lexicon(), key=lambda word: class_cosines(world, word).max())
+    result = ease("forget", run, "--class", word, "--method", "finetune", "--json")
+    expected = int(class_cosines(world, word).argmax())
+    assert json.loads(result.out)["request"] == {"scope": "class", "classes": [expected], "text": word}
+
+
+def test_training_goes_on_after_a_request(ease, run: Path) -> None:
+    assert ease("forget", run, "--client", 1, "--quiet").code == 0
+    for lock in ("--lock", "--no-lock"):
+        result = ease("train", "--resume", run, "--after", "client-1", "--rounds", 2, lock, "--json")
+        assert result.code == 0 and result.err == ""
+        record = json.loads(result.out)
+        assert record["locked"] is (lock == "--lock")
+        assert ["forget/recall@1" in entry["metrics"] for entry in record["rounds"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--after", "client-1"], ["--resume RUN and --after REQUEST go together"]),
+        (["--resume", "RUN"], ["go together"]),
+        (["--resume", "RUN", "--after", "client-1", "--set", "seed=1"], ["go together"]),
+        (["--resume", "RUN", "--after", "client-1"], ["client-1: no finished request", "finished: none"]),
+        (["--resume", "RUN", "--after", "client-1", "--rounds", "0"], ["--rounds"]),
+        (["--resume", "RUN/nowhere", "--after", "client-1"], ["no run here"]),
+    ],
+)
+def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str], parts: list[str]) -> None:
+    before = fingerprint(run)
+    result = ease("train", *(word.replace("RUN", str(run)) for word in arguments))
+    assert result.code == 2 and result.out == "" and result.err.count("\n") == 1
+    assert all(part in result.err for part in parts), result.err
+    assert fingerprint(run) == before
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--client", "7"], ["--client 7: no such client", "clients 0 to 2"]),
+        (["--client", "-1"], ["--client -1: no such client"]),
+        (["--client", "one"], ["--client", "one"]),
+        (["--class", "9"], ["--class 9: no such pseudo-class", "0 to 2"]),
+        ([], ["one of --client, --class or --samples"]),
+        (["--client", "1", "--class", "1"], ["one of --client, --class or --samples"]),
+        (["--client", "0", "--client", "1", "--client", "2"], ["names all training data"]),
+        (["--class", "0", "--class", "1", "--class", "2"], ["names all training data"]),
+        (["--client", "1", "--method", "magic"], ["--method magic: unknown method", "ease, finetune, retrain"]),
+        (["--client", "1", "--set", "deltta=1"], ["deltta: unknown key", "known keys here", "delta"]),
+        (["--client", "1", "--method", "retrain", "--set", "delta=1"], ["method retrain: delta: unknown key"]),
+        (["--client", "1", "--set", "delta=1.5"], ["delta: input should be less than or equal to 1 (got 1.5)"]),
+        (["--client", "1", "--set", "delta=-0.5"], ["delta: input should be greater than or equal to 0"]),
+        (["--client", "1", "--set", "delta=often"], ["delta: input should be"]),
+        (["--client", "1", "--set", "delta"], ["write it as key=value"]),
+        (["--client", "1", "--set", "lock_strength=2"], ["on the server it is a share"]),
+        (["--client", "1", "--set", "lock_side=client", "--set", "lock_strength=2"], ["cannot contract"]),
+        (["--class", "1", "--set", "probe_rounds=[7]"], ["rounds/00007", "missing from the history"]),
+        (["--samples", "nowhere.txt"], ["--samples nowhere.txt: cannot be read", "one a line"]),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_changes_nothing(refused, run: Path, arguments, parts) -> None:
+    refused(run, arguments, *parts)
+
+
+def test_words_that_fit_no_class_show_the_nearest(refused, run: Path) -> None:
+    world = World.open(Run.load(run).config)
+    word = min(lexicon(), key=lambda word: class_cosines(world, word).max())
+    cosines = class_cosines(world, word)
+    assert cosines.max() < MATCH, "choose another word"
+    nearest = f"the nearest is {cosines.argmax()} (cosine {cosines.max():.2f}"
+    refused(run, ["--class", word], f"--class {word!r}: fits no pseudo-class well", nearest, "use other words")
+
+
+def test_a_wrong_list_of_samples_is_one_line(refused, run: Path, tmp_path: Path) -> None:
+    world = World.open(Run.load(run).config)
+    known = world.shards[0].train_ids[0]
+    held_out = world.pairs.ids[world.shards[0].validation[0]]
+    refused(run, ["--samples", ids_file(tmp_path, known, "nobody")], "1 of 2 ids", "no training pairs", "'nobody'")
+    refused(run, ["--samples", ids_file(tmp_path, held_out)], "1 of 1 ids", held_out)
+    refused(run, ["--samples", ids_file(tmp_path, "", "  ")], "holds no id; write one id a line")
+    (tmp_path / "ids.txt").write_bytes(b"\xff\xfe\x00\x80")
+    refused(run, ["--samples", tmp_path / "ids.txt"], "cannot be read as a list of ids")
+    refused(run, ["--samples", tmp_path], "cannot be read as a list of ids")
+    everyone = [pair_id for shard in world.shards for pair_id in shard.train_ids]
+    refused(run, ["--samples", ids_file(tmp_path, *everyone)], "names all training data")
+    refused(run, ["--samples", ids_file(tmp_path, known)], "at least 2 forget pairs")
+
+
+def test_a_client_that_never_took_part_is_one_line(refused, small, tmp_path: Path) -> None:
+    config = load_config(None, (*small, "training.participation=0.34", "partition.validation_share=0.3"))
+    train_run(config, tmp_path / "run", quiet=True)
+    drawn = {client for number in (1, 2) for client in participants([0, 1, 2], config.training, config.seed, number)}
+    absent = min({0, 1, 2} - drawn)
+    refused(tmp_path / "run", ["--client", absent], f"client {absent} never took part", "nothing of it to excise")
+
+
+UPDATE, STATE = "rounds/00001/client-00001.safetensors", "rounds/00002/state.safetensors"
+
+
+@pytest.mark.parametrize("method", ["ease", "retrain", "finetune"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("name", [UPDATE, STATE, "initial.safetensors", "rounds/00001/round.json"])
+def test_a_damaged_history_is_one_line(refused, run: Path, method: str, damage: str, name: str) -> None:
+    needed = {"ease": True, "retrain": "initial" in name, "finetune": name == STATE}[method] or name.endswith("json")
+    if not needed or (damage == "flipped" and name.endswith("json")):
+        pytest.skip("this method does not read that file, or the change could mean anything")
+    content = bytearray((run / name).read_bytes())
+    content[-1] ^= 1
+    (run / name).unlink()
+    if damage != "missing":
+        (run / name).write_bytes(content if damage == "flipped" else content[:-40])
+    said = "training stopped after round 0" if (damage, name[-4:]) == ("missing", "json") else name
+    refused(run, ["--client", "1", "--method", method], said)
+
+
+@pytest.mark.parametrize("arguments", [["--class", "1"], ["--client", "1"]])
+def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, arguments) -> None:
+    """A class request probes round 1; a client request reads the retained clients' updates."""
+    name = "rounds/00001/state.safetensors" if "--class" in arguments else "rounds/00002/client-00002.safetensors"
+    content = bytearray((run / name).read_bytes())
+    content[-1] ^= 1
+    (run / name).write_bytes(content)
+    refused(run, arguments, name, "damaged", "restore it or train again")
+
+
+def test_an_unfinished_training_is_one_line(refused, small, tmp_path: Path) -> None:
+    config = load_config(None, small)
+    run = Run.create(tmp_path / "run", config)
+    rounds = run.train(World.open(config))
+    next(rounds)
+    rounds.close()
+    refused(run.folder, ["--client", "1"], "training stopped after round 1 of 2", "ease train")
+
+
+def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    refused(tmp_path, ["--client", "1"], "no run here", "run.json is missing")
+    refused(tmp_path / "nowhere", ["--client", "1"], "no run here")
+    refused(tmp_path / "thesis.tex", ["--client", "1"], "no run here")
+    (tmp_path / "run.json").write_text("{}")
+    refused(tmp_path, ["--client", "1"], "not a run that this version knows")
+
+
+def test_without_held_out_pairs_a_push_is_one_line(refused, small, tmp_path: Path) -> None:
+    """The level of unseen pairs cannot be known where every pair was trained on."""
+    train_run(load_config(None, (*small, "partition.validation_share=0")), tmp_path / "run", quiet=True)
+    refused(tmp_path / "run", ["--class", "1"], "held-out", "displacement=0")
+
+
+def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:
+    from ease.federation.simulation import Simulation
+
+    answers = Simulation.run
+
+    def stop(self, params, job, clients):
+        if job.round == 2:
+            raise KeyboardInterrupt
+        yield from answers(self, params, job, clients)
+
+    monkeypatch.setattr(Simulation, "run", stop)
+    result = ease("forget", run, "--client", 1)
+    assert result.code == 130 and "run the same command again" in result.err
+    monkeypatch.setattr(Simulation, "run", answers)
+    answer = sorted(run.glob("requests/*/*/journal/*"))[-1]
+    whole = answer.read_bytes()
+    answer.write_bytes(whole[:-10])
+    refused(run, ["--client", "1"], answer.name, "damaged")
+    answer.write_bytes(whole)
+    assert ease("forget", run, "--client", 1, "--quiet").code == 0
+
+
+# --- the demo ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["client", "class", "sample"])
+def test_the_demo_prints_one_object_with_every_row(ease, small, scenario: str) -> None:
+    tiny = settings(*small, "partition.validation_share=0.3", "data.train=90")
+    result = ease("demo", "--json", "--scenario", scenario, *tiny)
+    assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
+    shown = json.loads(result.out)
+    assert list(shown) == ["rows"]
+    assert [row["method"] for row in shown["rows"]] == ["trained", "retrain", "finetune", "ease"]
+    keys = {f"{name}/recall@1" for name in ("forget", "retain", "test")}
+    keys |= {"rho", "cost/bytes_up", "cost/bytes_down", "cost/seconds"}
+    for row in shown["rows"]:
+        assert row.keys() == {"scenario", "method", "seed", "metrics"}
+        assert row["scenario"] == scenario and row["seed"] == 0
+        assert keys <= row["metrics"].keys() and all(isinstance(row["metrics"][key], int | float) for key in keys)
+        assert all(0 <= row["metrics"][key] <= 100 for key in keys if "recall" in key)
+        assert all(row["metrics"][key] > 0 for key in ("cost/bytes_up", "cost/bytes_down"))
+    by_name = {row["method"]: row["metrics"] for row in shown["rows"]}
+    assert by_name["retrain"]["rho"] == 0 and by_name["trained"]["rho"] == 1
+
+
+@pytest.mark.slow
+def test_the_demo_shows_people_the_same(ease, small, tmp_path: Path) -> None:
+    result = ease("demo", "--out", tmp_path / "run", *settings(*small))
+    assert result.code == 0
+    for part in ("gap to retrain", "rho", "retrain", "finetune", "ease", "Entanglement spectrum"):
+        assert part in result.out
+    assert result.err

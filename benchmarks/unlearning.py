@@ -64,8 +64,9 @@ def main() -> None:
     for seed in args.seeds:
         for scenario in args.scenarios:
             started = time.monotonic()
-            rows += list(measure_scenario(args, scenario, seed))
-            write_json(args.work / "results.json", {"rows": rows})
+            for row in measure_scenario(args, scenario, seed):
+                rows.append(row)
+                write_json(args.work / "results.json", {"rows": rows})
             print(f"{scenario} seed {seed}: {time.monotonic() - started:.0f} s", flush=True)
     print(report(rows))
 

@@ -49,7 +49,7 @@ def ks_distance(a: np.ndarray, b: np.ndarray, rng: np.random.Generator, replicat
     interval of the resampled distances would be wrong here: they exceed the distance itself where the samples agree.
     """
     a, b = _sample("first", a), _sample("second", b)
-    test = _ks(a, b)
+    distance, p_value = _ks(a, b)
     grid = np.unique(np.concatenate([a, b]))
     places = [np.searchsorted(grid, values) for values in (a, b)]
     curves = [_cumulative(place, len(grid)) for place in places]
@@ -61,9 +61,8 @@ def ks_distance(a: np.ndarray, b: np.ndarray, rng: np.random.Generator, replicat
         )
         errors[replicate] = np.abs(first - second).max()
     reach = float(np.quantile(errors, CONFIDENCE))
-    distance = float(test.statistic)
     interval = Estimate(distance, max(0.0, distance - reach), min(1.0, distance + reach))
-    return KsDistance(interval, float(test.pvalue), (len(a), len(b)))
+    return KsDistance(interval, p_value, (len(a), len(b)))
 
 
 def retrain_yardstick(retrained: np.ndarray) -> Yardstick:
@@ -75,8 +74,7 @@ def retrain_yardstick(retrained: np.ndarray) -> Yardstick:
             "retrain with another seed"
         )
     columns = [_sample(f"retrained {seed}", column) for seed, column in enumerate(retrained.T)]
-    tests = [_ks(a, b) for a, b in combinations(columns, 2)]
-    distances, p_values = np.array([[test.statistic, test.pvalue] for test in tests]).T
+    distances, p_values = np.array([_ks(a, b) for a, b in combinations(columns, 2)]).T
     return Yardstick(distances, p_values, len(columns))
 
 
@@ -104,19 +102,19 @@ def ulira(
 
 
 def klom(unlearned: np.ndarray, retrained: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """KL divergence [n], in nats, of each pair's statistic under unlearned [n, a] from that under retrained models [n, b].
+    """KL divergence [n], in nats, of each pair's statistic under unlearned models [n, a] from retrained models [n, b].
 
     Histograms over the joint range, as in KLoM. Few models read as far apart, so compare with retrained halves; and
     give quantiles over pairs, not only the mean. Differs from the published code, which drops the largest value.
     """
-    sides = [
-        np.clip(np.asarray(side, dtype=float), -LARGEST_STATISTIC, LARGEST_STATISTIC) for side in (unlearned, retrained)
-    ]
+    sides = [np.asarray(side, dtype=float) for side in (unlearned, retrained)]
     if any(side.ndim != 2 or 0 in side.shape for side in sides) or len(sides[0]) != len(sides[1]):
         shapes = " and ".join(str(list(side.shape)) for side in sides)
         raise UserError(f"KLoM needs unlearned [n, a] and retrained [n, b] statistics of the same pairs, not {shapes}")
-    if any(np.isnan(side).any() for side in sides):
-        raise UserError("KLoM needs a statistic of every pair under every model, and some are NaN")
+    broken = sum(int((~np.isfinite(side)).sum()) for side in sides)
+    if broken:
+        raise UserError(f"KLoM needs a statistic of every pair under every model, and {broken} are not finite")
+    sides = [side.clip(-LARGEST_STATISTIC, LARGEST_STATISTIC) for side in sides]
     joint = np.concatenate(sides, 1)
     low, width = joint.min(1, keepdims=True), np.ptp(joint, axis=1, keepdims=True)
     p, q = (_shares(side, low, np.where(width > 0, width, 1), bins) for side in sides)
@@ -127,7 +125,7 @@ def klom(unlearned: np.ndarray, retrained: np.ndarray, bins: int = BINS) -> np.n
 
 
 def _shares(values: np.ndarray, low: np.ndarray, width: np.ndarray, bins: int) -> np.ndarray:
-    """Share [n, bins] of each pair's values [n, models] in equal bins from `low` on; the last bin has both its edges."""
+    """Share [n, bins] of each pair's values [n, models] in equal bins from `low` on, the last with both edges."""
     index = np.minimum(((values - low) / width * bins).astype(int), bins - 1)
     return (index[:, :, None] == np.arange(bins)).mean(1)
 
@@ -140,10 +138,12 @@ def _sample(name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _ks(a: np.ndarray, b: np.ndarray):
+def _ks(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Distance and p-value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the exact p-value did not work out: scipy takes the limit
-        return ks_2samp(a, b)
+        test = ks_2samp(a, b)
+    return float(test.statistic), float(test.pvalue)
 
 
 def _cumulative(places: np.ndarray, size: int) -> np.ndarray:

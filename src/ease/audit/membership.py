@@ -18,6 +18,7 @@ Variance = Literal["pair", "shared"]
 Tail = Literal["one-sided", "reference"]
 
 CONFIDENCE = 0.95
+Z = float(norm.ppf((1 + CONFIDENCE) / 2))
 EXPECTED_FALSE_POSITIVES = 5  # with fewer expected below the threshold, the false positive rate is a guess
 SPREAD_FLOOR = 1e-6  # of the shared spread, where the few shadows of a pair happen to agree
 COPY_TOLERANCE = 1e-6  # of the target's spread: the same model measured on another device is still the same model
@@ -59,9 +60,6 @@ class OperatingPoint:
     members: int
     nonmembers: int
     unscored: int  # pairs left out because the attack had no shadows to judge them by
-
-
-# --- attacks -----------------------------------------------------------------------------------------------------
 
 
 def lira(
@@ -192,9 +190,6 @@ def share_called_member(classifier: Pipeline, features: np.ndarray) -> Estimate:
     return proportion(int(called.sum()), len(called))
 
 
-# --- what scores are worth ---------------------------------------------------------------------------------------
-
-
 def unscored(scores: np.ndarray) -> int:
     """How many pairs an attack could not score."""
     return int(np.isnan(scores).sum())
@@ -205,7 +200,7 @@ def roc(members: np.ndarray, nonmembers: np.ndarray) -> Roc:
     members, nonmembers = _scored(members, nonmembers)
     thresholds = np.unique(np.concatenate([members, nonmembers]))[::-1]
     true, false = (
-        1 - np.searchsorted(np.sort(scores), thresholds, side="left") / len(scores) for scores in (members, nonmembers)
+        (len(scores) - np.searchsorted(np.sort(scores), thresholds)) / len(scores) for scores in (members, nonmembers)
     )
     return Roc(np.append(0.0, false), np.append(0.0, true), np.append(np.inf, thresholds))
 
@@ -226,7 +221,7 @@ def auc(members: np.ndarray, nonmembers: np.ndarray) -> Estimate:
     variance = beaten.var(ddof=1) / len(members) + beaten_by.var(ddof=1) / len(nonmembers)
     if not 0 < value < 1 or variance == 0:
         return _newcombe(value, len(members), len(nonmembers))
-    reach = _z() * math.sqrt(variance) / (value * (1 - value))
+    reach = Z * math.sqrt(variance) / (value * (1 - value))
     return Estimate(value, float(expit(logit(value) - reach)), float(expit(logit(value) + reach)))
 
 
@@ -277,9 +272,6 @@ def attack_strength_note(before: Estimate) -> str:
     if before.high < 0.5:
         return f"inverted signal: AUC {before} before unlearning, members score BELOW non-members; check the statistic"
     return f"signal: AUC {before} before unlearning"
-
-
-# --- parts -------------------------------------------------------------------------------------------------------
 
 
 def _attack_inputs(
@@ -334,7 +326,8 @@ def _shared_spread(values: np.ndarray, present: np.ndarray) -> float:
     if not freedom:
         raise UserError(f"no pair has 2 shadows on one side ({counts.max()} at most): no spread can be measured")
     means = np.where(present, values, 0).sum(1) / np.maximum(counts, 1)
-    spread = math.sqrt(np.where(present, values - means[:, None], 0).__pow__(2).sum() / freedom)
+    deviations = np.where(present, values - means[:, None], 0)
+    spread = math.sqrt((deviations**2).sum() / freedom)
     if spread <= np.finfo(float).eps * np.abs(values[present]).max():
         raise UserError("all shadows give every pair the same statistic: they collapsed or are copies of one model")
     return spread
@@ -387,19 +380,15 @@ def _newcombe(value: float, members: int, nonmembers: int) -> Estimate:
     def excess(theta: float) -> float:
         half = (members + nonmembers) / 2 - 1
         shape = 1 + half * (1 - theta) / (2 - theta) + half * theta / (1 + theta)
-        return (value - theta) ** 2 - _z() ** 2 * theta * (1 - theta) / (members * nonmembers) * shape
+        return (value - theta) ** 2 - Z**2 * theta * (1 - theta) / (members * nonmembers) * shape
 
     low = 0.0 if value == 0 else brentq(excess, 0, value - 1e-12)
     high = 1.0 if value == 1 else brentq(excess, value + 1e-12, 1)
     return Estimate(value, float(low), float(high))
 
 
-def _z() -> float:
-    return float(norm.ppf((1 + CONFIDENCE) / 2))
-
-
 def _too_few(count: int, needed: int, fpr: float) -> str:
-    guess = proportion(int(fpr * count), count) if count else Estimate(0, 0, 1)
+    guess = proportion(int(fpr * count + 1e-9), count) if count else Estimate(0, 0, 1)
     possible = f", ask for {EXPECTED_FALSE_POSITIVES / count:.2%} or more" if count > EXPECTED_FALSE_POSITIVES else ""
     return (
         f"TPR at {fpr:.2%} FPR needs at least {needed} non-members, not {count}: with {count} the real rate may be "

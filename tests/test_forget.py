@@ -94,7 +94,9 @@ def test_stopped_after_any_step_it_ends_with_the_same_bytes(world, run: Run, tmp
     whole = outcome_of(run, request, method)
     assert total == method.rounds(run.config.training, request) and whole.done
     for stop in range(1, total + 1):
-        again = Run.load(shutil.copytree(run.folder, tmp_path / f"run{stop}", ignore=shutil.ignore_patterns("requests")))
+        again = Run.load(
+            shutil.copytree(run.folder, tmp_path / f"run{stop}", ignore=shutil.ignore_patterns("requests"))
+        )
         steps = forget(again, world, request, method, observe=False)
         for _ in range(stop):
             next(steps)
@@ -339,7 +341,7 @@ def test_killed_at_random_moments_a_real_process_ends_with_the_same_bytes(world,
     assert (process.returncode, complaint) == (0, b"")
     length = max(0.3, time.monotonic() - begun - first)
     moments, killed = random.Random(0), 0
-    for folder, attempts in zip(folders[1:], (2, 4), strict=True):
+    for folder, attempts in zip(folders[1:], (1, 3), strict=True):
         for _ in range(attempts):
             process = start(folder, ids)
             requests_seen = len(list(folder.glob("requests/*/*/journal/*")))
@@ -356,4 +358,4 @@ def test_killed_at_random_moments_a_real_process_ends_with_the_same_bytes(world,
         for file in ("model.safetensors", "bases.safetensors", "request.json"):
             assert (resumed / file).read_bytes() == (whole / file).read_bytes(), file
         assert {path.name for path in resumed.iterdir()} == {path.name for path in whole.iterdir()}
-    assert killed >= 4
+    assert killed >= 3

@@ -140,7 +140,9 @@ def test_a_descriptor_finds_the_class_it_describes(world: World) -> None:
 
 def test_a_descriptor_that_fits_no_class_is_refused_with_the_nearest(world: World, monkeypatch) -> None:
     monkeypatch.setattr("ease.run.MATCH", 1.1)
-    with pytest.raises(UserError, match=r"--class 'boat': fits no pseudo-class well; the nearest is \d \(cosine -?0\.\d"):
+    with pytest.raises(
+        UserError, match=r"--class 'boat': fits no pseudo-class well; the nearest is \d \(cosine -?0\.\d"
+    ):
         match_class(world, "boat")
 
 

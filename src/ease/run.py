@@ -159,7 +159,7 @@ class World:
         return ((joint[:, None] - self.centroids[None]) ** 2).sum(-1).argmin(1)
 
     def initial(self) -> Params:
-        return self.model.initial().to(self.device)
+        return self.model.initial().to("cpu")
 
 
 def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[tuple[Shard, ...], np.ndarray]:
@@ -251,7 +251,7 @@ class Run:
             )
         metered = Metered(world.federation)
         for finished in fedavg(
-            state.to(world.device),
+            state,
             metered,
             config.training,
             config.seed,

@@ -160,6 +160,13 @@ class Basis:
     def count(self) -> int:
         return len(self.weights)
 
+    def to(self, device: torch.device) -> "Basis":
+        """The directions on another device; coefficients and shares, which are few, stay on the CPU."""
+        if isinstance(self.directions, Tensor):
+            return Basis(self.directions.to(device), self.coefficients, self.weights)
+        factors = tuple(Factors(f.left.to(device), f.right.to(device)) for f in self.directions)
+        return Basis(factors, self.coefficients, self.weights)
+
     def weighted(self, weights: Tensor) -> "Basis":
         """The same directions with other shares; those of share 0 are left out."""
         kept = weights > 0

@@ -25,7 +25,9 @@ def test_densities_equal_brute_force(base_size: int) -> None:
         text = [float(queries.pooled_text[q] @ other) for other in base.pooled_text]
         both = [one + other for one, other in zip(image, text, strict=True)]
         expected = [
-            float(np.mean(sorted(values, reverse=True)[:count])) for values in (image, text, both) for count in NEIGHBOURS
+            float(np.mean(sorted(values, reverse=True)[:count]))
+            for values in (image, text, both)
+            for count in NEIGHBOURS
         ]
         np.testing.assert_allclose(found[q], expected, atol=1e-5)
 

@@ -187,10 +187,10 @@ def test_below_the_target_the_push_has_no_gradient(learnt, one_caption, local_jo
     job = pushing(one_caption, local_job, target=100.0)
     positions = np.arange(6, 22)
     model = learnt.world.model
-    loss, found = gradients(
-        learnt, lambda t: displace(model, t, one_caption, positions, job, np.random.default_rng(0))
+    loss, found = gradients(learnt, lambda t: displace(model, t, one_caption, positions, job, np.random.default_rng(0)))
+    plain, expected = gradients(
+        learnt, lambda t: align(model, t, one_caption, positions, job, np.random.default_rng(0))
     )
-    plain, expected = gradients(learnt, lambda t: align(model, t, one_caption, positions, job, np.random.default_rng(0)))
     assert loss == pytest.approx(plain, rel=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3)
@@ -211,9 +211,7 @@ def test_the_push_is_the_huber_loss_of_the_excess_with_fixed_negatives(learnt, o
         push = torch.where(excess < 1, excess**2 / 2, excess - 0.5).mean()
         return info_nce(image[:16], text[:16], job.temperature) + 0.7 * push
 
-    loss, found = gradients(
-        learnt, lambda t: displace(model, t, one_caption, positions, job, np.random.default_rng(0))
-    )
+    loss, found = gradients(learnt, lambda t: displace(model, t, one_caption, positions, job, np.random.default_rng(0)))
     expected_loss, expected = gradients(learnt, by_hand)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     for name, gradient in expected.items():

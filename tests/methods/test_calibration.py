@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ease.data.request import ClassRequest, ClientRequest, SampleRequest
+from ease.errors import UserError
 from ease.methods.calibration import (
     Gap,
     choose_depth,
@@ -152,3 +153,9 @@ def test_unseen_pairs_have_no_gap_and_training_pairs_do(learnt) -> None:
     assert gaps[0] is not None and gaps[1] is not None
     assert abs(gaps[0].gap) < 4 * gaps[0].standard_error
     assert gaps[1].gap > 4 * gaps[1].standard_error
+
+
+@pytest.mark.parametrize("targets", [level_targets, lambda levels: density_targets(levels, 0)])
+def test_without_held_out_pairs_no_target_is_invented(targets) -> None:
+    with pytest.raises(UserError, match=r"1 held-out pairs .* partition.validation_share .* displacement=0"):
+        targets({0: measured([3.0, 4.0], [1.0]), 1: measured([2.0], [])})

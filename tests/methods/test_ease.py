@@ -1,6 +1,7 @@
 """EASE on a small real run: `initial` erases and `trained` does not, every closure has its switch, all kinds run."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -104,8 +105,13 @@ def test_the_trained_reference_erases_nothing(learnt) -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [CLIENT, ClientRequest(clients=(0, 3)), ClassRequest(classes=(2,)), ClassRequest(classes=(0, 2)), "samples"],
-    ids=["client", "clients", "class", "classes", "samples"],
+    [
+        pytest.param(CLIENT, id="client"),
+        pytest.param(ClientRequest(clients=(0, 3)), id="clients", marks=pytest.mark.slow),
+        pytest.param(ClassRequest(classes=(2,)), id="class", marks=pytest.mark.slow),
+        pytest.param(ClassRequest(classes=(0, 2)), id="classes"),
+        pytest.param("samples", id="samples"),
+    ],
 )
 def test_every_kind_of_request_lowers_the_forget_pairs(learnt, samples, request_) -> None:
     request = samples if request_ == "samples" else request_
@@ -136,9 +142,10 @@ def test_adapters_and_projectors_of_both_sides_take_part(learnt) -> None:
 def test_a_state_in_a_later_round_is_not_the_first_one(learnt) -> None:
     states = [step.state for step in unlearn(learnt, CLIENT, excision_rounds=2, stabilisation_rounds=1)]
     assert len(states) == 4
-    assert not any(same(one, two) for one, two in zip(states, states[1:], strict=False))
+    assert not any(same(one, two) for one, two in pairwise(states))
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes(learnt, samples) -> None:
     one, two = (list(unlearn(learnt, samples))[-1].state for _ in range(2))
     assert same(one, two)
@@ -251,6 +258,7 @@ def test_other_settings_outside_their_range_are_refused(assignment: str) -> None
         make_method("ease", (assignment,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"displacement": 0}, {"targets": "level"}, {"probe_rounds": (1, 3)}])
 def test_the_options_of_sample_requests_run(learnt, samples, settings) -> None:
     steps = list(unlearn(learnt, samples, **settings))
@@ -274,9 +282,7 @@ def test_the_push_is_what_reaches_the_level_of_unseen_pairs(learnt, samples) -> 
 def test_both_factors_can_be_trained(full, lock_side: str) -> None:
     world, run = full
     trained = trained_of(run)
-    steps = list(
-        Ease(delta=1.0, lock_side=lock_side).unlearn(trained, ClientRequest(clients=(1,)), world.federation)
-    )
+    steps = list(Ease(delta=1.0, lock_side=lock_side).unlearn(trained, ClientRequest(clients=(1,)), world.federation))
     adapters = {block.name for block in trained.final.blocks if block.factored}
     assert adapters and steps[0].notes["residuals"].keys() == adapters
     assert all(0 <= residual < 1 for residual in steps[0].notes["residuals"].values())

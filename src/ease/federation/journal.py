@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ease.errors import UserError
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.params import Block, Params
 from ease.storage import read_note, read_tensors, write_tensors
@@ -32,11 +33,19 @@ class Journal:
         for client in clients:
             path = self.folder / f"{call:05d}-{client:05d}.safetensors"
             if path.is_file():
-                yield read_update(path, device)
+                yield self._stored(path, device)
                 continue
             for update in self.inner.run(params, job, [client]):
                 write_update(path, update)
                 yield update
+
+    def _stored(self, path: Path, device: torch.device) -> Update:
+        try:
+            return read_update(path, device)
+        except (UserError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: this stored answer is damaged; delete it and run the same command again"
+            ) from error
 
 
 def write_update(path: Path, update: Update) -> None:

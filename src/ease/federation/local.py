@@ -90,8 +90,19 @@ def examples_at(activations: Activations, positions: np.ndarray, device: torch.d
 
 
 def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
-    """Do a job: train and return the change, or measure and return values."""
-    params = params.map(torch.Tensor.float)  # a state may travel in half precision
+    """Do a job: train and return the change, or measure and return values.
+
+    The server's tensors live on the CPU and may come in half precision. The client takes them to its own device.
+    """
+    device = client.train.image.device
+    params = params.map(lambda tensor: tensor.to(device).float())
+    job = job if job.lock is None else replace(job, lock=job.lock.to(device))
+    update = _work(model, params, client, job)
+    delta = None if update.delta is None else update.delta.to("cpu")
+    return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
+
+
+def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     if job.objective == "probe":
         return probe(model, params, client, job)
     objective = OBJECTIVES[job.objective]

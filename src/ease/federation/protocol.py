@@ -1,7 +1,7 @@
 """What travels between server and clients: jobs out, updates back, and the rules an update must obey."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -41,6 +41,12 @@ class Lock:
     """Names the lock, so that it is sent to each client once."""
     importance: Params | None = None
     """Axis-aligned alternative: weights per value instead of directions."""
+
+    def to(self, device: torch.device) -> "Lock":
+        """The lock as a client uses it, on the client's device."""
+        bases = {name: basis.to(device) for name, basis in self.bases.items()}
+        importance = None if self.importance is None else self.importance.to(device)
+        return replace(self, bases=bases, reference=self.reference.to(device), importance=importance)
 
 
 @dataclass(frozen=True)

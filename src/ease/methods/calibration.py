@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ease.data.density import fit_ridge
 from ease.data.request import ClientRequest, Request
+from ease.errors import UserError
 from ease.federation.protocol import Federation
 from ease.methods.base import Trained
 from ease.params import Params
@@ -50,7 +51,7 @@ def membership_gap(levels: Levels) -> Gap | None:
 
 def level_targets(levels: Levels) -> dict[int, Tensor]:
     """The same target for every forget pair: the mean level of held-out pairs."""
-    mean = torch.cat([values["held_out"] for values in levels.values()]).mean()
+    mean = _held_out(levels).mean()
     return {client: mean.expand(len(values["forget"])).clone() for client, values in levels.items()}
 
 
@@ -60,7 +61,7 @@ def density_targets(levels: Levels, seed: int) -> dict[int, Tensor]:
     Predictions alone would be too even: unseen pairs scatter around them, some far below. Each target therefore adds
     a residual drawn from the held-out pairs, so that the whole distribution is met and not only its mean.
     """
-    held_out = torch.cat([values["held_out"] for values in levels.values()]).double()
+    held_out = _held_out(levels).double()
     features = torch.cat([values["held_out_density"] for values in levels.values()])
     ridge = fit_ridge(features, held_out.mean(1))
     residuals = shrink_noise(held_out - ridge.predict(features)[:, None])
@@ -70,6 +71,17 @@ def density_targets(levels: Levels, seed: int) -> dict[int, Tensor]:
         drawn = residuals[torch.from_numpy(rng.integers(len(residuals), size=len(values["forget"])))]
         targets[client] = (ridge.predict(values["forget_density"]) + drawn).float()
     return targets
+
+
+def _held_out(levels: Levels) -> Tensor:
+    """Levels of all clients' held-out pairs [pairs, draws]."""
+    held_out = torch.cat([values["held_out"] for values in levels.values()])
+    if len(held_out) < 2:
+        raise UserError(
+            f"the clients have {len(held_out)} held-out pairs to tell the level of unseen ones from: train with "
+            "partition.validation_share above 0, or forget without the push (--set displacement=0)"
+        )
+    return held_out
 
 
 def shrink_noise(residuals: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Ease(Unlearner):
 
     @property
     def _strength(self) -> float:
-        default = 1.0 if self.lock_side == "server" else 0.1
+        default = 1.0 if self.lock == "subspace" and self.lock_side == "server" else 0.1
         return default if self.lock_strength is None else self.lock_strength
 
     def _check_contraction(self, training: TrainingConfig) -> None:

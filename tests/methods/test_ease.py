@@ -17,6 +17,7 @@ from ease.federation.simulation import Simulation
 from ease.forget import trained_of
 from ease.methods import make_method
 from ease.methods.base import Step
+from ease.methods.calibration import measure_levels
 from ease.methods.ease import Ease
 from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
@@ -360,3 +361,13 @@ def test_fine_tuning_starts_at_the_trained_model(learnt) -> None:
     plain = fedavg(trained.final, others, recipe, trained.seed, trained.temperature, stream="finetune")
     assert len(steps) == 2 == method.rounds(trained.training, CLIENT)
     assert all(same(step.state, finished.state) for step, finished in zip(steps, plain, strict=True))
+
+
+def test_a_single_photo_is_displaced_though_nothing_can_be_excised(learnt) -> None:
+    request = SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
+    first, *later = Ease().unlearn(learnt.trained, request, learnt.world.federation)
+    assert first.notes["blocks"] == [] and "displaced alone" in first.notes["why"]
+    assert later and later[-1].state.is_finite()
+    before = measure_levels(learnt.trained, learnt.trained.final, request, learnt.world.federation, "test")
+    after = measure_levels(learnt.trained, later[-1].state, request, learnt.world.federation, "test")
+    assert float(after[0]["forget"].mean()) < float(before[0]["forget"].mean())

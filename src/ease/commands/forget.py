@@ -32,6 +32,9 @@ from ease.run import Run, RunConfig, World, match_class
 from ease.seeding import generator
 
 Scenario = Literal["client", "class", "sample"]
+TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
+BARS = "▁▂▃▄▅▆▇█"
+MOST_BARS = 12
 SAMPLE_SHARE = 0.1
 """Share of the pairs that the demo's sample request names."""
 
@@ -51,9 +54,9 @@ class ForgetSummary:
         return {**self.record, "id": request_id(self.request), "folder": str(self.folder), "before": self.before}
 
     def render(self) -> Iterator[RenderableType]:
-        spectrum = self.record["rounds"][0]["notes"].get("blocks")
-        if spectrum:
-            yield spectrum_table(spectrum, self.record["rounds"][0]["notes"])
+        notes = self.record["rounds"][0]["notes"]
+        if "blocks" in notes:
+            yield spectrum_table(notes["blocks"], notes)
         metrics = self.record["metrics"]
         method = self.record["method"]["method"]
         rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
@@ -81,32 +84,26 @@ class Comparison:
     def render(self) -> Iterator[RenderableType]:
         yield spectrum_table(self.spectrum, self.notes)
         retrain = next(row["metrics"] for row in self.rows if row["method"] == "retrain")
-        lines = []
-        for row in self.rows:
-            metrics = row["metrics"]
-            gap = (
-                "" if row["method"] == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
-            )
-            total = metrics["cost/bytes_down"] + metrics["cost/bytes_up"]
-            reference = retrain["cost/bytes_down"] + retrain["cost/bytes_up"]
-            cost = (
-                []
-                if row["method"] == "trained"
-                else [
-                    f"{100 * total / reference:.0f} %",
-                    f"{100 * metrics['cost/seconds'] / retrain['cost/seconds']:.0f} %",
-                ]
-            )
-            lines.append([*_recall_row(row["method"], metrics), gap, f"{metrics['rho']:.2f}", *(cost or ["", ""])])
         first = self.rows[0]
         yield table(
-            f"{first['scenario']} request, seed {first['seed']}: recall in percent, R@1 / 5 / 10, "
-            f"galleries of {first['metrics']['gallery']:.0f} pairs",
-            ["", "forget", "retain", "test", "gap to retrain", "rho", "bytes", "time"],
-            lines,
+            f"{first['scenario']} request, seed {first['seed']}: recall in percent, galleries of "
+            f"{first['metrics']['gallery']:.0f} pairs",
+            ["", "forget R@1", "R@10", "retain R@1", "test R@1", "gap", "rho", "bytes", "time"],
+            [_comparison_row(row["method"], row["metrics"], retrain) for row in self.rows],
             caption="The aim is retrain's row, not zero: what a model never saw it can still partly guess.\n"
             "gap: forget R@1 minus retrain's. rho: 0 as retrain, 1 as before. bytes, time: share of retrain's.",
         )
+
+
+def _comparison_row(method: str, metrics: dict[str, float], retrain: dict[str, float]) -> list[str]:
+    keys = ("forget/recall@1", "forget/recall@10", "retain/recall@1", "test/recall@1")
+    recalls = [f"{metrics[key]:.1f}" for key in keys]
+    gap = "" if method == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
+    if method == "trained":
+        return [method, *recalls, gap, f"{metrics['rho']:.2f}", "", ""]
+    bytes_share = sum(metrics[key] for key in TRAFFIC) / sum(retrain[key] for key in TRAFFIC)
+    time_share = metrics["cost/seconds"] / retrain["cost/seconds"]
+    return [method, *recalls, gap, f"{metrics['rho']:.2f}", f"{bytes_share:.0%}", f"{time_share:.0%}"]
 
 
 def _recall_row(name: str, metrics: dict[str, float]) -> list[str]:
@@ -121,7 +118,7 @@ def spectrum_table(blocks: Sequence[dict[str, Any]], notes: dict[str, Any]) -> R
             row["block"].replace(".tower.blocks.", ".").replace(".attention", ""),
             str(row["forget_directions"]),
             str(row["excised"]),
-            "".join("▁▂▃▄▅▆▇█"[min(7, int(cosine * 8))] for cosine in row["cosines"]),
+            bars(row["cosines"]),
             f"{row['forget_energy']:.2f}",
             f"{row['retain_damage']:.2f}",
         ]
@@ -135,8 +132,16 @@ def spectrum_table(blocks: Sequence[dict[str, Any]], notes: dict[str, Any]) -> R
     if notes.get("gap_after"):
         after = notes["gap_after"]
         caption += f", after excision {after['gap']:+.2f} ± {after['standard_error']:.2f}"
-    columns = ["block", "directions", "excised", "cosines to retained", "eta_f", "eta_r"]
-    return table("Entanglement spectrum of the forget updates", columns, rows, caption=caption)
+    if notes.get("why"):
+        caption += f"; {notes['why']}"
+    columns = ["block", "directions", "excised", "cosines", "eta_f", "eta_r"]
+    return table("Entanglement of the forget updates with the retained ones", columns, rows, caption=caption)
+
+
+def bars(cosines: Sequence[float]) -> str:
+    """Cosines as a line of bars, thinned evenly to what fits a narrow screen."""
+    shown = np.linspace(0, len(cosines) - 1, min(len(cosines), MOST_BARS)).round().astype(int)
+    return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
 
 
 def parse_request(world: World, clients: Sequence[int], classes: Sequence[str], samples: Path | None) -> Request:

@@ -66,7 +66,7 @@ class Ease(Unlearner):
         reference = trained.initial if self.reference == "initial" else trained.final
 
         forget, retain = self._evidence(trained, request, federation)
-        blocks = [block for block in trained.final.blocks if self.modalities in ("both", block.modality)]
+        blocks = [block for block in trained.final.blocks if forget and self.modalities in ("both", block.modality)]
         spectra = {block.name: block_spectrum(block, forget, retain, self.energy) for block in blocks}
         canonical = {block.name: canonical_basis(block, forget, spectra[block.name]) for block in blocks}
         weights = {name: self._weights(spectrum) for name, spectrum in spectra.items()}
@@ -75,6 +75,8 @@ class Ease(Unlearner):
         targets, levels = self._targets(trained, request, federation)
         held, residuals = excise(trained.final, reference, bases, depth)
         notes |= {**levels, "delta": self.delta, "residuals": residuals, "blocks": describe(spectra, weights)}
+        if not forget:
+            notes["why"] = "no client has two forget pairs to probe: nothing is excised, the pairs are displaced alone"
         yield Step(held, "decomposition", notes=notes, bases=bases)
 
         state, lock = held, self._client_lock(bases, held)

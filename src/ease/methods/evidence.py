@@ -81,7 +81,8 @@ def from_probe(
 ) -> tuple[list[Evidence], list[Evidence]]:
     """Class or sample request: one epoch each on forget and on retained pairs, from an early stored state.
 
-    The state travels in half precision and the updates come back in 8 bit: only their directions matter.
+    The state travels in half precision and the updates come back in 8 bit: only their directions matter. A client with
+    a single forget pair has no update to give, for InfoNCE over one pair is constant: there may be no forget column.
     """
     forget: list[Evidence] = []
     retain: list[Evidence] = []
@@ -98,8 +99,6 @@ def from_probe(
                 }
                 if packed:
                     columns.append(ProbedUpdate(early, Params(unpack(packed), early.blocks)))
-    if not forget:
-        raise UserError("the request matches no client with at least 2 forget pairs to probe: nothing to excise")
     return forget, retain
 
 

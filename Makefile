@@ -8,10 +8,10 @@ demo: .venv/ready
 	$(BIN)/ease demo
 
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: .venv/ready
-	$(BIN)/pytest -m "slow and not gpu and not photos"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu and not photos"
 
 check: .venv/ready
 	$(BIN)/ruff format --check src tests benchmarks recipes

@@ -70,7 +70,15 @@ def ids_file(folder: Path, *ids: str) -> Path:
 def test_a_request_ends_with_a_spectrum_and_recalls(ease, run: Path) -> None:
     result = ease("forget", run, "--client", 1)
     assert result.code == 0
-    for part in ("Entanglement of the forget updates", "eta_f", "eta_r", "projector.0", "trained", "ease", "model and record in"):
+    for part in (
+        "Entanglement of the forget updates",
+        "eta_f",
+        "eta_r",
+        "projector.0",
+        "trained",
+        "ease",
+        "model and record in",
+    ):
         assert part in result.out
     assert "3/3" in result.err and "forget R@1" in result.err
     assert (run / "requests" / "client-1" / "ease" / "model.safetensors").is_file()

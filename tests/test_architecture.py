@@ -10,7 +10,7 @@ import ease
 
 ROOT = Path(ease.__file__).parent
 LAYERS = (
-    {"errors", "seeding", "storage", "config", "params", "console", "records"},
+    {"errors", "seeding", "storage", "config", "params", "console"},
     {"subspace", "data", "model"},
     {"federation"},
     {"methods", "audit"},
@@ -81,7 +81,7 @@ def test_reports_see_records_alone() -> None:
 
 def test_what_lies_at_the_bottom_has_no_cycles() -> None:
     """errors < storage, seeding, config < params: each may import only what comes before it."""
-    order = ["errors", "console", "seeding", "storage", "config", "records", "params"]
+    order = ["errors", "console", "seeding", "storage", "config", "params"]
     for position, name in enumerate(order):
         path = Path(f"{name}.py")
         if (ROOT / path).exists():

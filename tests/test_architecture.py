@@ -73,12 +73,6 @@ def test_only_those_who_show_something_know_the_screen(module: Path) -> None:
         assert not known
 
 
-def test_reports_see_records_alone() -> None:
-    for module in MODULES:
-        if part_of(module) == "report":
-            assert ours(module) <= {"records", "report", "errors", "storage", "console"}, module
-
-
 def test_what_lies_at_the_bottom_has_no_cycles() -> None:
     """errors < storage, seeding, config < params: each may import only what comes before it."""
     order = ["errors", "console", "seeding", "storage", "config", "params"]

@@ -1,6 +1,5 @@
 """The trainable state of a model as a value: named tensors grouped in blocks, each with modality and kind."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,11 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.storage import read_tensors, write_tensors
+from ease.storage import read_note, read_tensors, write_tensors
 
 Modality = Literal["image", "text"]
 Kind = Literal["lora", "projector"]
@@ -112,15 +110,11 @@ class Params:
 
 def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:
     """Read the block list from a file's header without reading its tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            note = json.loads((file.metadata() or {}).get("ease", "null"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path}: missing, damaged or truncated ({error}); restore it or train again") from error
+    note = read_note(path)
     if not isinstance(note, dict) or "blocks" not in note:
         raise UserError(f"{path}: not a parameter file of this tool (no block list in its header)")
     try:
-        blocks = tuple(_block(fields) for fields in note["blocks"])
+        blocks = tuple(block_from(fields) for fields in note["blocks"])
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{path}: its block list is malformed ({error}); the file was altered, restore it") from error
     listed = [name for block in blocks for name in block.tensors]
@@ -129,7 +123,8 @@ def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:
     return blocks
 
 
-def _block(fields: dict[str, Any]) -> Block:
+def block_from(fields: dict[str, Any]) -> Block:
+    """A block from its JSON form, checked."""
     block = Block(**{**fields, "tensors": tuple(fields["tensors"])})
     if block.modality not in get_args(Modality) or block.kind not in get_args(Kind):
         raise ValueError(f"unknown modality {block.modality!r} or kind {block.kind!r}")

@@ -49,4 +49,4 @@ def validation_mask(request: Request, shard: Shard) -> np.ndarray:
     """Held-out pairs that resemble the forget pairs: those of the same client and, for a class request, class."""
     if isinstance(request, ClassRequest):
         return np.isin(shard.validation_classes, request.classes)
-    return np.ones(len(shard.validation), dtype=bool)
+    return np.ones(len(shard.validation_classes), dtype=bool)

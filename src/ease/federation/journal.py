@@ -11,7 +11,7 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.protocol import Federation, LocalJob, Update
-from ease.params import Block, Params
+from ease.params import Params, block_from
 from ease.storage import read_note, read_tensors, write_tensors
 
 
@@ -42,7 +42,7 @@ class Journal:
     def _stored(self, path: Path, device: torch.device) -> Update:
         try:
             return read_update(path, device)
-        except (UserError, KeyError, TypeError) as error:
+        except (UserError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: this stored answer is damaged; delete it and run the same command again"
             ) from error
@@ -61,7 +61,7 @@ def read_update(path: Path, device: torch.device | str = "cpu") -> Update:
     note, tensors = read_note(path), read_tensors(path)
     delta = None
     if note["blocks"] is not None:
-        blocks = tuple(Block(**{**fields, "tensors": tuple(fields["tensors"])}) for fields in note["blocks"])
+        blocks = tuple(block_from(fields) for fields in note["blocks"])
         delta = Params({name: tensors[f"delta/{name}"] for block in blocks for name in block.tensors}, blocks)
         delta = delta.to(device)
     values = {name.removeprefix("value/"): tensor for name, tensor in tensors.items() if name.startswith("value/")}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from ease.data.density import densities
-from ease.data.request import ClassRequest, forget_mask
+from ease.data.request import ClassRequest, forget_mask, validation_mask
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce, log_odds
@@ -116,10 +116,9 @@ def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJ
     forget = forget_mask(job.request, client.shard)
     retained = client.train.take(np.flatnonzero(~forget))
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
-    held_out, kin = np.arange(len(client.validation)), np.arange(len(client.validation))
-    if isinstance(job.request, ClassRequest):
-        same = np.isin(client.shard.validation_classes, job.request.classes)
-        held_out, kin = held_out[~same], kin[same]
+    alike = validation_mask(job.request, client.shard)
+    kin = np.flatnonzero(alike)
+    held_out = np.flatnonzero(~alike) if isinstance(job.request, ClassRequest) else kin
     if len(retained) >= 2:
         forget_phi = _train_levels(model, params.tensors, client, job, np.flatnonzero(forget), rng)
         validation_phi = _validation_levels(model, params.tensors, client, job, rng)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ease.config import Config
 from ease.data.request import ClientRequest, Request
@@ -49,10 +49,20 @@ class Step:
     """Directions to keep locked in later training, on the step whose state says where they are held."""
 
 
+Need = Literal["history", "forget data", "leaving client"]
+"""What a method asks for beyond retained data: stored updates, the forget pairs, the client that withdraws online."""
+
+
 class Unlearner(Config, ABC):
     """A method: hyperparameters only. Data goes to the call."""
 
     name: ClassVar[str]
+    title: ClassVar[str]
+    """Its name in tables."""
+    source: ClassVar[str]
+    """Authors, venue and year."""
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    """A method touches nothing that it does not list here; the contract tests watch it."""
 
     @abstractmethod
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:

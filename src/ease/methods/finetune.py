@@ -15,6 +15,8 @@ class Finetune(Unlearner):
     """A few more rounds of training from the trained model, on retained data alone."""
 
     name: ClassVar[str] = "finetune"
+    title: ClassVar[str] = "Fine-tune"
+    source: ClassVar[str] = "the floor: more training on retained data"
     method: Literal["finetune"] = "finetune"
     share: float = Field(0.2, gt=0)
     """Rounds, as a share of the training rounds."""

@@ -15,6 +15,8 @@ class Retrain(Unlearner):
     """The whole training again on retained data, from the same start state."""
 
     name: ClassVar[str] = "retrain"
+    title: ClassVar[str] = "Retrain"
+    source: ClassVar[str] = "the reference: training again without the forget data"
     method: Literal["retrain"] = "retrain"
     order: int = Field(0, ge=0)
     """Another number gives another order of the data: several of them make the retrain band."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ease.config import Config
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
-from ease.model.lora import LoraLinear, check_rank
+from ease.model.lora import LoraLinear, check_rank, linear
 from ease.params import Block, Modality, Params
 from ease.seeding import torch_generator
 
@@ -57,8 +57,9 @@ class Branch(nn.Module):
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
         pooled = self.norm(self.tower(states, mask, self.first))
-        hidden = F.gelu(self.projector[0](pooled))
-        return F.normalize(self.projector[1](hidden), dim=-1, eps=1e-6)
+        first, last = self.projector
+        hidden = F.gelu(linear(pooled, first.weight, first.bias))
+        return F.normalize(linear(hidden, last.weight, last.bias), dim=-1, eps=1e-6)
 
 
 class DualEncoder(nn.Module):

@@ -66,7 +66,8 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
         for (name, tensor), gradient in zip(stack.items(), gradients, strict=True):
             change = gradient
             if job.optimiser.kind == "adam":
-                change = _adam_direction(*(moment[:active] for moment in moments[name]), gradient, step + 1)
+                first, second = (moment[:active] for moment in moments[name])
+                change = _adam_direction(first, second, gradient, step + 1)
             tensor[:active].sub_(change, alpha=rates[name])
     lessons: dict[int, Lesson] = {}
     for rank, index in enumerate(order):
@@ -109,13 +110,8 @@ def _losses(
     """Symmetric InfoNCE of each pupil over its own batch [pupils]; padding counts neither as query nor as answer."""
     rows, chosen = positions.flatten(), captions.flatten()
     mask = None if examples.text_mask is None else examples.text_mask[rows, chosen]
-    image, text = (
-        model.embed(tensors, modality, states, hidden).view(*positions.shape, -1)
-        for modality, states, hidden in (
-            ("image", examples.image[rows], None),
-            ("text", examples.text[rows, chosen], mask),
-        )
-    )
+    image = model.embed(tensors, "image", examples.image[rows]).view(*positions.shape, -1)
+    text = model.embed(tensors, "text", examples.text[rows, chosen], mask).view(*positions.shape, -1)
     logits = image @ text.mT / temperature
     positive = logits.diagonal(dim1=1, dim2=2)
     if valid is None:

@@ -57,9 +57,8 @@ class Branch(nn.Module):
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
         pooled = self.norm(self.tower(states, mask, self.first))
-        first, last = self.projector
-        hidden = F.gelu(linear(pooled, first.weight, first.bias))
-        return F.normalize(linear(hidden, last.weight, last.bias), dim=-1, eps=1e-6)
+        hidden = F.gelu(self.projector[0](pooled))
+        return F.normalize(self.projector[1](hidden), dim=-1, eps=1e-6)
 
 
 class DualEncoder(nn.Module):
@@ -131,8 +130,15 @@ def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, 
             )
 
 
+class StackableLinear(nn.Linear):
+    """A linear layer whose weights may come stacked, one for each of several models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 def _linear(inputs: int, outputs: int, rng: torch.Generator) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
+    layer = StackableLinear(inputs, outputs)
     with torch.no_grad():
         layer.weight.normal_(0, inputs**-0.5, generator=rng)
         layer.bias.zero_()

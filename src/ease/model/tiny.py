@@ -108,6 +108,12 @@ class TinyTower(nn.Module):
         self.register_buffer("centre", torch.zeros(self.width))
         self.register_buffer("whitening", torch.eye(self.width))
 
+    @property
+    def last(self) -> Block:
+        block = self.blocks[-1]
+        assert isinstance(block, Block)
+        return block
+
     def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
@@ -143,7 +149,7 @@ class TinyTower(nn.Module):
         statistics = torch.cat([F.layer_norm(part, (self.token_width,)) for part in self.summarise(states, mask)], -1)
         frozen = (statistics - self.centre[self.token_width :]) @ self.whitening[self.token_width :]
         rows = frozen.unflatten(-1, (-1, self.token_width))
-        return torch.cat([self.blocks[-1].attention_norm(states), states[:, :1], rows], dim=1)
+        return torch.cat([self.last.attention_norm(states), states[:, :1], rows], dim=1)
 
     def _pool(self, prepared: Tensor, mask: Tensor | None) -> Tensor:
         """The class token through the last block, whitened together with the statistics."""
@@ -154,7 +160,7 @@ class TinyTower(nn.Module):
     def _class_token(self, prepared: Tensor, mask: Tensor | None) -> Tensor:
         """Only the class token of the last block is pooled, so no other is updated there: same result, less work."""
         tokens = prepared.shape[1] - 2 - self.statistics
-        class_token = self.blocks[-1].class_token(prepared[:, tokens : tokens + 1], prepared[:, :tokens], mask)
+        class_token = self.last.class_token(prepared[:, tokens : tokens + 1], prepared[:, :tokens], mask)
         return self.projection(self.norm(class_token[:, 0]))
 
     def fit_whitening(self, pooled: Tensor, ridge: float) -> None:

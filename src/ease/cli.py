@@ -114,6 +114,33 @@ def forget(
 
 
 @app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    request: Annotated[str, typer.Option(help="The answer to audit, e.g. client-3 or client-3/finetune.")],
+    shadows: Annotated[int, typer.Option(min=4, help="Shadow models, an even number. More make sharper attacks.")] = 16,
+    retrains: Annotated[int, typer.Option(min=1, help="Further retrainings that make the band.")] = 3,
+    fpr: Annotated[float, typer.Option(help="False positive rate at which found members are told.")] = 0.01,
+    pool: Annotated[int, typer.Option(min=16, help="Unseen pairs that every statistic is measured against.")] = 512,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that train shadows.")] = None,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Run the retraining first if it is missing.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Is it really forgotten? Recall, alignment, membership attacks, relearning and cost, all beside retraining.
+
+    Example: `ease audit runs/first --request client-3 --retrain`
+    """
+    from ease.commands.audit import audit_run
+    from ease.config import validate
+    from ease.verdict import AuditConfig
+
+    values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers}
+    config = validate(AuditConfig, values, "ease audit")
+    _finish(audit_run(run, request, config, retrain, quiet or as_json), as_json)
+
+
+@app.command()
 def demo(
     scenario: Annotated[Scenario, typer.Option(help="What is forgotten.")] = Scenario.client,
     out: Annotated[

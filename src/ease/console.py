@@ -5,7 +5,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from ease.errors import UserError
@@ -34,7 +42,39 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False) -> It
         numbers = count(done + 1)
         yield RoundProgress(lambda note: errors.print(f"{title} {next(numbers)}/{total}  {note}", soft_wrap=True))
         return
-    columns = [
+    with Progress(*_columns(), console=errors, transient=False) as progress:
+        try:
+            task = progress.add_task(title, total=total, completed=done, note="")
+            yield RoundProgress(lambda note: progress.update(task, advance=1, note=note))
+        except UserError:
+            progress.live.transient = True  # the error alone stays on the screen, as one line
+            raise
+
+
+@contextmanager
+def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar over many small pieces of work; yields the function that counts finished ones."""
+    if quiet:
+        yield lambda ticks: None
+    elif errors.is_terminal:
+        with Progress(*_columns(), console=errors) as progress:
+            task = progress.add_task(title, total=total, note="")
+            yield lambda ticks: progress.update(task, advance=ticks)
+    else:  # a log file: a line for each tenth
+        done, told = 0, 0
+
+        def advance(ticks: int) -> None:
+            nonlocal done, told
+            done += ticks
+            if done * 10 // total > told:
+                told = done * 10 // total
+                errors.print(f"{title} {done}/{total}", soft_wrap=True)
+
+        yield advance
+
+
+def _columns() -> list[ProgressColumn]:
+    return [
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -43,13 +83,6 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False) -> It
         TimeRemainingColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     ]
-    with Progress(*columns, console=errors, transient=False) as progress:
-        try:
-            task = progress.add_task(title, total=total, completed=done, note="")
-            yield RoundProgress(lambda note: progress.update(task, advance=1, note=note))
-        except UserError:
-            progress.live.transient = True  # the error alone stays on the screen, as one line
-            raise
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:

@@ -1,6 +1,8 @@
 """Answering a request on a run: a method's rounds journaled, metered and measured, the result kept whole."""
 
+import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
@@ -259,11 +262,20 @@ def _follow(
     last.state.save(outcome.model_path)
     cost = {f"cost/{key}": value for key, value in asdict(metered.cost).items()}
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
-    metrics = {**measure(world, last.state, sets), **cost, **phases, "cost/seconds": sum(seconds.values())}
+    total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.device))}
+    metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
     write_json(
         outcome.record_path, {**settings, "scenario": request.scope, "seed": seed, "rounds": rounds, "metrics": metrics}
     )
     shutil.rmtree(outcome.folder / "journal", ignore_errors=True)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held so far, on the GPU where it works there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * (1 if sys.platform == "darwin" else 1024)
 
 
 def _undone_if_refused(steps: Iterator[Step], folder: Path | None) -> Iterator[Step]:

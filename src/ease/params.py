@@ -99,8 +99,8 @@ class Params:
         """A block's tensors as one flat vector."""
         return torch.cat([self[name].flatten() for name in block.tensors])
 
-    def save(self, path: Path) -> None:
-        write_tensors(path, dict(self.tensors), note={"blocks": [vars(block) for block in self.blocks]})
+    def save(self, path: Path, durable: bool = True) -> None:
+        write_tensors(path, dict(self.tensors), {"blocks": [vars(block) for block in self.blocks]}, durable)
 
     @classmethod
     def load(cls, path: Path) -> "Params":

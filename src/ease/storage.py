@@ -37,8 +37,11 @@ def _make_folder(folder: Path, remedy: str = "check the path, its permissions an
         raise UserError(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old file or the new one, never a part of one."""
+def write_atomic(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write a file so that a crash leaves the old file or the new one, never a part of one.
+
+    `durable` waits for the disk, so that this holds for a power cut too; scratch files need no such wait.
+    """
     _make_folder(path.parent)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{LEFTOVER}{path.name}-")
@@ -48,10 +51,12 @@ def write_atomic(path: Path, content: bytes) -> None:
         with _refusal_to_write(path):
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            if durable:
+                _sync_folder(path.parent)
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
@@ -88,14 +93,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: damaged JSON ({error}); delete it and run again") from error
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], note: Any = None) -> None:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], note: Any = None, durable: bool = True) -> None:
     """Write named tensors as safetensors; `note` travels as JSON in the header.
 
     One header key only: several would be stored in random order and equal contents would differ in bytes.
     """
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"ease": json.dumps(note, sort_keys=True)} if note is not None else None
-    write_atomic(path, serialise_tensors(contiguous, metadata=header))
+    write_atomic(path, serialise_tensors(contiguous, metadata=header), durable)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

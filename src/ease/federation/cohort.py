@@ -56,7 +56,8 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
     }
     before = {name: tensor.clone() for name, tensor in stack.items()}
     rates = learning_rates(job.optimiser, ranked[0].start)
-    moments = {name: (torch.zeros_like(tensor), torch.zeros_like(tensor)) for name, tensor in stack.items()}
+    adam = job.optimiser.kind == "adam"
+    moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
     losses = torch.zeros(len(ranked), device=device)
     for step, (active, batch) in enumerate(_padded(ranked, device)):
         tensors = {name: tensor[:active].detach().requires_grad_() for name, tensor in stack.items()}
@@ -65,7 +66,7 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
         gradients = torch.autograd.grad(loss.sum(), list(tensors.values()))
         for (name, tensor), gradient in zip(stack.items(), gradients, strict=True):
             change = gradient
-            if job.optimiser.kind == "adam":
+            if adam:
                 first, second = (moment[:active] for moment in moments[name])
                 change = _adam_direction(first, second, gradient, step + 1)
             tensor[:active].sub_(change, alpha=rates[name])

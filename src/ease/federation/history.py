@@ -23,6 +23,8 @@ class History:
     """Reads and writes one run's history. A round counts once its `round.json` exists, which is written last."""
 
     folder: Path
+    durable: bool = True
+    """Wait for the disk after every file; only scratch histories need not."""
 
     @property
     def initial_path(self) -> Path:
@@ -72,10 +74,10 @@ class History:
             raise
 
     def _write(self, folder: Path, finished: Round, extra: dict[str, Any]) -> dict[str, Any]:
-        finished.state.save(folder / "state.safetensors")
+        finished.state.save(folder / "state.safetensors", self.durable)
         for update in finished.updates:
             assert update.delta is not None  # only such updates are averaged
-            update.delta.save(self.update_path(finished.number, update.client))
+            update.delta.save(self.update_path(finished.number, update.client), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,

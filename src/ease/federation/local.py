@@ -152,10 +152,8 @@ def probe(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
 
 def batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Shuffled batches of nearly equal size: a small remainder would have too few negatives to learn from."""
-    # A batch of one pair has no negatives at all.
-    count = max(1, min(round(len(positions) / job.batch_size), len(positions) // 2))
     for _ in range(job.epochs):
-        yield from np.array_split(rng.permutation(positions), count)
+        yield from np.array_split(rng.permutation(positions), job.batch_count(len(positions)))
 
 
 def learning_rates(optimiser: Optimiser, params: Params) -> dict[str, float]:

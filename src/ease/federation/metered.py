@@ -20,6 +20,7 @@ class Cost:
     bytes_up: int = 0
     messages: int = 0
     pairs_trained: int = 0
+    client_steps: int = 0
     client_seconds: float = 0.0
 
     def copy(self) -> "Cost":
@@ -50,7 +51,9 @@ class Metered:
             for update in self.inner.run(params, job, [client]):
                 self.cost.client_seconds += time.perf_counter() - started
                 self.cost.bytes_up += self._size(update.message())
-                self.cost.pairs_trained += update.pairs * job.epochs if update.delta is not None else 0
+                if update.delta is not None:
+                    self.cost.pairs_trained += update.pairs * job.epochs
+                    self.cost.client_steps += job.batch_count(update.pairs) * job.epochs
                 yield update
                 started = time.perf_counter()
 

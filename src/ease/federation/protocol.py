@@ -71,6 +71,10 @@ class LocalJob:
     targets: Mapping[int, Tensor] = field(default_factory=dict)
     """Client -> one number per forget pair of that client; each client is sent its own alone."""
 
+    def batch_count(self, pairs: int) -> int:
+        """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""
+        return max(1, min(round(pairs / self.batch_size), pairs // 2))
+
 
 @dataclass(frozen=True)
 class Update:

@@ -1,0 +1,130 @@
+"""Every membership attack on one model, from the statistics of shadows; thresholds never come from the judged pairs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from sklearn.pipeline import Pipeline
+
+from ease.audit.distribution import ulira
+from ease.audit.membership import (
+    EXPECTED_FALSE_POSITIVES,
+    Estimate,
+    OperatingPoint,
+    auc,
+    lira,
+    operating_point,
+    rmia,
+    shadow_classifier,
+    share_called_member,
+    tpr_at_fpr,
+    tune_offline_a,
+    unscored,
+)
+from ease.audit.statistic import features
+
+Readings = Mapping[str, np.ndarray]
+"""Statistic -> values [pairs], or [pairs, shadows]."""
+FEWEST_POPULATION = 30
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What one attack says of one model."""
+
+    auc: Estimate
+    tpr: OperatingPoint | None
+    """At the asked false positive rate; None when there are too few non-members to set a threshold by."""
+    unscored: int
+    scores: np.ndarray
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The attacker's knowledge: shadows before and after unlearning, and who trained on what."""
+
+    shadows: Readings
+    """Of trained shadows [candidates, shadows]."""
+    unlearned: Readings
+    """Of the same shadows after unlearning."""
+    included: np.ndarray
+    """bool [candidates, shadows]."""
+    member: np.ndarray
+    """bool [candidates]: members of the audited model."""
+    population: Readings
+    """Of trained shadows on further pairs that no model saw [pairs, shadows]."""
+    fpr: float
+
+    def attacks(self) -> list[str]:
+        """Names of the likelihood-ratio attacks, and RMIA where there is a population to rank by."""
+        names = [f"lira-{mode}/{statistic}" for mode in ("online", "offline") for statistic in ("log_odds", "cosine")]
+        return names + (["rmia"] if len(self.population["log_odds"]) >= FEWEST_POPULATION else [])
+
+    def score(self, attack: str, target: Readings, population: Readings, without: int | None = None) -> np.ndarray:
+        """An attack's score of every candidate under a model; `without` leaves out the shadow that is the target."""
+        kept = np.arange(self.included.shape[1]) != (-1 if without is None else without)
+        included = self.included[:, kept]
+        if attack == "rmia":
+            return rmia(
+                target["log_odds"],
+                self.shadows["log_odds"][:, kept],
+                included,
+                population["log_odds"],
+                self.population["log_odds"][:, kept],
+                self._offline_a,
+            )
+        mode, _, statistic = attack.partition("/")
+        if mode == "u-lira":
+            values = self.unlearned[statistic][:, kept]
+            seen, unseen = (np.where(side, values, np.nan) for side in (included, ~included))
+            return ulira(seen, unseen, target[statistic], variance="shared")
+        return lira(target[statistic], self.shadows[statistic][:, kept], included, online=mode == "lira-online")
+
+    def judge(self, attack: str, target: Readings, population: Readings) -> Verdicts:
+        """AUC over the candidates, and the share of members found at a threshold set on the shadows' non-members."""
+        scores = self.score(attack, target, population)
+        members, others = scores[self.member], scores[~self.member]
+        tpr = None
+        if len(self.nonmember_scores(attack)) * self.fpr >= EXPECTED_FALSE_POSITIVES:
+            tpr = operating_point(members, others, self.threshold(attack))
+        return Verdicts(auc(members, others), tpr, unscored(scores), scores)
+
+    def threshold(self, attack: str) -> float:
+        """The score that a share `fpr` of the shadows' own non-members reaches."""
+        outside = self.nonmember_scores(attack)
+        return tpr_at_fpr(outside, outside, self.fpr).threshold
+
+    def nonmember_scores(self, attack: str) -> np.ndarray:
+        """Scores of pairs that a shadow left out, with each shadow in turn as the target."""
+        return self._left_out[attack]
+
+    def strongest(self, target: Readings, population: Readings) -> str:
+        """The likelihood-ratio attack that tells members best before unlearning; it is the one to be judged by."""
+        return max(self.attacks(), key=lambda attack: self.judge(attack, target, population).auc.value)
+
+    @cached_property
+    def classifier(self) -> Pipeline:
+        """Shokri's attack: one classifier over all shadows."""
+        return shadow_classifier(features(self.shadows), self.included)
+
+    def called_member(self, target: Readings) -> Estimate:
+        """Share of the forget pairs that the classifier calls members."""
+        return share_called_member(self.classifier, features(target)[self.member])
+
+    @cached_property
+    def _offline_a(self) -> float:
+        return tune_offline_a(self.shadows["log_odds"], self.included, self.population["log_odds"])
+
+    @cached_property
+    def _left_out(self) -> dict[str, np.ndarray]:
+        names = [*self.attacks(), *(f"u-lira/{statistic}" for statistic in ("log_odds", "cosine"))]
+        return {name: np.concatenate(list(self._left_out_scores(name))) for name in names}
+
+    def _left_out_scores(self, attack: str) -> Iterator[np.ndarray]:
+        source = self.unlearned if attack.startswith("u-lira") else self.shadows
+        for shadow in range(self.included.shape[1]):
+            target = {name: values[:, shadow] for name, values in source.items()}
+            population = {name: values[:, shadow] for name, values in self.population.items()}
+            scores = self.score(attack, target, population, without=shadow)[~self.included[:, shadow]]
+            yield scores[~np.isnan(scores)]

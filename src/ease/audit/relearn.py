@@ -1,0 +1,74 @@
+"""How fast the forgotten comes back when a model is trained again: a few forget pairs, or retained pairs alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ease.audit.statistic import Gauge
+from ease.federation.cohort import Pupil, train_together
+from ease.federation.local import examples_at
+from ease.federation.protocol import LocalJob
+from ease.params import Params
+
+CHECKPOINTS = (1, 2, 4, 8, 16, 32, 64)
+"""Steps after which the margin is measured."""
+BACK = 0.5
+"""Share of the lost margin that counts as come back."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean log-odds of forget pairs after some steps, from a model's own start."""
+
+    steps: tuple[int, ...]
+    """0 and the checkpoints."""
+    levels: tuple[float, ...]
+    lost: float
+    """How much below the trained model it starts."""
+
+    @property
+    def steps_back(self) -> int | None:
+        """The first checkpoint at which half of the lost margin is back; None when it never is."""
+        if self.lost <= 0:
+            return 0
+        wanted = self.levels[0] + BACK * self.lost
+        return next((step for step, level in zip(self.steps, self.levels, strict=True) if level >= wanted), None)
+
+    @property
+    def share_back(self) -> float:
+        """Share of the lost margin that is back at the end."""
+        return (self.levels[-1] - self.levels[0]) / self.lost if self.lost > 0 else 1.0
+
+
+def relearn(
+    gauge: Gauge,
+    states: Sequence[Params],
+    trained: Params,
+    taught: np.ndarray,
+    watched: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
+) -> list[Curve]:
+    """Train all states on the same batches of `taught` pairs and watch others come back."""
+    examples = examples_at(gauge.activations, taught, gauge.device)
+    captions = examples.text.shape[1]
+
+    def batch() -> tuple[np.ndarray, np.ndarray]:
+        chosen = rng.permutation(len(taught))[: job.batch_size]
+        return chosen, rng.integers(captions, size=len(chosen))
+
+    def level(state: Params) -> float:
+        return float(gauge.read(state, watched)["log_odds"].mean())
+
+    top = level(trained)
+    levels = [[level(state)] for state in states]
+    now, done = list(states), 0
+    for checkpoint in CHECKPOINTS:
+        batches = tuple(batch() for _ in range(checkpoint - done))
+        lessons = train_together(gauge.model, examples, [Pupil(state, batches) for state in now], job)
+        now = [state + lesson.delta.to("cpu") for state, lesson in zip(now, lessons, strict=True)]
+        done = checkpoint
+        for curve, state in zip(levels, now, strict=True):
+            curve.append(level(state))
+    return [Curve((0, *CHECKPOINTS), tuple(curve), top - curve[0]) for curve in levels]

@@ -1,0 +1,221 @@
+"""Shadow models: federations like the audited one, in which every tested pair is a member half of the time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ease.data.features import Activations
+from ease.data.partition import MINIMUM_PAIRS, Shard
+from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
+from ease.errors import UserError
+from ease.federation.cohort import Pupil, pupil, train_together
+from ease.federation.fedavg import Round, TrainingConfig, average, participants
+from ease.federation.history import History
+from ease.federation.local import ClientData, examples_at
+from ease.federation.protocol import Update
+from ease.federation.simulation import Simulation
+from ease.methods.base import Trained, Unlearner
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+from ease.seeding import generator
+
+MOST_MISMATCH = 0.1
+"""Total variation distance allowed between the class mix of the forget pairs and that of the non-members."""
+TOGETHER = {"cpu": 16, "cuda": 512}
+"""Models trained in one pass; more no longer help, for the passes are busy already."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The pairs whose membership is tested: forget pairs, and pairs like them that the target never saw."""
+
+    positions: np.ndarray
+    member: np.ndarray
+    """bool [n]: trained on by the target."""
+    home: np.ndarray
+    """The client that holds each, or would hold it."""
+    classes: np.ndarray
+    ids: tuple[str, ...]
+    mismatch: float
+    """Total variation distance of the class mixes of members and non-members."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def included(self, shadow: int, seed: int) -> np.ndarray:
+        """Which candidates a shadow trains on: bool [n].
+
+        Shadows 2j and 2j + 1 are complementary, so every pair is in exactly half of any even number of them, and more
+        shadows can be added later. Coin flips would leave some pairs without a shadow on one side.
+        """
+        drawn = generator(seed, "shadow", shadow // 2).permutation(len(self)) < len(self) / 2
+        return drawn if shadow % 2 == 0 else ~drawn
+
+
+def choose_candidates(
+    shards: Sequence[Shard],
+    request: Request,
+    others: np.ndarray,
+    other_classes: np.ndarray,
+    ids: Sequence[str],
+    seed: int,
+) -> Candidates:
+    """Forget pairs and as many of `others`, which no client holds, as have the same mix of pseudo-classes.
+
+    Non-members of another mix would let an attack score by telling the classes apart. Each gets a home where pairs of
+    its class are forgotten, since shadows train on it there.
+    """
+    rng = generator(seed, "candidates")
+    masks = [forget_mask(request, shard) for shard in shards]
+    forget = np.concatenate([shard.train[mask] for shard, mask in zip(shards, masks, strict=True)])
+    classes = np.concatenate([shard.train_classes[mask] for shard, mask in zip(shards, masks, strict=True)])
+    home = np.concatenate([np.full(mask.sum(), shard.client) for shard, mask in zip(shards, masks, strict=True)])
+    order = rng.permutation(len(others))
+    chosen = order[match_classes(classes, other_classes[order])]
+    if len(chosen) < 2:
+        raise UserError(
+            f"{len(others)} pairs of no client, {len(chosen)} of them of the forget pairs' pseudo-classes: too few "
+            "non-members for any attack; add validation or test pairs"
+        )
+    homes = np.array([rng.choice(home[classes == label]) for label in other_classes[chosen]])
+    return Candidates(
+        positions=np.concatenate([forget, others[chosen]]),
+        member=np.arange(len(forget) + len(chosen)) < len(forget),
+        home=np.concatenate([home, homes]),
+        classes=np.concatenate([classes, other_classes[chosen]]),
+        ids=tuple(ids[position] for position in np.concatenate([forget, others[chosen]])),
+        mismatch=_mismatch(classes, other_classes[chosen]),
+    )
+
+
+def match_classes(wanted: np.ndarray, available: np.ndarray) -> np.ndarray:
+    """As many indices into `available` classes as keep their mix within `MOST_MISMATCH` of the wanted one."""
+    shares = np.bincount(wanted, minlength=int(available.max(initial=0)) + 1) / len(wanted)
+    places = {label: np.flatnonzero(available == label) for label in np.flatnonzero(shares)}
+    for total in range(len(available), 0, -1):
+        kept = [place[: round(shares[label] * total)] for label, place in places.items()]
+        chosen = np.concatenate(kept)
+        if len(chosen) and _mismatch(wanted, available[chosen]) <= MOST_MISMATCH:
+            return np.sort(chosen)
+    return np.zeros(0, dtype=np.int64)
+
+
+def _mismatch(a: np.ndarray, b: np.ndarray) -> float:
+    size = int(max(a.max(), b.max())) + 1
+    shares = [np.bincount(labels, minlength=size) / len(labels) for labels in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).sum() / 2)
+
+
+def shadow_shards(
+    shards: Sequence[Shard], request: Request, candidates: Candidates, included: np.ndarray
+) -> tuple[Shard, ...]:
+    """The clients of a shadow federation: everybody's retained pairs, and the included candidates at their homes."""
+    result = []
+    for shard in shards:
+        kept = ~forget_mask(request, shard)
+        own = np.flatnonzero(included & (candidates.home == shard.client))
+        retained_ids = [pair_id for pair_id, keep in zip(shard.train_ids, kept, strict=True) if keep]
+        result.append(
+            replace(
+                shard,
+                train=np.concatenate([shard.train[kept], candidates.positions[own]]),
+                train_ids=(*retained_ids, *(candidates.ids[i] for i in own)),
+                train_classes=np.concatenate([shard.train_classes[kept], candidates.classes[own]]),
+            )
+        )
+    return tuple(result)
+
+
+def shadow_request(request: Request, candidates: Candidates, included: np.ndarray) -> Request:
+    """What the shadow federation is asked to forget: the candidates it trained on."""
+    if isinstance(request, SampleRequest):
+        return SampleRequest(ids=tuple(sorted(candidates.ids[i] for i in np.flatnonzero(included))))
+    return request
+
+
+def train_federations(
+    model: DualEncoder,
+    activations: Activations,
+    device: torch.device,
+    federations: Sequence[tuple[Shard, ...]],
+    streams: Sequence[str],
+    start: Params,
+    training: TrainingConfig,
+    seed: int,
+    temperature: float,
+) -> Iterator[list[Round]]:
+    """FedAvg of several federations at once, each as it would train alone; yields a round of all of them at a time."""
+    positions = np.unique(np.concatenate([shard.train for shards in federations for shard in shards]))
+    examples = examples_at(activations, positions, device)
+    captions = examples.text.shape[1]
+    states = [start] * len(federations)
+    for number in range(1, training.rounds + 1):
+        pupils: list[tuple[int, Shard, Pupil]] = []
+        for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
+            job = training.job(number, seed, temperature, stream)
+            present = {shard.client: shard for shard in shards if len(shard.train) >= MINIMUM_PAIRS}
+            for client in participants(sorted(present), training, seed, number):
+                rows = np.searchsorted(positions, present[client].train)
+                rng = generator(seed, stream, number, client)
+                pupils.append((index, present[client], pupil(states[index], rows, captions, job, rng)))
+        pupils.sort(key=lambda entry: len(entry[2].batches))  # pupils of a group should end together
+        updates: list[list[Update]] = [[] for _ in federations]
+        together = TOGETHER[device.type]
+        for first in range(0, len(pupils), together):
+            group = pupils[first : first + together]
+            lessons = train_together(model, examples, [one for _, _, one in group], job)
+            for (index, shard, _), lesson in zip(group, lessons, strict=True):
+                values = {"loss": lesson.loss.cpu()}
+                updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
+        rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
+        states = [finished.state for finished in rounds]
+        yield rounds
+
+
+@dataclass(frozen=True)
+class ShadowHistory:
+    """Keeps what an unlearning method may read of a shadow's training, in a scratch folder."""
+
+    history: History
+    with_updates: bool
+
+    @classmethod
+    def begin(cls, folder: Path, start: Params, method: Unlearner) -> "ShadowHistory":
+        history = History(folder, durable=False)
+        start.save(history.initial_path, durable=False)
+        return cls(history, "history" in method.needs)
+
+    def append(self, finished: Round) -> None:
+        self.history.append(finished if self.with_updates else replace(finished, updates=()), {})
+
+
+def unlearn_shadow(
+    model: DualEncoder,
+    activations: Activations,
+    device: torch.device,
+    shards: Sequence[Shard],
+    trained: Trained,
+    request: Request,
+    method: Unlearner,
+) -> Params:
+    """The shadow after the same unlearning that the target went through."""
+    clients = {shard.client: ClientData.of(shard, activations, device) for shard in shards}
+    state = trained.final
+    for step in method.unlearn(trained, request, Simulation(model, clients)):
+        state = step.state
+    return state
+
+
+def without_forget(shards: Sequence[Shard], request: Request) -> tuple[Shard, ...]:
+    """The federation of a retraining: nobody holds a forget pair, and a client that withdraws is not there."""
+    leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
+    stay = [shard for shard in shards if shard.client not in leaving]
+    result = []
+    for shard in stay:
+        kept = ~forget_mask(request, shard)
+        ids = tuple(pair_id for pair_id, keep in zip(shard.train_ids, kept, strict=True) if keep)
+        result.append(replace(shard, train=shard.train[kept], train_ids=ids, train_classes=shard.train_classes[kept]))
+    return tuple(result)

@@ -1,0 +1,112 @@
+"""What `ease audit` does: make the shadows, take every measure, and show one page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.panel import Panel
+
+from ease.commands.forget import answer
+from ease.console import megabytes, status, table, ticks_bar
+from ease.forget import find_outcome
+from ease.methods.retrain import Retrain
+from ease.run import Run, World
+from ease.verdict import Audit, AuditConfig
+
+LABELS = {
+    "mia/share": "called member",
+    "lira/auc": "LiRA, AUC",
+    "u-lira/auc": "U-LiRA, AUC",
+    "rmia/auc": "RMIA, AUC",
+    "lira/tpr": "LiRA, members found",
+    "u-lira/tpr": "U-LiRA, members found",
+    "ks/distance": "KS distance to retrain",
+    "rho": "alignment residual rho",
+    "relearn/forget/share": "back after forget pairs",
+    "relearn/retain/share": "back after retained pairs",
+}
+
+
+@dataclass(frozen=True)
+class AuditSummary:
+    """A verdict as one page."""
+
+    verdict: dict[str, Any]
+    name: str
+    folder: Path
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.verdict, "id": self.name, "folder": str(self.folder)}
+
+    def render(self) -> Iterator[RenderableType]:
+        found = self.verdict
+        good = not found["outside"] and not found["verdict"].startswith("no ")
+        yield Panel(
+            found["verdict"][0].upper() + found["verdict"][1:],
+            title=f"Audit of {self.name} ({found['method']['method']})",
+            title_align="left",
+            border_style="green" if good else "yellow",
+        )
+        yield table(
+            "Each measure beside retraining",
+            ["", "answer", "retrain", "band", "", "more"],
+            [_row(measure) for measure in found["measures"] if not measure["name"].endswith("recall@5")],
+            caption="band: where one more retrained model would fall (95 %). Recall in percent, both directions.",
+        )
+        yield table(
+            "Cost", ["", "answer", "retrain", "ratio"], [_cost(*entry) for entry in found["costs"]["totals"].items()]
+        )
+        matched = found["costs"]["compute_matched_retrain"]
+        yield table(
+            "Retraining stopped early, R@1",
+            ["share of rounds", "forget", "near", "retain", "test"],
+            [
+                [share, *(f"{row[part]:.1f}" for part in ("forget", "near", "retain", "test"))]
+                for share, row in matched.items()
+            ],
+        )
+        yield from (f"[yellow]note[/] {warning}" for warning in found["warnings"])
+        yield "not tested: " + "; ".join(found["not_tested"])
+        yield f"{found['words'].capitalize()} is the most such measures can show. Kept in {self.folder / 'audit.json'}"
+
+
+def _row(measure: dict[str, Any]) -> list[str]:
+    name, digits = measure["name"], 1 if "recall" in measure["name"] else 3
+    low = "" if measure["low"] is None else f"{measure['low']:.{digits}f}"
+    band = "" if measure["high"] is None else f"{low} .. {measure['high']:.{digits}f}"
+    mark = {True: "[green]inside[/]", False: "[red]outside[/]", None: "[dim]no band[/]"}[measure["inside"]]
+    label = LABELS.get(name) or name.replace("/recall@", " R@")
+    return [label, f"{measure['value']:.{digits}f}", f"{measure['retrain']:.{digits}f}", band, mark, measure["note"]]
+
+
+def _cost(name: str, entry: dict[str, float]) -> list[str]:
+    if "bytes" in name:
+        shown = [megabytes(entry[side]) for side in ("answer", "retrain")]
+    elif name == "flops":
+        shown = [f"{entry[side] / 1e12:.2f} TFLOP" for side in ("answer", "retrain")]
+    elif "seconds" in name:
+        shown = [f"{entry[side]:.1f} s" for side in ("answer", "retrain")]
+    else:
+        shown = [f"{entry[side]:,.0f}" for side in ("answer", "retrain")]
+    return [name.replace("_", " "), *shown, f"{entry['ratio']:.0%}"]
+
+
+def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet: bool) -> AuditSummary:
+    """Audit a finished answer of a run."""
+    run = Run.load(folder)
+    _, request, _ = find_outcome(run, name)
+    with status("preparing data and backbone", quiet):
+        world = World.open(run.config)
+    if retrain:
+        answer(run, world, request, Retrain(), quiet)
+    audit = Audit.of(run, world, name, config)
+    with run.locked():
+        total = audit.work()
+        with ticks_bar("shadow models", total, quiet or not total) as advance:
+            for ticks in audit.shadows():
+                advance(ticks)
+        with status("attacks, distances and relearning", quiet):
+            verdict = audit.verdict()
+    return AuditSummary(verdict, name, audit.outcome.folder)

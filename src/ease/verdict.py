@@ -1,0 +1,682 @@
+"""Auditing an answer to a request: every measure beside retraining and its band, and what was not tested."""
+
+import multiprocessing
+import os
+import queue
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from torch.utils.flop_counter import FlopCounterMode
+
+from ease.audit.alignment import alignment_residual, pair_similarity
+from ease.audit.attacks import Bench, Readings, Verdicts
+from ease.audit.band import Band, prediction_band
+from ease.audit.distribution import ks_distance, retrain_yardstick
+from ease.audit.evaluate import common_size, embed_pairs, recalls
+from ease.audit.membership import attack_strength_note, auc, leakage, roc
+from ease.audit.relearn import Curve, relearn
+from ease.audit.shadows import (
+    Candidates,
+    ShadowHistory,
+    choose_candidates,
+    shadow_request,
+    shadow_shards,
+    train_federations,
+    unlearn_shadow,
+    without_forget,
+)
+from ease.audit.statistic import STATISTICS, Gauge
+from ease.config import Config
+from ease.data.partition import joint_embedding
+from ease.data.request import Request
+from ease.errors import UserError
+from ease.federation.history import file_hash
+from ease.federation.objectives import align
+from ease.forget import Outcome, evaluation_sets, find_outcome, outcome_of, trained_of
+from ease.methods.base import Trained, Unlearner
+from ease.methods.retrain import Retrain
+from ease.params import Params
+from ease.run import Run, RunConfig, World
+from ease.seeding import generator
+from ease.storage import LEFTOVER, cache_folder, digest, read_json, read_tensors, write_json, write_tensors
+
+FORMAT = 1
+"""Of the stored shadows; raise it when the same settings give other numbers."""
+SHARES = (0.25, 0.5, 0.75)
+"""Where the compute-matched retrainings stop."""
+SAME_CONTENT = 0.98
+"""Cosine in the joint frozen space from which a retained pair counts as a near-duplicate of a forget pair."""
+SHADOWS_AT_ONCE = 8
+"""Shadows whose histories lie on the disk at the same time, for each worker."""
+WORDS = "evidence of approximate erasure"
+NOT_TESTED = (
+    "membership in the backbone's own pretraining",
+    "attacks that read gradients or weights, or that reconstruct pictures or captions",
+    "attackers that saw the model before AND after and compare the two",
+    "planted canaries and other worst-case pairs",
+    "other training seeds: one trained model is audited, not the method in general",
+    "per-pair attacks on retained pairs (only their distribution is compared)",
+)
+
+
+class AuditConfig(Config):
+    """What an audit may spend, and what it promises."""
+
+    shadows: int = Field(16, ge=4)
+    """Shadow federations; an even number, since they come in complementary pairs."""
+    retrains: int = Field(3, ge=1)
+    """Further retrainings, in another order of the data, that make the band."""
+    pool: int = Field(512, ge=16)
+    """Pairs, seen by no model, that every statistic is measured against."""
+    fpr: float = Field(0.01, gt=0, lt=1)
+    """False positive rate at which the share of found members is told."""
+    relearn_pairs: int = Field(16, ge=2)
+    """Forget pairs that are shown again in the relearning test."""
+    workers: int | None = Field(None, ge=1)
+    """Processes that train shadows; default: one for each core, up to 4, and one on a GPU."""
+
+    @field_validator("shadows")
+    @classmethod
+    def _even(cls, count: int) -> int:
+        if count % 2:
+            raise ValueError("shadows come in complementary pairs: choose an even number")
+        return count
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of the verdict."""
+
+    name: str
+    value: float
+    retrain: float
+    band: Band | None
+    note: str = ""
+
+    @property
+    def inside(self) -> bool | None:
+        return None if self.band is None else self.band.contains(self.value)
+
+    def as_json(self) -> dict[str, Any]:
+        low, high = (None, None) if self.band is None else (self.band.low, self.band.high)
+        fields = {"name": self.name, "value": self.value, "retrain": self.retrain, "note": self.note}
+        return {**fields, "low": None if low == -np.inf else low, "high": high, "inside": self.inside}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the bytes of a shadow, and where the shadows are kept."""
+
+    config: RunConfig
+    request: Request
+    method: Unlearner
+    start_sha256: str
+    pool: int
+    folder: Path
+    """Of the run."""
+
+    @property
+    def key(self) -> str:
+        """Hash of all of it: another model, request, method or pool never meets these files."""
+        parts = [self.config, self.request, self.method]
+        return digest(FORMAT, self.start_sha256, self.pool, *(part.model_dump(mode="json") for part in parts))
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "shadows" / self.key
+
+    def shadow_path(self, shadow: int) -> Path:
+        return self.store / f"shadow-{shadow:04d}.safetensors"
+
+    def retrain_path(self, order: int, share: float = 1.0) -> Path:
+        return self.store / f"retrain-{order}-{share:.0%}.safetensors".replace("%", "")
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """Which pairs an audit looks at."""
+
+    candidates: Candidates
+    population: np.ndarray
+    """Further pairs that no model saw, of any class."""
+    pool: np.ndarray
+
+    @classmethod
+    def of(cls, world: World, request: Request, pool: int) -> "Subjects":
+        """Split the pairs of no client into the pool, the matched non-members and the rest."""
+        spare = np.concatenate([world.pairs.indices("validation"), world.pairs.indices("test")])
+        if len(spare) < pool + 2:
+            raise UserError(
+                f"the audit's pool of {pool} pairs and its non-members come from validation and test pairs, and there "
+                f"are {len(spare)}: lower --pool or add pairs"
+            )
+        order = generator(world.config.seed, "audit pool").permutation(spare)
+        rest = np.sort(order[pool:])
+        candidates = choose_candidates(
+            world.shards, request, rest, world.classes_of(rest), world.pairs.ids, world.config.seed
+        )
+        return cls(candidates, np.setdiff1d(rest, candidates.positions), np.sort(order[:pool]))
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.concatenate([self.candidates.positions, self.population])
+
+    def split(self, read: Readings) -> tuple[Readings, Readings]:
+        """Readings of the candidates, and of the population."""
+        count = len(self.candidates)
+        return {k: v[:count] for k, v in read.items()}, {k: v[count:] for k, v in read.items()}
+
+
+def gauge_of(world: World, subjects: Subjects) -> Gauge:
+    return Gauge(world.model, world.activations, subjects.pool, world.config.model.temperature, world.device)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One audit: first the shadows, which take long and are kept, then the verdict."""
+
+    run: Run
+    world: World
+    outcome: Outcome
+    request: Request
+    method: Unlearner
+    config: AuditConfig
+
+    @classmethod
+    def of(cls, run: Run, world: World, name: str, config: AuditConfig) -> "Audit":
+        """Audit the finished answer `REQUEST` or `REQUEST/METHOD`; retraining must have been done too."""
+        outcome, request, method = find_outcome(run, name)
+        if isinstance(method, Retrain) and method.share == 1:
+            raise UserError(f"{name}: retraining is what others are measured against; audit another method's answer")
+        audit = cls(run, world, outcome, request, method, config)
+        if not audit.reference.done:
+            raise UserError(
+                f"{audit.reference.folder}: retraining for this request is missing, and nothing can be judged without "
+                "it; add --retrain to run it now, or run `ease forget` with --method retrain"
+            )
+        return audit
+
+    @property
+    def reference(self) -> Outcome:
+        return outcome_of(self.run, self.request, Retrain())
+
+    @cached_property
+    def trained(self) -> Trained:
+        return trained_of(self.run)
+
+    @cached_property
+    def plan(self) -> Plan:
+        self.trained.history.verify_state(0)
+        start = file_hash(self.trained.history.initial_path)
+        return Plan(self.run.config, self.request, self.method, start, self.config.pool, self.run.folder)
+
+    @cached_property
+    def subjects(self) -> Subjects:
+        return Subjects.of(self.world, self.request, self.config.pool)
+
+    @cached_property
+    def gauge(self) -> Gauge:
+        return gauge_of(self.world, self.subjects)
+
+    # The long part
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Shadows and retraining orders that are not stored yet."""
+        shadows = [n for n in range(self.config.shadows) if not self.plan.shadow_path(n).is_file()]
+        orders = [n for n in range(1, self.config.retrains + 1) if not self.plan.retrain_path(n).is_file()]
+        return shadows, orders
+
+    def work(self) -> int:
+        """How many ticks `shadows` will give: one for each round of each missing model, and one for each unlearning."""
+        shadows, orders = self.missing()
+        return (len(shadows) + len(orders)) * self.run.config.training.rounds + len(shadows)
+
+    def shadows(self) -> Iterator[int]:
+        """Train, unlearn and store what is missing; yields ticks as they happen."""
+        shadows, orders = self.missing()
+        workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
+        if workers == 1:
+            yield from make_shadows(self.plan, self.world, shadows, orders)
+        else:
+            yield from _in_processes(self.plan, [(shadows[n::workers], orders[n::workers]) for n in range(workers)])
+
+    @property
+    def workers(self) -> int:
+        if self.config.workers is not None:
+            return self.config.workers
+        return 1 if self.world.device.type == "cuda" else min(4, len(os.sched_getaffinity(0)))
+
+    # The verdict
+
+    def verdict(self) -> dict[str, Any]:
+        """Measure everything, judge it, and keep it as `audit.json` beside the answer."""
+        bench = self._bench()
+        models = self._models()
+        reads = {name: self.gauge.read(state, self.subjects.positions) for name, state in models.items()}
+        measures = [*self._retrieval(models), *self._alignment(models)]
+        attacked, attacks, strongest = self._attacks(bench, reads)
+        measures += attacked + self._distribution(reads)
+        relearning = self._relearning(models)
+        measures += [
+            Measure(f"relearn/{taught}/share", curves["unlearned"].share_back, curves["retrain"].share_back, band)
+            for taught, (curves, band) in relearning.items()
+        ]
+        outside = [measure.name for measure in measures if measure.inside is False]
+        result = {
+            "format": FORMAT,
+            "request": self.request.model_dump(mode="json"),
+            "method": self.method.model_dump(mode="json"),
+            "model_sha256": file_hash(self.outcome.model_path),
+            "retrain_sha256": file_hash(self.reference.model_path),
+            "settings": {**self.config.model_dump(mode="json"), "workers": None},
+            "words": WORDS,
+            "verdict": _words(outside, attacks[strongest]["trained"]["note"]),
+            "outside": outside,
+            "measures": [measure.as_json() for measure in measures],
+            "attack": strongest,
+            "attacks": attacks,
+            "relearning": {
+                taught: {name: asdict(curve) | {"steps_back": curve.steps_back} for name, curve in curves.items()}
+                for taught, (curves, _) in relearning.items()
+            },
+            "similarities": self._similarities(models),
+            "costs": self._costs(models),
+            "warnings": self._warnings(bench, reads),
+            "not_tested": list(NOT_TESTED),
+        }
+        write_json(self.outcome.folder / "audit.json", result)
+        return result
+
+    def _bench(self) -> Bench:
+        """The shadows' stored statistics as the attacks take them."""
+        stored = [read_tensors(self.plan.shadow_path(n)) for n in range(self.config.shadows)]
+        expected = len(self.subjects.positions)
+        for number, tensors in enumerate(stored):
+            if any(len(tensor) != expected for tensor in tensors.values()):
+                path = self.plan.shadow_path(number)
+                raise UserError(
+                    f"{path}: measured on other pairs than this audit's; delete {path.parent} and run again"
+                )
+        table = {
+            f"{phase}/{name}": np.stack([tensors[f"{phase}/{name}"].numpy() for tensors in stored], axis=1)
+            for phase in ("trained", "unlearned")
+            for name in STATISTICS
+        }
+        trained, population = self.subjects.split({name: table[f"trained/{name}"] for name in STATISTICS})
+        unlearned, _ = self.subjects.split({name: table[f"unlearned/{name}"] for name in STATISTICS})
+        included = np.stack(
+            [self.subjects.candidates.included(n, self.run.config.seed) for n in range(self.config.shadows)], axis=1
+        )
+        return Bench(trained, unlearned, included, self.subjects.candidates.member, population, self.config.fpr)
+
+    def _models(self) -> dict[str, Params]:
+        further = {
+            f"retrain-{order}": Params.load(self.plan.retrain_path(order))
+            for order in range(1, self.config.retrains + 1)
+        }
+        return {
+            "trained": self.trained.final,
+            "unlearned": self.outcome.model(),
+            "retrain": self.reference.model(),
+            **further,
+        }
+
+    @cached_property
+    def sets(self) -> dict[str, np.ndarray]:
+        sets = evaluation_sets(self.world, self.request)
+        return {**sets, "near": near_forget(self.world, sets["forget"], sets["retain"])}
+
+    def _retrieval(self, models: Mapping[str, Params]) -> list[Measure]:
+        """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
+        measures = []
+        found = {name: self._recalls(state) for name, state in models.items()}
+        for part in ("forget", "near", "retain", "test"):
+            for k in (1, 5, 10):
+                result = found["unlearned"][part]
+                interval = result[f"recall@{k}"]
+                note = f"[{interval.low:.1f}, {interval.high:.1f}], chance {result.chance[k]:.1f}, "
+                note += f"before {found['trained'][part][f'recall@{k}'].mean:.1f}"
+                values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
+                measures.append(_measure(f"{part}/recall@{k}", values, note))
+        return measures
+
+    def _recalls(self, state: Params) -> Any:
+        size = common_size(self.sets, self.run.config.gallery)
+        return recalls(self.world.model, state, self.world.activations, self.sets, size, self.world.device, draws=3)
+
+    def _similarity(self, state: Params) -> torch.Tensor:
+        embedded = embed_pairs(self.world.model, state, self.world.activations, self.sets["forget"], self.world.device)
+        return pair_similarity(*embedded)
+
+    def _alignment(self, models: Mapping[str, Params]) -> list[Measure]:
+        similar = {name: self._similarity(state) for name, state in models.items()}
+
+        def residual(name: str) -> float:
+            return alignment_residual(similar[name], similar["trained"], similar["retrain"])
+
+        band = prediction_band([residual(name) for name in models if name.startswith("retrain-")], at_most=True)
+        note = "retrain: its seeds against each other"
+        return [Measure("rho", residual("unlearned"), residual("retrain-1"), band, note)]
+
+    def _similarities(self, models: Mapping[str, Params]) -> dict[str, list[float]]:
+        names = ("trained", "unlearned", "retrain")
+        return {name: [round(value, 5) for value in self._similarity(models[name]).tolist()] for name in names}
+
+    def _attacks(
+        self, bench: Bench, reads: Mapping[str, Readings]
+    ) -> tuple[list[Measure], dict[str, dict[str, Any]], str]:
+        """Every attack on every model; the verdict takes the classifier, the strongest, and U-LiRA."""
+        targets = {name: self.subjects.split(read) for name, read in reads.items()}
+        strongest = bench.strongest(*targets["trained"])
+        names = [*bench.attacks(), "u-lira/log_odds", "u-lira/cosine"]
+        table: dict[str, dict[str, Any]] = {}
+        judged: dict[str, dict[str, Verdicts]] = {}
+        for attack in names:
+            judged[attack] = {name: bench.judge(attack, *target) for name, target in targets.items()}
+            table[attack] = {name: _attack_json(found, bench.member) for name, found in judged[attack].items()}
+        unlearning = max(names[-2:], key=lambda attack: leakage(judged[attack]["unlearned"].auc.value))
+        called = {name: bench.called_member(target).value for name, (target, _) in targets.items()}
+        before = f"before {judged[strongest]['trained'].auc.value:.3f}"
+        measures = [
+            _measure("mia/share", called, f"before {called['trained']:.2f}; share of forget pairs called member"),
+            _measure("lira/auc", _aucs(judged[strongest]), f"{strongest}; {before}"),
+            _measure("u-lira/auc", _aucs(judged[unlearning]), f"{unlearning}; shadows unlearned likewise"),
+        ]
+        if "rmia" in judged:
+            aucs = _aucs(judged["rmia"])
+            measures.append(_measure("rmia/auc", aucs, f"before {aucs['trained']:.3f}"))
+        for attack, name in ((strongest, "lira/tpr"), (unlearning, "u-lira/tpr")):
+            points = {model: found.tpr for model, found in judged[attack].items()}
+            if all(point is not None for point in points.values()):
+                shares = {model: point.tpr.value for model, point in points.items() if point is not None}
+                point = points["unlearned"]
+                assert point is not None
+                note = (
+                    f"{attack} at {self.config.fpr:.1%} FPR; [{point.tpr.low:.3f}, {point.tpr.high:.3f}], "
+                    f"before {shares['trained']:.3f}; real FPR [{point.fpr.low:.3f}, {point.fpr.high:.3f}]"
+                )
+                measures.append(_measure(name, shares, note))
+        return measures, table, strongest
+
+    def _distribution(self, reads: Mapping[str, Readings]) -> list[Measure]:
+        """KS distance of the forget pairs' log-odds to retrain's, against that between retrained models."""
+        forget = {name: read["log_odds"][: int(self.subjects.candidates.member.sum())] for name, read in reads.items()}
+        retrained = [name for name in forget if name.startswith("retrain")]
+        yardstick = retrain_yardstick(np.stack([forget[name] for name in retrained], axis=1))
+        found = ks_distance(forget["unlearned"], forget["retrain"], generator(self.run.config.seed, "ks"))
+        before = ks_distance(forget["trained"], forget["retrain"], generator(self.run.config.seed, "ks"))
+        note = (
+            f"[{found.distance.low:.3f}, {found.distance.high:.3f}], p {found.p_value:.2g} with n = {found.counts[0]}, "
+            f"before {before.distance.value:.3f}"
+        )
+        band = prediction_band(yardstick.distances.tolist(), at_most=True)
+        return [Measure("ks/distance", found.distance.value, float(yardstick.distances.mean()), band, note)]
+
+    def _relearning(self, models: Mapping[str, Params]) -> dict[str, tuple[dict[str, Curve], Band | None]]:
+        """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models."""
+        rng = generator(self.run.config.seed, "relearn")
+        forget = rng.permutation(self.sets["forget"])
+        few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :]
+        if len(watched) < 2:
+            return {}
+        names = [name for name in models if name != "trained"]
+        job = self.run.config.training.job(0, self.run.config.seed, self.run.config.model.temperature, "relearn")
+        found = {}
+        for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
+            states = [models[name] for name in names]
+            curves = relearn(self.gauge, states, models["trained"], positions, watched, job, rng)
+            named = dict(zip(names, curves, strict=True))
+            shares = [curve.share_back for name, curve in named.items() if name.startswith("retrain")]
+            found[taught] = (named, prediction_band(shares, at_most=True))
+        return found
+
+    def _costs(self, models: Mapping[str, Params]) -> dict[str, Any]:
+        """What the answer and retraining cost, their ratios, and what retraining gives for a share of its cost."""
+        per_pair = training_flops(self.world)
+        ours, theirs = (outcome.record()["metrics"] for outcome in (self.outcome, self.reference))
+        costs: dict[str, dict[str, float]] = {}
+        for key in sorted(ours):
+            if key.startswith("cost/") and "seconds/" not in key:
+                costs[key.removeprefix("cost/")] = {"answer": ours[key], "retrain": theirs.get(key, 0.0)}
+        costs["flops"] = {
+            "answer": ours["cost/pairs_trained"] * per_pair,
+            "retrain": theirs["cost/pairs_trained"] * per_pair,
+        }
+        for entry in costs.values():
+            entry["ratio"] = entry["answer"] / entry["retrain"] if entry["retrain"] else 0.0
+        phases = {key.removeprefix("cost/seconds/"): value for key, value in ours.items() if "seconds/" in key}
+        matched = {}
+        for share in SHARES:
+            found = self._recalls(Params.load(self.plan.retrain_path(1, share)))
+            matched[f"{share:.0%}"] = {part: result["recall@1"].mean for part, result in found.items()}
+        return {"totals": costs, "phases": phases, "compute_matched_retrain": matched}
+
+    def _warnings(self, bench: Bench, reads: Mapping[str, Readings]) -> list[str]:
+        """What a careful reader must know before believing the numbers."""
+        candidates = self.subjects.candidates
+        members, others = int(candidates.member.sum()), int((~candidates.member).sum())
+        found = [
+            f"{members} members and {others} non-members; their class mixes differ by {candidates.mismatch:.2f} "
+            "(total variation)",
+            f"band: 95 % prediction interval from {1 + self.config.retrains} retrained models of one seed",
+        ]
+        outside = len(bench.nonmember_scores("lira-online/log_odds"))
+        if outside * self.config.fpr < 5:
+            found.append(
+                f"TPR at {self.config.fpr:.2%} FPR is not given: it takes {5 / self.config.fpr:.0f} non-member scores "
+                f"to set the threshold by, and the shadows give {outside}; use more shadows or a higher --fpr"
+            )
+        if others * self.config.fpr < 5:
+            found.append(
+                f"the threshold comes from {outside} non-members of the shadows; on the audited model itself only "
+                f"{others} non-members can check it"
+            )
+        twins = near_duplicates(self.world, self.sets["forget"], self.sets["retain"])
+        if twins:
+            found.append(
+                f"{twins} retained pairs are near-duplicates of forget pairs: no method can forget what is kept"
+            )
+        spread = {name: read["log_odds"] for name, read in reads.items()}
+        gap = float(np.abs(spread["trained"] - spread["retrain"])[:members].mean())
+        if gap < 0.1:
+            found.append(
+                f"no signal: the trained model holds the forget pairs as retrain does (log-odds differ by {gap:.2f})"
+            )
+        dropped = int(np.isnan(bench.score("lira-online/log_odds", *self.subjects.split(reads["trained"]))).sum())
+        if dropped:
+            found.append(f"{dropped} pairs have no shadow on one side and are left out")
+        kept = self._retained_leakage(reads)
+        found.append(
+            f"retained pairs against non-members, AUC of the log-odds: {kept['unlearned']:.3f} unlearned, "
+            f"{kept['retrain']:.3f} retrain, {kept['trained']:.3f} before"
+        )
+        return found
+
+    def _retained_leakage(self, reads: Mapping[str, Readings]) -> dict[str, float]:
+        retained = generator(self.run.config.seed, "retained").permutation(self.sets["retain"])[:500]
+        outside = ~self.subjects.candidates.member
+        states = self._models()
+        return {
+            name: auc(
+                self.gauge.read(states[name], retained)["log_odds"],
+                reads[name]["log_odds"][: len(outside)][outside],
+            ).value
+            for name in ("unlearned", "retrain", "trained")
+        }
+
+
+def _measure(name: str, values: Mapping[str, float], note: str) -> Measure:
+    """A line whose band comes from the retrained models' values of the same measure."""
+    retrained = [value for model, value in values.items() if model.startswith("retrain")]
+    return Measure(name, values["unlearned"], values["retrain"], prediction_band(retrained), note)
+
+
+def _aucs(judged: Mapping[str, Verdicts]) -> dict[str, float]:
+    return {name: found.auc.value for name, found in judged.items()}
+
+
+def _attack_json(found: Verdicts, member: np.ndarray) -> dict[str, Any]:
+    curve = roc(found.scores[member], found.scores[~member])
+    tpr = None if found.tpr is None else asdict(found.tpr)
+    points = {"fpr": curve.fpr.round(5).tolist(), "tpr": curve.tpr.round(5).tolist()}
+    return {
+        "auc": asdict(found.auc),
+        "leakage": leakage(found.auc.value),
+        "tpr": tpr,
+        "unscored": found.unscored,
+        "roc": points,
+        "note": attack_strength_note(found.auc),
+    }
+
+
+def _words(outside: Sequence[str], strength: str) -> str:
+    if strength.startswith(("no signal", "inverted")):
+        return f"no verdict: {strength}"
+    if not outside:
+        return f"{WORDS}: every measure lies where a retrained model's would"
+    return f"not enough {WORDS}: outside the retrain band on {', '.join(outside)}"
+
+
+# Making shadows, here or in other processes
+
+
+def make_shadows(plan: Plan, world: World, shadows: Sequence[int], orders: Sequence[int]) -> Iterator[int]:
+    """Train the named shadows and retrainings together, unlearn, measure and store; yields ticks."""
+    subjects = Subjects.of(world, plan.request, plan.pool)
+    for first in range(0, max(len(shadows), 1), SHADOWS_AT_ONCE):
+        some = shadows[first : first + SHADOWS_AT_ONCE]
+        yield from _make_group(plan, world, subjects, some, orders if first == 0 else ())
+
+
+def _make_group(
+    plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
+) -> Iterator[int]:
+    config, start = plan.config, world.initial()
+    included = [subjects.candidates.included(shadow, config.seed) for shadow in shadows]
+    federations = [shadow_shards(world.shards, plan.request, subjects.candidates, inside) for inside in included]
+    federations += [without_forget(world.shards, plan.request)] * len(orders)
+    streams = [f"shadow-{shadow}" for shadow in shadows] + [f"retrain-{order}" for order in orders]
+    if not federations:
+        return
+    stops = {max(1, round(share * config.training.rounds)): share for share in (*SHARES, 1.0)}
+    gauge = gauge_of(world, subjects)
+    with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=cache_folder()) as scratch:
+        histories = [ShadowHistory.begin(Path(scratch) / str(n), start, plan.method) for n in shadows]
+        for rounds in train_federations(
+            world.model,
+            world.activations,
+            world.device,
+            federations,
+            streams,
+            start,
+            config.training,
+            config.seed,
+            config.model.temperature,
+        ):
+            for history, finished in zip(histories, rounds, strict=False):  # retrainings keep none
+                history.append(finished)
+            for order, finished in zip(orders, rounds[len(shadows) :], strict=True):
+                if finished.number in stops:
+                    finished.state.save(plan.retrain_path(order, stops[finished.number]))
+            yield len(federations)
+        for shadow, shards, inside, history in zip(shadows, federations, included, histories, strict=False):
+            trained = Trained(history.history, config.training, config.model.temperature, config.seed)
+            request = shadow_request(plan.request, subjects.candidates, inside)
+            state = unlearn_shadow(world.model, world.activations, world.device, shards, trained, request, plan.method)
+            stored = {
+                f"{phase}/{name}": torch.from_numpy(values)
+                for phase, params in (("trained", trained.final), ("unlearned", state))
+                for name, values in gauge.read(params, subjects.positions).items()
+            }
+            write_tensors(plan.shadow_path(shadow), stored)
+            yield 1
+
+
+def _in_processes(plan: Plan, shares: Sequence[tuple[list[int], list[int]]]) -> Iterator[int]:
+    """The same in several processes, each with one thread: small matrices gain nothing from more."""
+    context = multiprocessing.get_context("spawn")
+    ticks: Any = context.Queue()
+    workers = [
+        context.Process(target=_worker, args=(plan, shadows, orders, ticks), daemon=True) for shadows, orders in shares
+    ]
+    for worker in workers:
+        worker.start()
+    running = len(workers)
+    try:
+        while running:
+            try:
+                tick = ticks.get(timeout=5)
+            except queue.Empty:
+                if any(worker.exitcode not in (None, 0) for worker in workers):
+                    raise UserError(
+                        "a process that trains shadows was ended from outside (too little memory?); run the same "
+                        "command again, with --workers 1 if it happens again"
+                    ) from None
+                continue
+            if isinstance(tick, str):
+                raise UserError(tick)
+            if tick == 0:
+                running -= 1
+            else:
+                yield tick
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _worker(plan: Plan, shadows: list[int], orders: list[int], ticks: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        for tick in make_shadows(plan, World.open(plan.config), shadows, orders):
+            ticks.put(tick)
+        ticks.put(0)
+    except UserError as error:
+        ticks.put(str(error))
+
+
+# Pairs and prices
+
+
+def near_forget(world: World, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
+    """The retained pairs nearest to forget pairs in the joint frozen space, as many as there are forget pairs."""
+    near = _joint(world, retain) @ _joint(world, forget).T
+    return np.sort(retain[near.max(axis=1).argsort(kind="stable")[::-1][: len(forget)]])
+
+
+def near_duplicates(world: World, forget: np.ndarray, retain: np.ndarray) -> int:
+    """How many retained pairs show and say nearly what a forget pair does."""
+    return int(((_joint(world, retain) @ _joint(world, forget).T).max(axis=1) >= SAME_CONTENT).sum())
+
+
+def _joint(world: World, positions: np.ndarray) -> np.ndarray:
+    joint = joint_embedding(world.activations.pooled_image[positions], world.activations.pooled_text[positions])
+    return joint / np.linalg.norm(joint, axis=1, keepdims=True)
+
+
+def training_flops(world: World) -> float:
+    """Floating-point operations for each pair of a training step, forward and backward, counted by torch."""
+    client = next(iter(world.federation.data.values()))
+    training = world.config.training
+    positions = np.arange(min(len(client.train), training.batch_size))
+    job = training.job(0, world.config.seed, world.config.model.temperature)
+    tensors = {name: tensor.to(world.device).requires_grad_() for name, tensor in world.initial().tensors.items()}
+    with FlopCounterMode(display=False) as counter:
+        align(world.model, tensors, client, positions, job, generator(0, "flops")).backward()
+    return counter.get_total_flops() / len(positions)
+
+
+def stored_verdict(outcome: Outcome) -> dict[str, Any] | None:
+    """The audit kept beside an answer, unless the model has changed since."""
+    path = outcome.folder / "audit.json"
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    return found if found.get("model_sha256") == file_hash(outcome.model_path) else None

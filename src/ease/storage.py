@@ -78,8 +78,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), durable)
 
 
 def read_json(path: Path) -> Any:

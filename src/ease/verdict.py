@@ -53,6 +53,8 @@ SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
 SAME_CONTENT = 0.98
 """Cosine in the joint frozen space from which a retained pair counts as a near-duplicate of a forget pair."""
+MOST_WATCHED = 200
+"""Pairs on each side of a relearning curve."""
 SHADOWS_AT_ONCE = 8
 """Shadows whose histories lie on the disk at the same time, for each worker."""
 WORDS = "evidence of approximate erasure"
@@ -423,7 +425,9 @@ class Audit:
         """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models."""
         rng = generator(self.run.config.seed, "relearn")
         forget = rng.permutation(self.sets["forget"])
-        few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :]
+        few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :][:MOST_WATCHED]
+        candidates = self.subjects.candidates
+        unseen = candidates.positions[~candidates.member][:MOST_WATCHED]
         if len(watched) < 2:
             return {}
         names = [name for name in models if name != "trained"]
@@ -431,7 +435,7 @@ class Audit:
         found = {}
         for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
             states = [models[name] for name in names]
-            curves = relearn(self.gauge, states, models["trained"], positions, watched, job, rng)
+            curves = relearn(self.gauge, states, models["trained"], positions, watched, unseen, job, rng)
             named = dict(zip(names, curves, strict=True))
             shares = [curve.share_back for name, curve in named.items() if name.startswith("retrain")]
             found[taught] = (named, prediction_band(shares, at_most=True))

@@ -70,10 +70,10 @@ def test_rounds_count_up_to_the_first_gap(history) -> None:
 
 
 def test_a_failed_append_leaves_no_part_of_a_round(history, toy_params, monkeypatch) -> None:
-    def full(self: Params, path: Path) -> None:
+    def full(self: Params, path: Path, durable: bool = True) -> None:
         if "client-00003" in path.name:
             raise UserError("no space")
-        save(self, path)
+        save(self, path, durable)
 
     save = Params.save
     monkeypatch.setattr(Params, "save", full)

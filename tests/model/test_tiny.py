@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.func import functional_call
 
 from ease.data.render import draw
 from ease.data.scenes import caption_scene, lexicon, scene_at
 from ease.errors import UserError
-from ease.model.tiny import ASSETS, CLASS, UNKNOWN, TinyBackbone, TinyTower, load_tiny
+from ease.model.lora import LoraLinear
+from ease.model.tiny import ASSETS, CLASS, UNKNOWN, Attention, TinyBackbone, TinyTower, load_tiny
 
 HALVES = (slice(0, 4), slice(4, 8))
 
@@ -48,6 +50,26 @@ def test_last_block_for_the_class_token_alone_equals_the_full_block(backbone, sc
     expected = (joined - tower.centre) @ tower.whitening
     pooled = tower(*tower.prefix(inputs, tower.depth - 1), tower.depth - 1)
     torch.testing.assert_close(pooled, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("models", [1, 3])
+def test_a_single_query_gives_what_full_attention_gives_with_adapters_on_every_layer(models: int) -> None:
+    """For one model, and for a stack of three that each own a third of the batch."""
+    torch.manual_seed(0)
+    attention = Attention(32, 4)
+    states, mask = torch.randn(6, 9, 32), torch.arange(9) < torch.tensor([[9], [3], [1], [5], [9], [2]])
+    factors = {}
+    for role in ("query", "key", "value", "out"):
+        wrapped = LoraLinear(getattr(attention, role), 4, 2.0, True, torch.Generator().manual_seed(1))
+        setattr(attention, role, wrapped)
+        factors |= {f"{role}.A": torch.randn(models, 4, 32) / 6, f"{role}.B": torch.randn(models, 32, 4) / 6}
+    stacked = factors if models > 1 else {name: tensor[0] for name, tensor in factors.items()}
+    pooled = functional_call(attention, stacked, (states[:, :1], states, mask))
+    for model in range(models):
+        own = slice(model * 6 // models, (model + 1) * 6 // models)
+        one = {name: tensor[model] for name, tensor in factors.items()}
+        full = functional_call(attention, one, (states[own], states[own], mask[own]))
+        torch.testing.assert_close(pooled[own], full[:, :1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["image", "text"])

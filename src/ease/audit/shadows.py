@@ -11,12 +11,11 @@ from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
-from ease.federation.cohort import Pupil, pupil, train_together
+from ease.federation.cohort import TOGETHER, Cohort, Pupil, pupil, train_together
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
-from ease.federation.local import ClientData, examples_at
+from ease.federation.local import examples_at
 from ease.federation.protocol import Update
-from ease.federation.simulation import Simulation
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -24,8 +23,6 @@ from ease.seeding import generator
 
 MOST_MISMATCH = 0.1
 """Total variation distance allowed between the class mix of the forget pairs and that of the non-members."""
-TOGETHER = {"cpu": 16, "cuda": 512}
-"""Models trained in one pass; more no longer help, for the passes are busy already."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +199,8 @@ def unlearn_shadow(
     method: Unlearner,
 ) -> Params:
     """The shadow after the same unlearning that the target went through."""
-    clients = {shard.client: ClientData.of(shard, activations, device) for shard in shards}
     state = trained.final
-    for step in method.unlearn(trained, request, Simulation(model, clients)):
+    for step in method.unlearn(trained, request, Cohort.of(model, shards, activations, device)):
         state = step.state
     return state
 

@@ -3,20 +3,28 @@
 The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each pupil.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ease.federation.local import Examples, batches, learning_rates
-from ease.federation.protocol import LocalJob
+from ease.data.features import Activations
+from ease.data.partition import MINIMUM_PAIRS, Shard
+from ease.federation.local import ClientData, Examples, batches, examples_at, learning_rates
+from ease.federation.protocol import LocalJob, Update
+from ease.federation.simulation import Simulation
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
+from ease.seeding import generator
 
 Batch = tuple[np.ndarray, np.ndarray]
 """Positions in the examples, and the caption chosen for each."""
+
+
+TOGETHER = {"cpu": 8, "cuda": 512}
+"""Most models in one pass; more no longer help, for the passes are busy already."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +117,12 @@ def _losses(
     temperature: float,
 ) -> Tensor:
     """Symmetric InfoNCE of each pupil over its own batch [pupils]; padding counts neither as query nor as answer."""
-    rows, chosen = positions.flatten(), captions.flatten()
-    mask = None if examples.text_mask is None else examples.text_mask[rows, chosen]
-    image = model.embed(tensors, "image", examples.image[rows]).view(*positions.shape, -1)
-    text = model.embed(tensors, "text", examples.text[rows, chosen], mask).view(*positions.shape, -1)
+    rows = positions.flatten()
+    lines = rows * examples.text.shape[1] + captions.flatten()
+    mask = None if examples.text_mask is None else examples.text_mask.flatten(0, 1).index_select(0, lines)
+    words = examples.text.flatten(0, 1).index_select(0, lines)
+    image = model.embed(tensors, "image", examples.image.index_select(0, rows)).view(*positions.shape, -1)
+    text = model.embed(tensors, "text", words, mask).view(*positions.shape, -1)
     logits = image @ text.mT / temperature
     positive = logits.diagonal(dim1=1, dim2=2)
     if valid is None:
@@ -128,3 +138,53 @@ def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) 
     first.lerp_(gradient, 0.1)
     second.lerp_(gradient.square(), 0.001)
     return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+
+
+class Cohort(Simulation):
+    """All clients of a round in one pass where the job is plain training; anything else one after the other."""
+
+    def __init__(
+        self, model: DualEncoder, pool: Examples, clients: Mapping[int, ClientData], offsets: Mapping[int, int]
+    ):
+        super().__init__(model, clients)
+        self.pool = pool
+        self.offsets = offsets
+
+    @classmethod
+    def of(
+        cls, model: DualEncoder, shards: Sequence[Shard], activations: Activations, device: torch.device
+    ) -> "Cohort":
+        """Clients whose training pairs lie one after the other in one pool, each seeing its own part of it."""
+        pool = examples_at(activations, np.concatenate([shard.train for shard in shards]), device)
+        ends = np.cumsum([len(shard.train) for shard in shards])
+        clients, offsets = {}, {}
+        for shard, end in zip(shards, ends.tolist(), strict=True):
+            offsets[shard.client] = end - len(shard.train)
+            held_out = examples_at(activations, shard.validation, device)
+            clients[shard.client] = ClientData(shard, pool.part(offsets[shard.client], end), held_out)
+        return cls(model, pool, clients, offsets)
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        if not _plain(job):
+            yield from super().run(params, job, clients)
+            return
+        captions = self.pool.text.shape[1]
+        able = []
+        for client in clients:
+            positions = self.data[client].select(job)
+            if len(positions) < MINIMUM_PAIRS:
+                yield Update(client, 0, None)
+                continue
+            rng = generator(job.seed, job.stream, job.round, client)
+            able.append((client, len(positions), pupil(params, self.offsets[client] + positions, captions, job, rng)))
+        together = TOGETHER[self.pool.image.device.type]
+        for first in range(0, len(able), together):
+            group = able[first : first + together]
+            lessons = train_together(self.model, self.pool, [one for _, _, one in group], job)
+            for (client, pairs, _), lesson in zip(group, lessons, strict=True):
+                yield Update(client, pairs, lesson.delta.to("cpu"), {"loss": lesson.loss.cpu()})
+
+
+def _plain(job: LocalJob) -> bool:
+    """Whether the job is what `train_together` does: InfoNCE, no lock."""
+    return job.objective == "align" and job.lock is None

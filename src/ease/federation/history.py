@@ -87,7 +87,7 @@ class History:
             "sha256": {path.name: file_hash(path) for path in sorted(folder.glob("*.safetensors"))},
             **extra,
         }
-        write_json(folder / "round.json", record)
+        write_json(folder / "round.json", record, self.durable)
         return record
 
     def verify(self) -> None:

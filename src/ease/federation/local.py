@@ -41,6 +41,12 @@ class Examples:
         mask = None if self.text_mask is None else self.text_mask[index]
         return Examples(self.image[index], self.text[index], mask, self.pooled_image[index], self.pooled_text[index])
 
+    def part(self, start: int, stop: int) -> "Examples":
+        """A run of pairs, sharing memory with these."""
+        mask = None if self.text_mask is None else self.text_mask[start:stop]
+        rows = slice(start, stop)
+        return Examples(self.image[rows], self.text[rows], mask, self.pooled_image[rows], self.pooled_text[rows])
+
     def batch(self, positions: np.ndarray, captions: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
         """Image states of some pairs, the states of one chosen caption each, and its mask."""
         rows, chosen = (

@@ -97,7 +97,7 @@ class DualEncoder(nn.Module):
         self, tensors: Mapping[str, Tensor], modality: Modality, states: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Unit-norm embeddings [n, embedding] under the given trainable tensors."""
-        return functional_call(self, dict(tensors), (modality, states, mask))
+        return functional_call(self, dict(tensors), (modality, states, mask), tie_weights=False)
 
 
 def first_adapted(tower: Tower, config: ModelConfig) -> int:

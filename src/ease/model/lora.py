@@ -41,12 +41,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product.view(*x.shape[:-1], -1)
 
 
-def times_weight(x: Tensor, layer: nn.Module) -> Tensor:
-    """x W for the effective weight W [out, in] of a layer with or without an adapter: x [..., out] -> [..., in]."""
+def fold_query(query: Tensor, layer: nn.Module) -> Tensor:
+    """W'q of each head for keys W x: query [n, heads, size] -> [n, heads, in], to be multiplied with x itself."""
     if isinstance(layer, LoraLinear):
-        return times_weight(x, layer.base) + layer.scale * linear(linear(x, layer.B.mT), layer.A.mT)
+        own = torch.diag_embed(query.transpose(1, 2)).permute(0, 2, 3, 1).flatten(2)  # the other heads' parts zero
+        return fold_query(query, layer.base) + layer.scale * linear(linear(own, layer.B.mT), layer.A.mT)
     assert isinstance(layer, nn.Linear)
-    return x @ layer.weight
+    weight = layer.weight.unflatten(0, query.shape[1:])
+    return torch.einsum("nhs,hsi->nhi", query, weight)
+
+
+def apply_by_head(x: Tensor, layer: nn.Module) -> Tensor:
+    """Each head's own part of W x + b: x [n, heads, in] -> [n, heads, size]."""
+    heads = x.shape[1]
+    if isinstance(layer, LoraLinear):
+        update = linear(linear(x, layer.A), layer.B).unflatten(-1, (heads, -1))
+        return apply_by_head(x, layer.base) + layer.scale * update.diagonal(dim1=1, dim2=2).transpose(1, 2)
+    assert isinstance(layer, nn.Linear)
+    weight = layer.weight.unflatten(0, (heads, -1))
+    return torch.einsum("nhi,hsi->nhs", x, weight) + layer.bias.unflatten(0, (heads, -1))
 
 
 def check_rank(rank: int, layer: nn.Linear, name: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ease.errors import UserError
-from ease.model.lora import times_weight
+from ease.model.lora import apply_by_head, fold_query
 from ease.storage import digest, read_json, read_tensors
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -52,14 +52,11 @@ class Attention(nn.Module):
         q · (W x + b) = (W'q) · x + const, and softmax ignores the constant: W' moves to the query. The mean of values
         is the value of the mean. Both save a matrix product over all tokens, which is most of a training step.
         """
-        heads = torch.eye(self.heads, device=query.device, dtype=query.dtype)[:, :, None]
-        own = (query.unflatten(-1, (self.heads, -1)) * heads).flatten(2)  # [n, heads, width], each head's part alone
-        scores = times_weight(own, self.key) @ states.mT * (query.shape[-1] // self.heads) ** -0.5
+        own = query[:, 0].unflatten(-1, (self.heads, -1))
+        scores = fold_query(own, self.key) @ states.mT * own.shape[-1] ** -0.5
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None], -torch.inf)
-        means = scores.softmax(-1) @ states
-        values = self.value(means).unflatten(-1, (self.heads, -1))
-        return (values * heads).sum(1).flatten(1)[:, None]
+        return apply_by_head(scores.softmax(-1) @ states, self.value).flatten(1)[:, None]
 
 
 class Block(nn.Module):

@@ -101,7 +101,6 @@ def fine_tuning(
         yield step_of(finished, "finetune")
 
 
-def step_of(finished: Round, phase: str, state: Params | None = None) -> Step:
-    """A federated round as a step; `state` where the server made more of the updates than their mean."""
-    notes = {"rejected": finished.rejected} if finished.rejected else {}
-    return Step(finished.state if state is None else state, phase, finished.loss, notes)
+def step_of(finished: Round, phase: str) -> Step:
+    """A federated round as a step."""
+    return Step(finished.state, phase, finished.loss, {"rejected": finished.rejected} if finished.rejected else {})

@@ -1,6 +1,7 @@
 """FedOSD: descent on an unlearning loss along a direction that no retained client's gradient sees."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -36,34 +37,24 @@ class FedOsd(Unlearner):
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         state, training = trained.final, trained.training
         holders, clients = forget_holders(request, federation), retained_clients(request, federation)
-        forgetting = share_of(training, self.forget_share)
         for number in range(1, self.rounds(training, request) + 1):
-            rate = self.rate if number <= forgetting else 1.0
+            forgetting = number <= share_of(training, self.forget_share)
             job = training.job(
-                number, trained.seed, trained.temperature, self.name, rate, request=request, data="retain"
+                number, trained.seed, trained.temperature, self.name, self.rate if forgetting else 1.0, request=request
             )
             drawn = participants(clients, training, trained.seed, number)
-            retained = average(state, federation.run(state, job, drawn), training, number)
-            changes = [update.delta for update in retained.updates if update.delta is not None]
-            if number <= forgetting:
-                job = training.job(
-                    number,
-                    trained.seed,
-                    trained.temperature,
-                    f"{self.name}-forget",
-                    rate,
-                    request=request,
-                    data="forget",
-                    objective="unlearning cross-entropy",
-                )
-                finished = average(state, federation.run(state, job, holders), training, number)
-                state = state + orthogonal(finished.state - state, changes)
-                yield step_of(finished, "descent", state)
+            finished = average(state, federation.run(state, replace(job, data="retain"), drawn), training, number)
+            changes = [update.delta for update in finished.updates if update.delta is not None]
+            if forgetting:
+                job = replace(job, data="forget", objective="unlearning cross-entropy", stream=f"{self.name}-forget")
+                forgotten = average(state, federation.run(state, job, holders), training, number)
+                step = orthogonal(forgotten.state - state, changes)
+                finished = replace(forgotten, rejected=finished.rejected | forgotten.rejected)
             else:
                 away = state - trained.final
-                if changes:
-                    state = state + weighted_mean((1, not_back(change, away)) for change in changes)
-                yield step_of(retained, "recovery", state)
+                step = weighted_mean((1, not_back(change, away)) for change in changes) if changes else state.zeros()
+            state = state + step
+            yield step_of(replace(finished, state=state), "descent" if forgetting else "recovery")
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return share_of(training, self.forget_share) + share_of(training, self.recovery_share)
@@ -76,11 +67,11 @@ def orthogonal(change: Params, others: Sequence[Params]) -> Params:
     """
     part = change.map(torch.Tensor.double)
     if others:
-        gram = torch.tensor([[one.dot(other) for other in others] for one in others], dtype=torch.float64)
-        against = torch.tensor([other.dot(change) for other in others], dtype=torch.float64)
+        rows = {name: torch.stack([other[name].flatten() for other in others]).double() for name in change.tensors}
+        gram = torch.stack([row @ row.T for row in rows.values()]).sum(0)
+        against = torch.stack([row @ part[name].flatten() for name, row in rows.items()]).sum(0)
         amounts = torch.linalg.pinv(gram, rtol=1e-10, hermitian=True) @ against
-        for amount, other in zip(amounts.tolist(), others, strict=True):
-            part = part - amount * other.map(torch.Tensor.double)
+        part = part - Params({name: (amounts @ row).view_as(part[name]) for name, row in rows.items()}, change.blocks)
     if part.norm() <= 1e-6 * change.norm():
         return change.zeros()
     scaled = part * (change.norm() / part.norm())
@@ -89,5 +80,4 @@ def orthogonal(change: Params, others: Sequence[Params]) -> Params:
 
 def not_back(change: Params, away: Params) -> Params:
     """A change without its part that leads back from where we went away to, at its old length."""
-    towards = change.dot(away)
-    return orthogonal(change, [away]) if towards < 0 else change
+    return orthogonal(change, [away]) if change.dot(away) < 0 else change

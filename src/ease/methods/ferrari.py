@@ -28,8 +28,8 @@ class Ferrari(Unlearner):
     """Rounds at the holders of forget pairs, one local epoch each."""
     noise_draws: int = Field(20, ge=1)
     """Noises on each input over which its sensitivity is averaged."""
-    rate: float = Field(1.0, gt=0)
-    """Step size on forget pairs, relative to training."""
+    rate: float = Field(30.0, gt=0)
+    """Step size on forget pairs, relative to training; sensitivities of unit vectors, and their slopes, are small."""
     clip: float = Field(1.0, gt=0)
     """Largest norm of a gradient on forget pairs."""
     finetune_share: float = Field(0.2, ge=0)

@@ -26,7 +26,7 @@ class GradAscent(Unlearner):
     method: Literal["grad_ascent"] = "grad_ascent"
     forget_rounds: int = Field(3, ge=1)
     """Rounds of ascent, one local epoch each."""
-    rate: float = Field(0.3, gt=0)
+    rate: float = Field(1.0, gt=0)
     """Step size of the ascent, relative to training."""
     clip: float = Field(1.0, gt=0)
     """Largest norm of an ascent gradient."""

@@ -23,11 +23,10 @@ def joint_rounds(
         job = replace(job, round=number)
         drawn = participants(retained_clients(request, federation), training, trained.seed, number)
         finished = average(state, federation.run(state, job, drawn), training, number)
-        step = step_of(finished, "unlearning")
-        if leaving and number <= forget_rounds:
+        withdrawing = leaving and number <= forget_rounds
+        if withdrawing:
             farewell = average(state, federation.run(state, job, leaving), training, number)
-            step = replace(step, state=finished.state + (farewell.state - state))
-        elif leaving:
-            step = replace(step, phase="finetune")
-        state = step.state
-        yield step
+            both = finished.state + (farewell.state - state)
+            finished = replace(finished, state=both, rejected=finished.rejected | farewell.rejected)
+        state = finished.state
+        yield step_of(finished, "finetune" if leaving and not withdrawing else "unlearning")

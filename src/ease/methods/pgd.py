@@ -28,7 +28,7 @@ class Pgd(Unlearner):
     method: Literal["pgd"] = "pgd"
     epochs: int = Field(5, ge=1)
     """Local epochs of ascent, all in one round."""
-    rate: float = Field(0.3, gt=0)
+    rate: float = Field(1.0, gt=0)
     """Step size of the ascent, relative to training."""
     radius: float = Field(1 / 3, gt=0)
     """Radius of the ball, relative to the distance that training went."""

@@ -10,6 +10,7 @@ from ease.methods.multi_delete import MultiDelete
 CLIENT = ClientRequest(clients=(1,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["client", "sample"])
 def test_forget_pairs_fall_while_others_stay(effect, few, scope: str) -> None:
     found = effect(CLIENT if scope == "client" else few, "multi_delete", "share=0.5")
@@ -24,6 +25,7 @@ def test_at_the_trained_model_retained_pairs_have_nothing_to_lose(learnt) -> Non
     assert (first.state - learnt.trained.final).norm() > 0.1
 
 
+@pytest.mark.slow
 def test_the_teacher_is_the_trained_model_and_is_sent_once(learnt, few, jobs) -> None:
     """The same two rounds without a reference cost one state less for each of the four clients."""
     given = jobs(few, "multi_delete", "share=0.34")

@@ -35,12 +35,14 @@ def test_every_client_gets_both_weights(jobs, few, scope: str) -> None:
         assert job.settings == pytest.approx({"retain": 0.96, "forget": 0.04})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["client", "sample"])
 def test_forget_pairs_fall_while_others_are_learnt_on(effect, few, scope: str) -> None:
     found = effect(CLIENT if scope == "client" else few, "neg_grad_plus", "share=0.5")
     assert found.after < found.before - 1 and found.kept_after > found.kept_before + 1
 
 
+@pytest.mark.slow
 def test_more_ascent_forgets_more(effect, few) -> None:
     strong, weak = (effect(few, "neg_grad_plus", "share=0.5", f"balance={b}") for b in (0.8, 0.99))
     assert strong.after < weak.after - 1

@@ -9,6 +9,7 @@ from ease.federation.protocol import Optimiser
 CLIENT = ClientRequest(clients=(1,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["client", "sample"])
 def test_forget_pairs_fall_while_others_stay(effect, few, scope: str) -> None:
     found = effect(CLIENT if scope == "client" else few, "soul", "share=0.5")

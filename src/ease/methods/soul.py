@@ -16,9 +16,9 @@ class Soul(Unlearner):
     """Minimise retain · L_r - L_f by Sophia-G on batches that hold both kinds of pairs.
 
     Differs from the paper: it was made for language models at one site. Here L is InfoNCE and L_f ends at chance;
-    clients run Sophia locally, with a state that starts anew each round, and are averaged. Its batch size factor is
-    the true batch size: with the published 5120 nearly every step would be clipped to its sign. No weight decay, which
-    would pull adapters and projectors to zero.
+    clients run Sophia locally, with a state that starts anew each round, and are averaged. The batch size in its step
+    is the recipe's own: the published 5120 belongs to other gradients. Momentum enters once a step, where the released
+    code applies it twice. No weight decay, which would pull adapters and projectors to zero.
     """
 
     name: ClassVar[str] = "soul"

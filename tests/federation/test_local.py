@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ease.data.request import ClientRequest, SampleRequest
-from ease.federation.local import ClientData, batches, examples_at, train, work
+from ease.federation.local import ClientData, batches, examples_at, project_to_ball, train, work
 from ease.federation.protocol import Optimiser, pack, unpack
 from ease.params import Params
 
@@ -189,3 +189,39 @@ def test_examples_are_copies_of_the_cache(world, client) -> None:
     examples.image.zero_()
     assert world.activations.image[world.shards[1].train].any()
     torch.testing.assert_close(examples.pooled_image.norm(dim=1), torch.ones(len(examples)))
+
+
+# --- clipping and the ball ---
+
+
+def test_a_clipped_step_is_no_longer_than_rate_times_clip(world, client, local_job) -> None:
+    free = train(world.model, world.initial(), client, local_job(batch_size=10_000)).delta
+    clipped = train(world.model, world.initial(), client, local_job(batch_size=10_000, clip=0.01)).delta
+    assert free is not None and clipped is not None
+    assert free.norm() > 0.5 * 0.02 and clipped.norm() == pytest.approx(0.5 * 0.01, rel=1e-3)
+    assert clipped.dot(free) == pytest.approx(clipped.norm() * free.norm(), rel=1e-4)
+
+
+def test_projection_to_a_ball_is_the_nearest_point(toy_params) -> None:
+    """Six values all 3 away from the centre are 3 sqrt(6) away; in a ball of radius sqrt(6) they end 1 away."""
+    centre = toy_params(2.0)
+    tensors = dict(toy_params(5.0).tensors)
+    project_to_ball(tensors, centre, 6**0.5)
+    assert all(torch.allclose(tensor, torch.tensor(3.0)) for tensor in tensors.values())
+    inside = dict(toy_params(2.5).tensors)
+    project_to_ball(inside, centre, 6**0.5)
+    assert all(torch.equal(tensor, torch.full_like(tensor, 2.5)) for tensor in inside.values())
+
+
+def test_training_stays_in_its_ball_at_every_step(world, client, local_job) -> None:
+    """Projected once at the end it would end elsewhere: later gradients are taken inside the ball."""
+    job = local_job(epochs=2, optimiser=Optimiser(learning_rate=1.0))
+    free = train(world.model, world.initial(), client, job).delta
+    assert free is not None
+    radius = free.norm() / 3
+    bound = train(world.model, world.initial(), client, replace(job, radius=radius)).delta
+    assert bound is not None
+    assert bound.norm() <= radius * (1 + 1e-4)
+    assert not equal(bound, free * (radius / free.norm()))
+    wide = train(world.model, world.initial(), client, replace(job, radius=10 * free.norm())).delta
+    assert equal(wide, free)

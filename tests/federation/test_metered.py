@@ -115,3 +115,18 @@ def test_a_copy_of_the_cost_stays() -> None:
     copy = cost.copy()
     cost.bytes_up += 1
     assert copy == Cost(bytes_up=3) and pytest.approx(copy.client_seconds) == 0
+
+
+def test_a_reference_is_sent_to_each_client_once(toy_params, local_job) -> None:
+    metered = Metered(Answers())
+    state, reference = toy_params(0.0), toy_params(1.0)
+
+    def sent(client: int, reference: Params | None) -> int:
+        before = metered.cost.bytes_down
+        list(metered.run(state, local_job(reference=reference), [client]))
+        return metered.cost.bytes_down - before
+
+    bare = sent(0, None)
+    assert [sent(0, reference), sent(0, reference)] == [bare + wire(reference.tensors), bare]
+    assert sent(1, reference) == bare + wire(reference.tensors)  # another client has not got it
+    assert sent(0, toy_params(2.0)) == bare + wire(reference.tensors)  # another reference

@@ -32,8 +32,10 @@ class TrainingConfig(Config):
     norm_bound: float = Field(1e3, gt=0)
     """Updates with a larger norm are rejected."""
 
-    def job(self, round: int, seed: int, temperature: float, stream: str = "train", **changes: Any) -> LocalJob:
-        """The local job of one round under this recipe."""
+    def job(
+        self, round: int, seed: int, temperature: float, stream: str = "train", rate: float = 1.0, **changes: Any
+    ) -> LocalJob:
+        """The local job of one round under this recipe, with step sizes changed by the factor `rate`."""
         optimiser = Optimiser(
             kind=self.optimiser, learning_rate=self.learning_rate, lora_learning_rate=self.lora_learning_rate
         )
@@ -41,7 +43,7 @@ class TrainingConfig(Config):
             "round": round,
             "seed": seed,
             "stream": stream,
-            "optimiser": optimiser,
+            "optimiser": optimiser.scaled(rate),
             "epochs": self.local_epochs,
             "batch_size": self.batch_size,
             "temperature": temperature,

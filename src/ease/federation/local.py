@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ease.data.features import Activations
-from ease.data.partition import MINIMUM_PAIRS, Shard, unit_embeddings
+from ease.data.partition import Shard, unit_embeddings
 from ease.data.request import forget_mask
 from ease.federation.objectives import OBJECTIVES
 from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, pack
+from ease.federation.sophia import SophiaG
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Block, Params
 from ease.seeding import generator
@@ -103,6 +104,7 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     device = client.train.image.device
     params = params.map(lambda tensor: tensor.to(device).float())
     job = job if job.lock is None else replace(job, lock=job.lock.to(device))
+    job = job if job.reference is None else replace(job, reference=job.reference.to(device))
     update = _work(model, params, client, job)
     delta = None if update.delta is None else update.delta.to("cpu")
     return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
@@ -122,9 +124,9 @@ def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
 def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     """Local epochs from `params`; the update is the difference of parameters. A client without pairs abstains."""
     positions = client.select(job)
-    if len(positions) < MINIMUM_PAIRS:
-        return Update(client.shard.client, 0, None)
     objective = OBJECTIVES[job.objective]
+    if len(positions) < objective.fewest:
+        return Update(client.shard.client, 0, None)
     if objective.decide is not None:
         objective = OBJECTIVES[objective.decide(model, params, client, job)]
     assert objective.loss is not None  # `work` sends measurements elsewhere
@@ -138,7 +140,11 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
         loss.backward()
         if job.lock is not None:
             add_lock_gradient(tensors, job.lock)
+        if job.clip is not None:
+            torch.nn.utils.clip_grad_norm_(tensors.values(), job.clip)
         optimiser.step()
+        if job.radius is not None:
+            project_to_ball(tensors, params, job.radius)
         losses.append(loss.detach())
     delta = params.zip(
         lambda before, after: after - before, Params({n: t.detach() for n, t in tensors.items()}, params.blocks)
@@ -174,7 +180,18 @@ def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> 
         {"params": [tensors[name] for name in rates if rates[name] == rate], "lr": rate}
         for rate in sorted(set(rates.values()))
     ]
+    if job.optimiser.kind == "sophia":
+        return SophiaG(groups, job.batch_size)
     return torch.optim.Adam(groups) if job.optimiser.kind == "adam" else torch.optim.SGD(groups)
+
+
+@torch.no_grad()
+def project_to_ball(tensors: Mapping[str, Tensor], centre: Params, radius: float) -> None:
+    """Move the tensors back, in place, to the nearest point of the ball around `centre`."""
+    distance = (Params(tensors, centre.blocks) - centre).norm()
+    if distance > radius:
+        for name, tensor in tensors.items():
+            tensor.copy_(torch.lerp(centre[name], tensor, radius / distance))
 
 
 @torch.no_grad()

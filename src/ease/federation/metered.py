@@ -35,6 +35,7 @@ class Metered:
         self.cost = Cost()
         self._sizes: dict[tuple, int] = {}
         self._locks_sent: set[tuple[int, str]] = set()
+        self._references_sent: dict[int, Params] = {}
 
     @property
     def clients(self) -> Sequence[int]:
@@ -45,6 +46,7 @@ class Metered:
         for client in clients:
             self.cost.messages += 1
             self.cost.bytes_down += self._size(params.tensors) + scalars + self._lock_size(client, job)
+            self.cost.bytes_down += self._reference_size(client, job)
             if client in job.targets:
                 self.cost.bytes_down += self._size({"targets": job.targets[client]})
             started = time.perf_counter()
@@ -63,6 +65,13 @@ class Metered:
             return 0
         self._locks_sent.add((client, job.lock.key))
         return self._size(job.lock.packed) + self._size(job.lock.reference.tensors)
+
+    def _reference_size(self, client: int, job: LocalJob) -> int:
+        """A client keeps the reference it was sent last."""
+        if job.reference is None or self._references_sent.get(client) is job.reference:
+            return 0
+        self._references_sent[client] = job.reference
+        return self._size(job.reference.tensors)
 
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         """Serialised bytes. They depend on names, shapes and types alone, so each structure is serialised once."""

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import huber_loss
+from torch.nn.functional import huber_loss, mse_loss
 
 from ease.data.density import densities
+from ease.data.partition import MINIMUM_PAIRS
 from ease.data.request import ClassRequest, forget_mask, validation_mask
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce, log_odds
-from ease.params import Params
+from ease.params import Modality, Params
 from ease.seeding import generator
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ DRAWS = 2
 """Random pools and captions over which a level is measured; two are enough to tell spread from noise."""
 FAREWELL_DRAWS = 8
 """The same for a client that withdraws: it measures alone and once, on few pairs."""
+NOISE = (0.05, 1.0)
+"""Least and largest noise, relative to the input, under which sensitivity is measured."""
 
 Tensors = Mapping[str, Tensor]
+States = tuple[Tensor, Tensor, Tensor | None]
+"""Cached image states, caption states and the captions' mask."""
 LossFunction = Callable[[DualEncoder, Tensors, "ClientData", np.ndarray, LocalJob, np.random.Generator], Tensor]
 DecideFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], str]
 MeasureFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], dict[str, Tensor]]
@@ -39,17 +44,27 @@ class Objective:
     """
 
     loss: LossFunction | None = None
+    fewest: int = MINIMUM_PAIRS
+    """With fewer pairs a client abstains: one pair has no negatives, unless the objective brings them."""
     decide: DecideFunction | None = None
     measure: MeasureFunction | None = None
+
+
+def draw_states(examples: "Examples", positions: np.ndarray, rng: np.random.Generator) -> States:
+    """Cached states of a batch with one random caption per image: two captions of one image are no negatives."""
+    return examples.batch(positions, rng.integers(examples.text.shape[1], size=len(positions)))
+
+
+def embed_states(model: DualEncoder, tensors: Tensors, states: States) -> tuple[Tensor, Tensor]:
+    image, text, mask = states
+    return model.embed(tensors, "image", image), model.embed(tensors, "text", text, mask)
 
 
 def embed_batch(
     model: DualEncoder, tensors: Tensors, examples: "Examples", positions: np.ndarray, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings of a batch with one random caption per image: two captions of one image are no negatives."""
-    captions = rng.integers(examples.text.shape[1], size=len(positions))
-    image, text, mask = examples.batch(positions, captions)
-    return model.embed(tensors, "image", image), model.embed(tensors, "text", text, mask)
+    """Embeddings of a batch with one random caption per image."""
+    return embed_states(model, tensors, draw_states(examples, positions, rng))
 
 
 def align(
@@ -103,6 +118,134 @@ def displace_or_align(model: DualEncoder, params: Params, client: "ClientData", 
     with torch.no_grad():
         phi = _train_levels(model, params.tensors, client, job, forget, rng, draws=1)
     return "displace" if float(phi.mean()) > float(targets.mean()) else "align"
+
+
+def difference(
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    positions: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
+) -> Tensor:
+    """Retained pairs are learnt and forget pairs unlearnt: retain · L_r - forget · min(L_f, log N).
+
+    At log N a pair is told from N candidates by chance; ascent beyond that only destroys what is shared.
+    """
+    forget, retained = both_kinds(client, positions, job, rng)
+    image, text = embed_batch(model, tensors, client.train, np.concatenate([forget, retained]), rng)
+    loss = image.new_zeros(())
+    if len(retained):
+        kept = info_nce(image[len(forget) :], text[len(forget) :], job.temperature)
+        loss = loss + job.settings["retain"] * kept
+    if len(forget):
+        surprise = -own_log_probabilities(image, text, len(forget), job.temperature).mean()
+        loss = loss - job.settings["forget"] * surprise.clamp(max=float(np.log(len(image))))
+    return loss
+
+
+def unlearning_cross_entropy(
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    positions: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
+) -> Tensor:
+    """-log(1 - p / 2) of forget pairs, p the probability of the right partner: descent on it is bounded by 0."""
+    forget, retained = both_kinds(client, positions, job, rng)
+    image, text = embed_batch(model, tensors, client.train, np.concatenate([forget, retained]), rng)
+    probabilities = own_log_probabilities(image, text, len(forget), job.temperature).exp()
+    return -torch.log1p(-probabilities / 2).mean()
+
+
+def decouple(
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    positions: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
+) -> Tensor:
+    """Forget pairs become as alike as strangers are to the reference; retained pairs stay where it has them.
+
+    Retained pairs are held in each modality and in both together, of which the product of the two embeddings tells.
+    """
+    assert job.reference is not None  # the teacher
+    forget, retained = both_kinds(client, positions, job, rng)
+    states = draw_states(client.train, np.concatenate([forget, retained]), rng)
+    image, text = embed_states(model, tensors, states)
+    with torch.no_grad():
+        teacher_image, teacher_text = embed_states(model, job.reference.tensors, states)
+    loss = image.new_zeros(())
+    if len(forget):
+        strangers = (teacher_image * teacher_text.roll(1, 0)).sum(1)  # every image with another image's caption
+        similarity = (image * text).sum(1)
+        loss = loss + job.settings["forget"] * mse_loss(similarity[: len(forget)], strangers[: len(forget)])
+    if len(retained):
+        drifts = image - teacher_image, text - teacher_text, image * text - teacher_image * teacher_text
+        loss = loss + sum(drift[len(forget) :].square().sum(1).mean() for drift in drifts)
+    return loss
+
+
+def sensitivity(
+    model: DualEncoder,
+    tensors: Tensors,
+    client: "ClientData",
+    positions: np.ndarray,
+    job: LocalJob,
+    rng: np.random.Generator,
+) -> Tensor:
+    """How far noise on the input moves an embedding, for its size: a sampled Lipschitz constant, both modalities added.
+
+    Noise is relative to the mean size of a value. It goes onto the cached states, which are the input a client has.
+    """
+    image, text, mask = draw_states(client.train, positions, rng)
+    draws = int(job.settings["draws"])
+    loss = image.new_zeros(())
+    branches: tuple[tuple[Modality, Tensor, Tensor | None], ...] = (("image", image, None), ("text", text, mask))
+    for modality, states, visible in branches:
+        clean = model.embed(tensors, modality, states, visible)
+        unit = states.norm(dim=-1).mean() / states.shape[-1] ** 0.5
+        for _ in range(draws):
+            sigma = rng.uniform(*NOISE)
+            noise = torch.from_numpy(sigma * rng.standard_normal(tuple(states.shape), dtype=np.float32)).to(states)
+            if visible is not None:
+                noise = noise * visible[..., None]
+            with torch.no_grad():
+                noisy = model.embed(tensors, modality, states + unit * noise, visible)
+            # The root of exactly 0 has no gradient.
+            moved = ((clean - noisy).square().sum(1) + 1e-12).sqrt()
+            loss = loss + (moved / noise.flatten(1).norm(dim=1).clamp_min(1e-6)).mean() / draws
+    return loss
+
+
+def both_kinds(
+    client: "ClientData", positions: np.ndarray, job: LocalJob, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forget pairs and retained pairs of a batch, each kind filled up to half a batch with what the client has of it.
+
+    A forget pair alone would have no negatives: its loss, and the gradient of that, would be 0.
+    """
+    assert job.request is not None  # it says which are which
+    named = forget_mask(job.request, client.shard)
+
+    def filled(kind: np.ndarray) -> np.ndarray:
+        present = positions[kind[positions]]
+        others = rng.permutation(np.setdiff1d(np.flatnonzero(kind), present))
+        return np.concatenate([present, others[: max(0, job.batch_size // 2 - len(present))]])
+
+    return filled(named), filled(~named)
+
+
+def own_log_probabilities(image: Tensor, text: Tensor, anchors: int, temperature: float) -> Tensor:
+    """log p of the right caption and of the right image for the first pairs [2, anchors].
+
+    All pairs are candidates, but only the anchors move: forgetting must not drag retained pairs along.
+    """
+    to_text = image[:anchors] @ torch.cat([text[:anchors], text[anchors:].detach()]).T
+    to_image = text[:anchors] @ torch.cat([image[:anchors], image[anchors:].detach()]).T
+    return torch.stack([(each / temperature).log_softmax(1).diagonal() for each in (to_text, to_image)])
 
 
 def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJob) -> dict[str, Tensor]:
@@ -225,5 +368,9 @@ def _levels_in(
 OBJECTIVES: dict[str, Objective] = {
     "align": Objective(loss=align),
     "displace": Objective(loss=displace, decide=displace_or_align),
+    "difference": Objective(loss=difference, fewest=1),
+    "unlearning cross-entropy": Objective(loss=unlearning_cross_entropy, fewest=1),
+    "decouple": Objective(loss=decouple, fewest=1),
+    "sensitivity": Objective(loss=sensitivity, fewest=1),
     "levels": Objective(measure=levels),
 }

@@ -15,8 +15,8 @@ from ease.subspace import Basis
 
 
 class Optimiser(Config):
-    kind: Literal["sgd", "adam"] = "sgd"
-    """Plain SGD, or Adam with its state reset every round."""
+    kind: Literal["sgd", "adam", "sophia"] = "sgd"
+    """Plain SGD, or Adam or Sophia with a state that is reset every round."""
     learning_rate: float = Field(1.0, gt=0)
     lora_learning_rate: float | None = Field(None, gt=0)
     """Step size of the LoRA blocks; absent means the same as for the projectors."""
@@ -70,6 +70,12 @@ class LocalJob:
     lock: Lock | None = None
     targets: Mapping[int, Tensor] = field(default_factory=dict)
     """Client -> one number per forget pair of that client; each client is sent its own alone."""
+    reference: Params | None = None
+    """A state that the objective compares with. A client is sent it once and keeps it."""
+    clip: float | None = None
+    """Largest norm of a step's gradient."""
+    radius: float | None = None
+    """How far local training may go from where it starts; beyond, it is projected back."""
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""

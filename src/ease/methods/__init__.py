@@ -8,10 +8,20 @@ from ease.config import override, validate
 from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
+from ease.methods.fed_osd import FedOsd
+from ease.methods.ferrari import Ferrari
 from ease.methods.finetune import Finetune
+from ease.methods.grad_ascent import GradAscent
+from ease.methods.multi_delete import MultiDelete
+from ease.methods.neg_grad_plus import NegGradPlus
+from ease.methods.pgd import Pgd
 from ease.methods.retrain import Retrain
+from ease.methods.soul import Soul
 
-Method = Annotated[Ease | Finetune | Retrain, Field(discriminator="method")]
+Method = Annotated[
+    Ease | FedOsd | Ferrari | Finetune | GradAscent | MultiDelete | NegGradPlus | Pgd | Retrain | Soul,
+    Field(discriminator="method"),
+]
 
 METHODS: dict[str, type[Unlearner]] = {kind.name: kind for kind in get_args(get_args(Method)[0])}
 

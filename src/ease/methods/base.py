@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ease.config import Config
 from ease.data.request import ClientRequest, Request
-from ease.federation.fedavg import Round, TrainingConfig
+from ease.federation.fedavg import Round, TrainingConfig, fedavg
 from ease.federation.history import History
 from ease.federation.protocol import Federation
 from ease.params import Params
@@ -77,6 +77,28 @@ def retained_clients(request: Request, federation: Federation) -> Sequence[int]:
     """Clients that go on: all but those who withdraw."""
     leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
     return [client for client in federation.clients if client not in leaving]
+
+
+def forget_holders(request: Request, federation: Federation) -> Sequence[int]:
+    """Clients to ask about forget pairs: those who withdraw, or else all, of whom those without such pairs abstain."""
+    return sorted(request.clients) if isinstance(request, ClientRequest) else federation.clients
+
+
+def share_of(training: TrainingConfig, share: float) -> int:
+    """A share of the training rounds, at least one; no share is no round."""
+    return max(1, round(share * training.rounds)) if share > 0 else 0
+
+
+def fine_tuning(
+    trained: Trained, state: Params, request: Request, federation: Federation, rounds: int, stream: str
+) -> Iterator[Step]:
+    """Plain training on retained data, with which most methods end."""
+    recipe = trained.training.model_copy(update={"rounds": rounds})
+    clients = retained_clients(request, federation)
+    for finished in fedavg(
+        state, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream=stream
+    ):
+        yield step_of(finished, "finetune")
 
 
 def step_of(finished: Round, phase: str) -> Step:

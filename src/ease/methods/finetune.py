@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ease.data.request import Request
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Step, Trained, Unlearner, fine_tuning, share_of
 
 
 class Finetune(Unlearner):
@@ -22,19 +22,8 @@ class Finetune(Unlearner):
     """Rounds, as a share of the training rounds."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
-        clients = retained_clients(request, federation)
-        for finished in fedavg(
-            trained.final,
-            federation,
-            recipe,
-            trained.seed,
-            trained.temperature,
-            clients,
-            request=request,
-            stream="finetune",
-        ):
-            yield step_of(finished, "finetune")
+        rounds = self.rounds(trained.training, request)
+        yield from fine_tuning(trained, trained.final, request, federation, rounds, "finetune")
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return max(1, round(self.share * training.rounds))
+        return share_of(training, self.share)

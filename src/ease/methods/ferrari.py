@@ -1,0 +1,61 @@
+"""Ferrari: the model becomes insensitive to the inputs of forget pairs."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ease.data.request import Request
+from ease.federation.fedavg import TrainingConfig, average
+from ease.federation.protocol import Federation
+from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+
+
+class Ferrari(Unlearner):
+    """Holders of forget pairs minimise a sampled Lipschitz constant on them; then fine-tuning on retained data.
+
+    Differs from the paper: it removes a feature of the input at one client in one pass. Here the feature is the whole
+    input of a forget pair, in both modalities, as the frozen prefix passes it on; several clients are averaged.
+    Fine-tuning repairs what becomes insensitive along with it.
+    """
+
+    name: ClassVar[str] = "ferrari"
+    title: ClassVar[str] = "Ferrari"
+    source: ClassVar[str] = "Gu et al., NeurIPS 2024"
+    needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    method: Literal["ferrari"] = "ferrari"
+    forget_rounds: int = Field(3, ge=1)
+    """Rounds at the holders of forget pairs, one local epoch each."""
+    noise_draws: int = Field(20, ge=1)
+    """Noises on each input over which its sensitivity is averaged."""
+    rate: float = Field(30.0, gt=0)
+    """Step size on forget pairs, relative to training; sensitivities of unit vectors, and their slopes, are small."""
+    clip: float = Field(1.0, gt=0)
+    """Largest norm of a gradient on forget pairs."""
+    finetune_share: float = Field(0.2, ge=0)
+    """Rounds of fine-tuning, as a share of the training rounds; 0: none."""
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        state, holders = trained.final, forget_holders(request, federation)
+        for number in range(1, self.forget_rounds + 1):
+            job = trained.training.job(
+                number,
+                trained.seed,
+                trained.temperature,
+                f"{self.name}-forget",
+                self.rate,
+                epochs=1,
+                request=request,
+                data="forget",
+                objective="sensitivity",
+                settings={"draws": self.noise_draws},
+                clip=self.clip,
+            )
+            finished = average(state, federation.run(state, job, holders), trained.training, number)
+            state = finished.state
+            yield step_of(finished, "desensitising")
+        rounds = share_of(trained.training, self.finetune_share)
+        yield from fine_tuning(trained, state, request, federation, rounds, self.name)
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return self.forget_rounds + share_of(training, self.finetune_share)

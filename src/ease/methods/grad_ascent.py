@@ -1,0 +1,59 @@
+"""Gradient ascent: the forget pairs' loss is raised to chance, then training repairs the rest."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ease.data.request import Request
+from ease.federation.fedavg import TrainingConfig, average
+from ease.federation.protocol import Federation
+from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+
+
+class GradAscent(Unlearner):
+    """Holders of forget pairs climb their loss, their mean is the new state; then fine-tuning on retained data.
+
+    Differs from the paper: Thudi et al. add stored gradients back at the start weights. This is the ascent that later
+    work compares with under their name. It stops when a batch of forget pairs is told apart by chance alone, because
+    InfoNCE has no higher level that means anything.
+    """
+
+    name: ClassVar[str] = "grad_ascent"
+    title: ClassVar[str] = "GradAscent"
+    source: ClassVar[str] = "after Thudi et al., Unrolling SGD, EuroS&P 2022"
+    needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    method: Literal["grad_ascent"] = "grad_ascent"
+    forget_rounds: int = Field(3, ge=1)
+    """Rounds of ascent, one local epoch each."""
+    rate: float = Field(1.0, gt=0)
+    """Step size of the ascent, relative to training."""
+    clip: float = Field(1.0, gt=0)
+    """Largest norm of an ascent gradient."""
+    finetune_share: float = Field(0.2, ge=0)
+    """Rounds of fine-tuning, as a share of the training rounds; 0 shows what ascent alone destroys."""
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        state, holders = trained.final, forget_holders(request, federation)
+        for number in range(1, self.forget_rounds + 1):
+            job = trained.training.job(
+                number,
+                trained.seed,
+                trained.temperature,
+                f"{self.name}-forget",
+                self.rate,
+                epochs=1,
+                request=request,
+                data="forget",
+                objective="difference",
+                settings={"retain": 0.0, "forget": 1.0},
+                clip=self.clip,
+            )
+            finished = average(state, federation.run(state, job, holders), trained.training, number)
+            state = finished.state
+            yield step_of(finished, "ascent")
+        rounds = share_of(trained.training, self.finetune_share)
+        yield from fine_tuning(trained, state, request, federation, rounds, self.name)
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return self.forget_rounds + share_of(training, self.finetune_share)

@@ -1,0 +1,32 @@
+"""Rounds in which clients forget and keep at once, as several methods do that were made for one site."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ease.data.request import ClientRequest, Request
+from ease.federation.fedavg import average, participants
+from ease.federation.protocol import Federation, LocalJob
+from ease.methods.base import Step, Trained, retained_clients, step_of
+
+
+def joint_rounds(
+    trained: Trained, request: Request, federation: Federation, job: LocalJob, rounds: int, forget_rounds: int
+) -> Iterator[Step]:
+    """FedAvg from the trained state under a job that looks at forget and retained pairs together.
+
+    Of a client that withdraws only the forget pairs are left. Other clients would outvote it in a mean, so its change
+    is added whole. It leaves after `forget_rounds`.
+    """
+    state, training = trained.final, trained.training
+    leaving = sorted(request.clients) if isinstance(request, ClientRequest) else []
+    for number in range(1, rounds + 1):
+        job = replace(job, round=number)
+        drawn = participants(retained_clients(request, federation), training, trained.seed, number)
+        finished = average(state, federation.run(state, job, drawn), training, number)
+        withdrawing = leaving and number <= forget_rounds
+        if withdrawing:
+            farewell = average(state, federation.run(state, job, leaving), training, number)
+            both = finished.state + (farewell.state - state)
+            finished = replace(finished, state=both, rejected=finished.rejected | farewell.rejected)
+        state = finished.state
+        yield step_of(finished, "finetune" if leaving and not withdrawing else "unlearning")

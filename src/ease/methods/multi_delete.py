@@ -1,0 +1,50 @@
+"""MultiDelete: the two sides of a forget pair become strangers, while retained pairs stay where they were."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ease.data.request import Request
+from ease.federation.fedavg import TrainingConfig
+from ease.federation.protocol import Federation
+from ease.methods.base import Need, Step, Trained, Unlearner, share_of
+from ease.methods.joint import joint_rounds
+
+
+class MultiDelete(Unlearner):
+    """Modality decoupling, multimodal and unimodal knowledge retention, with the trained model as the teacher.
+
+    Differs from the paper: it was made for one site. Here clients train locally and are averaged; a client that
+    withdraws has the first term alone. What the two modalities form together is the product of their embeddings,
+    because a dual encoder fuses them in no other way.
+    """
+
+    name: ClassVar[str] = "multi_delete"
+    title: ClassVar[str] = "MultiDelete"
+    source: ClassVar[str] = "Cheng and Amiri, ECCV 2024"
+    needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    method: Literal["multi_delete"] = "multi_delete"
+    decoupling: float = Field(1.0, gt=0)
+    """Weight of the decoupling of forget pairs against the retention of others."""
+    share: float = Field(0.2, gt=0)
+    """Rounds, as a share of the training rounds."""
+    forget_rounds: int = Field(3, ge=1)
+    """Client requests: rounds after which the client that withdraws is gone."""
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        job = trained.training.job(
+            0,
+            trained.seed,
+            trained.temperature,
+            self.name,
+            request=request,
+            objective="decouple",
+            settings={"forget": self.decoupling},
+            reference=trained.final,
+        )
+        rounds = self.rounds(trained.training, request)
+        yield from joint_rounds(trained, request, federation, job, rounds, self.forget_rounds)
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return share_of(training, self.share)

@@ -1,0 +1,82 @@
+"""PGD: gradient ascent that stays near a model which the forget data did not shape."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ease.data.request import ClientRequest, Request
+from ease.federation.fedavg import TrainingConfig, average
+from ease.federation.protocol import Federation
+from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+from ease.params import Params
+
+
+class Pgd(Unlearner):
+    """Subtract the client's last model, climb its loss inside a ball around the rest, then fine-tune.
+
+    Differs from the paper: the ball's radius is a share of the length of training, where the paper measures random
+    models; ascent ends at chance, where the paper stops at a fixed distance from the client's own model; steps are
+    plain SGD. A class or sample request has no client whose model could be subtracted: its ball lies around the
+    trained model, and the ascents of all holders are averaged, which cannot leave the ball.
+    """
+
+    name: ClassVar[str] = "pgd"
+    title: ClassVar[str] = "PGD"
+    source: ClassVar[str] = "Halimi et al., 2022"
+    needs: ClassVar[frozenset[Need]] = frozenset({"history", "forget data", "leaving client"})
+    method: Literal["pgd"] = "pgd"
+    epochs: int = Field(5, ge=1)
+    """Local epochs of ascent, all in one round."""
+    rate: float = Field(1.0, gt=0)
+    """Step size of the ascent, relative to training."""
+    radius: float = Field(1 / 3, gt=0)
+    """Radius of the ball, relative to the distance that training went."""
+    clip: float = Field(5.0, gt=0)
+    """Largest norm of an ascent gradient."""
+    finetune_share: float = Field(0.2, ge=0)
+    """Rounds of fine-tuning, as a share of the training rounds; 0: none."""
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        centre = without_clients(trained, request.clients) if isinstance(request, ClientRequest) else trained.final
+        job = trained.training.job(
+            1,
+            trained.seed,
+            trained.temperature,
+            f"{self.name}-forget",
+            self.rate,
+            epochs=self.epochs,
+            request=request,
+            data="forget",
+            objective="difference",
+            settings={"retain": 0.0, "forget": 1.0},
+            clip=self.clip,
+            radius=self.radius * (trained.final - trained.initial).norm(),
+        )
+        holders = forget_holders(request, federation)
+        finished = average(centre, federation.run(centre, job, holders), trained.training, 1)
+        yield step_of(finished, "ascent")
+        rounds = share_of(trained.training, self.finetune_share)
+        yield from fine_tuning(trained, finished.state, request, federation, rounds, self.name)
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 1 + share_of(training, self.finetune_share)
+
+
+def without_clients(trained: Trained, leaving: tuple[int, ...]) -> Params:
+    """The last round without some clients: (w_n - sum p_k w_k) / (1 - sum p_k), p_k a client's share of the average.
+
+    Where all weigh the same this is the paper's (K w_n - w_k) / (K - 1). A client that was not drawn has no share.
+    """
+    last, history = trained.training.rounds, trained.history
+    pairs = {int(client): count for client, count in history.record(last)["pairs"].items()}
+    weights = pairs if trained.training.weighting == "pairs" else dict.fromkeys(pairs, 1)
+    shares = {client: weights[client] / sum(weights.values()) for client in leaving if client in weights}
+    history.verify_state(last - 1)
+    start = history.state(last - 1)
+    rest = trained.final
+    for client, share in shares.items():
+        history.verify_update(last, client)
+        rest = rest - share * (start + Params.load(history.update_path(last, client)))
+    kept = 1 - sum(shares.values())
+    return start if len(shares) == len(weights) else rest * (1 / kept)

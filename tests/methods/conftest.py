@@ -1,0 +1,67 @@
+"""What tests of several methods share: a request for single pairs, and a method's effect on the small run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from ease.data.request import Request, SampleRequest
+from ease.federation.protocol import LocalJob, Update
+from ease.methods import make_method
+from ease.params import Params
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Levels of the named pairs and of others, in the trained state and in the method's last one."""
+
+    before: float
+    after: float
+    kept_before: float
+    kept_after: float
+
+
+@pytest.fixture(scope="session")
+def few(learnt) -> SampleRequest:
+    """Six pairs each of three of the four clients."""
+    return SampleRequest(ids=tuple(pair_id for shard in learnt.world.shards[:3] for pair_id in shard.train_ids[:6]))
+
+
+@pytest.fixture(scope="session")
+def effect(learnt) -> Callable[..., Effect]:
+    """Run a method with some settings to its end; every state is finite and there are as many as it announces."""
+    shards = [shard for shard in learnt.world.shards if shard.client != 1]  # the client that tests let go
+    others = SampleRequest(ids=tuple(pair_id for shard in shards for pair_id in shard.train_ids[6:20]))
+
+    def run(request: Request, name: str, *settings: str) -> Effect:
+        method = make_method(name, settings)
+        states = [step.state for step in method.unlearn(learnt.trained, request, learnt.world.federation)]
+        assert len(states) == method.rounds(learnt.trained.training, request)
+        assert all(state.is_finite() for state in states)
+        final = learnt.trained.final
+        before, kept_before = (learnt.level(final, each) for each in (request, others))
+        return Effect(before, learnt.level(states[-1], request), kept_before, learnt.level(states[-1], others))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def jobs(learnt) -> Callable[..., list[tuple[int, LocalJob]]]:
+    """Run a method with some settings to its end and say which client was given which job, in order."""
+
+    class Spy:
+        clients = learnt.world.federation.clients
+
+        def __init__(self) -> None:
+            self.given: list[tuple[int, LocalJob]] = []
+
+        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+            self.given += [(client, job) for client in clients]
+            return learnt.world.federation.run(params, job, clients)
+
+    def run(request: Request, name: str, *settings: str) -> list[tuple[int, LocalJob]]:
+        spy = Spy()
+        list(make_method(name, settings).unlearn(learnt.trained, request, spy))
+        return spy.given
+
+    return run

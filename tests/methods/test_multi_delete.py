@@ -1,0 +1,37 @@
+"""MultiDelete: the teacher is the trained model, sent once, and forget pairs fall while others stay."""
+
+import pytest
+import torch
+
+from ease.data.request import ClientRequest
+from ease.federation.metered import Metered
+from ease.methods.multi_delete import MultiDelete
+
+CLIENT = ClientRequest(clients=(1,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["client", "sample"])
+def test_forget_pairs_fall_while_others_stay(effect, few, scope: str) -> None:
+    found = effect(CLIENT if scope == "client" else few, "multi_delete", "share=0.5")
+    assert found.after < found.before - 0.5
+    assert abs(found.kept_after - found.kept_before) < 0.3
+
+
+def test_at_the_trained_model_retained_pairs_have_nothing_to_lose(learnt) -> None:
+    """Nothing has drifted there, so in the first round the withdrawing client alone moves the state."""
+    first = next(MultiDelete().unlearn(learnt.trained, CLIENT, learnt.world.federation))
+    assert first.loss == pytest.approx(0, abs=1e-9)
+    assert (first.state - learnt.trained.final).norm() > 0.1
+
+
+@pytest.mark.slow
+def test_the_teacher_is_the_trained_model_and_is_sent_once(learnt, few, jobs) -> None:
+    """The same two rounds without a reference cost one state less for each of the four clients."""
+    given = jobs(few, "multi_delete", "share=0.34")
+    assert len(given) == 8
+    assert all(torch.equal(job.reference[n], t) for _, job in given for n, t in learnt.trained.final.tensors.items())
+    metered = Metered(learnt.world.federation)
+    list(MultiDelete(share=0.34).unlearn(learnt.trained, few, metered))
+    state = metered._size(learnt.trained.final.tensors)
+    assert metered.cost.bytes_down // state == 2 * 4 + 4

@@ -34,6 +34,8 @@ class Metered:
         self.cost = Cost()
         self._sizes: dict[tuple, int] = {}
         self._locks_sent: set[tuple[int, str]] = set()
+        self._whole_states: dict[int, Params] = {}
+        """The last whole state that each client was sent."""
 
     @property
     def clients(self) -> Sequence[int]:
@@ -44,13 +46,14 @@ class Metered:
         for client in clients:
             self.cost.messages += 1
             self.cost.bytes_down += self._size(params.tensors) + scalars + self._lock_size(client, job)
+            self.cost.bytes_down += self._base_size(client, params, job)
             if client in job.targets:
                 self.cost.bytes_down += self._size({"targets": job.targets[client]})
             started = time.perf_counter()
             for update in self.inner.run(params, job, [client]):
                 self.cost.client_seconds += time.perf_counter() - started
                 self.cost.bytes_up += self._size(update.message())
-                self.cost.pairs_trained += update.pairs * job.epochs if update.delta is not None else 0
+                self.cost.pairs_trained += update.pairs * job.epochs if trained(update, job) else 0
                 yield update
                 started = time.perf_counter()
 
@@ -61,6 +64,15 @@ class Metered:
         self._locks_sent.add((client, job.lock.key))
         return self._size(job.lock.packed) + self._size(job.lock.reference.tensors)
 
+    def _base_size(self, client: int, params: Params, job: LocalJob) -> int:
+        """A sparse adapter's base goes out with the seed of its mask, but not to a client that holds it already."""
+        whole = params if job.sparse is None else job.sparse.base
+        held, self._whole_states[client] = self._whole_states.get(client), whole
+        if job.sparse is None:
+            return 0
+        recipe = len(repr((job.sparse.blocks, job.sparse.seed, job.sparse.density)).encode())
+        return recipe + (0 if held is whole else self._size(whole.tensors))
+
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         """Serialised bytes. They depend on names, shapes and types alone, so each structure is serialised once."""
         key = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
@@ -69,3 +81,8 @@ class Metered:
                 serialise_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
             )
         return self._sizes[key]
+
+
+def trained(update: Update, job: LocalJob) -> bool:
+    """Whether an answer is a change of the parameters, as it is or encoded."""
+    return update.delta is not None or job.encoding != "dense"

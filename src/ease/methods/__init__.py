@@ -8,10 +8,18 @@ from ease.config import override, validate
 from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
+from ease.methods.fed_eraser import FedEraser
+from ease.methods.fed_recover import FedRecover
+from ease.methods.ffmu import FFMU
 from ease.methods.finetune import Finetune
+from ease.methods.fused import FUSED
+from ease.methods.not_ import NoT
 from ease.methods.retrain import Retrain
 
-Method = Annotated[Ease | Finetune | Retrain, Field(discriminator="method")]
+Method = Annotated[
+    Ease | FedEraser | FedRecover | FFMU | Finetune | FUSED | NoT | Retrain,
+    Field(discriminator="method"),
+]
 
 METHODS: dict[str, type[Unlearner]] = {kind.name: kind for kind in get_args(get_args(Method)[0])}
 

@@ -112,14 +112,35 @@ def test_estimates_by_hand(toy_params) -> None:
     torch.testing.assert_close(short[NAME], torch.full((1, 3), 0.5))
 
 
-@pytest.mark.parametrize(
-    ("correction", "value"),
-    [(-0.25, 1.0), (6.0, 100.0), (torch.nan, 100.0)],
-    ids=["a value too large", "a correction too long", "not a number"],
-)
-def test_abnormal_estimates_are_none(toy_params, correction: float, value: float) -> None:
-    limits = Limits(value=value, norm=100.0)
-    assert estimate(toy_params(1.0), toy_params(correction).map(torch.Tensor.double), limits) is None
+def test_an_abnormal_estimate_is_none(toy_params) -> None:
+    """1.25 where no stored value exceeded 1.2."""
+    correction = toy_params(-0.25).map(torch.Tensor.double)
+    assert estimate(toy_params(1.0), correction, Limits(value=1.2, norm=100.0)) is None
+    assert estimate(toy_params(1.0), correction, Limits(value=1.3, norm=100.0)) is not None
+
+
+@pytest.mark.parametrize(("correction", "kept"), [(4.9, -3.9), (5.1, 1.0), (torch.nan, 1.0)])
+def test_a_correction_that_can_only_be_noise_is_dropped(toy_params, correction: float, kept: float) -> None:
+    """Up to five times the stored update it counts; beyond, or if it is no number, the stored update stands."""
+    estimated = estimate(toy_params(1.0), toy_params(correction).map(torch.Tensor.double), Limits(100.0, 100.0))
+    assert estimated is not None
+    torch.testing.assert_close(estimated[NAME], torch.full((1, 3), kept))
+
+
+def test_asked_clients_take_the_data_order_of_training(learnt) -> None:
+    """From w_0 a retained client then sends its stored update again: later differences are the state's doing."""
+
+    class Kept:
+        clients = learnt.world.federation.clients
+
+        def run(self, params, job, clients):
+            for update in learnt.world.federation.run(params, job, clients):
+                if job.round == 1:
+                    stored = learnt.trained.history.update(1, update.client).change
+                    assert all(torch.equal(stored[name], update.change[name]) for name in stored.tensors)
+                yield update
+
+    assert next(make_method("fed_recover").unlearn(learnt.trained, CLIENT, Kept())).phase == "warm-up"
 
 
 def test_a_refused_answer_teaches_nothing(toy_params, tmp_path) -> None:

@@ -32,7 +32,7 @@ class FedEraser(Unlearner):
 
     name: ClassVar[str] = "fed_eraser"
     title: ClassVar[str] = "FedEraser"
-    source: ClassVar[str] = "Liu, Ma, Yang, Wang, Liu: FedEraser, IWQoS 2021"
+    source: ClassVar[str] = "Liu et al., IWQoS 2021"
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
     method: Literal["fed_eraser"] = "fed_eraser"
     calibration_ratio: float = Field(0.5, gt=0, le=1)

@@ -16,7 +16,7 @@ from ease.methods.lbfgs import Secant, hessian_product, make_secant
 from ease.params import Params
 
 LARGEST_CORRECTION = 5.0
-"""A correction longer than this many stored updates is no estimate any more."""
+"""A correction longer than this many stored updates is noise, and the stored update alone is the better estimate."""
 LARGEST_ESTIMATE = 2.0
 """Longest estimate, in lengths of the longest stored update."""
 
@@ -35,14 +35,16 @@ class FedRecover(Unlearner):
     updates turn with the state (L-BFGS). Clients are asked in the first rounds, then rarely, and where an estimate
     is abnormal.
 
-    Differs from the paper: an update of several local steps stands for its gradient. Pairs of too little curvature are
-    left out, and a client without any keeps its stored update. Overlong estimates are shortened. For class and sample
-    requests estimates start from updates that saw the forget pairs, which cannot be taken out: expect weak forgetting.
+    Differs from the paper: an update of several local steps stands for its gradient; the more steps and the larger, the
+    less the correction can be trusted. Pairs of too little curvature are left out, a client without any or with an
+    overlong correction keeps its stored update, and overlong estimates are shortened. Asked clients take the data order
+    of the stored round. For class and sample requests estimates start from updates that saw the forget pairs, which
+    cannot be taken out: expect weak forgetting.
     """
 
     name: ClassVar[str] = "fed_recover"
     title: ClassVar[str] = "FedRecover"
-    source: ClassVar[str] = "Cao, Jia, Zhang, Gong: FedRecover, IEEE S&P 2023"
+    source: ClassVar[str] = "Cao et al., IEEE S&P 2023"
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
     method: Literal["fed_recover"] = "fed_recover"
     warm_up: int = Field(3, ge=1)
@@ -81,7 +83,8 @@ class FedRecover(Unlearner):
                 if change is not None:
                     estimates[client] = replace(stored[client], delta=change)
             asked = [client for client in clients if client not in estimates]
-            job = training.job(number, trained.seed, trained.temperature, "fed_recover", request=request, data="retain")
+            # The data order of training: what then differs from the stored update is the state's doing.
+            job = training.job(number, trained.seed, trained.temperature, "train", request=request, data="retain")
             answers = federation.run(state, job, asked)
             finished = average(state, [*answers, *estimates.values()], training, number)
             if phase != "estimation":
@@ -119,9 +122,8 @@ class FedRecover(Unlearner):
 
 def estimate(stored: Params, correction: Params, limits: Limits) -> Params | None:
     """The update a client would have sent from the recovered state; None if it is abnormal and must be asked for."""
-    change = stored.map(torch.Tensor.double) - correction
-    if not change.is_finite() or correction.norm() > LARGEST_CORRECTION * stored.norm():
-        return None
+    usable = correction.is_finite() and correction.norm() <= LARGEST_CORRECTION * stored.norm()
+    change = stored.map(torch.Tensor.double) - (correction if usable else correction.zeros())
     if max(float(tensor.abs().max()) for tensor in change.tensors.values()) > limits.value:
         return None
     factor = min(1.0, LARGEST_ESTIMATE * limits.norm / max(change.norm(), 1e-30))

@@ -25,9 +25,7 @@ class FFMU(Unlearner):
 
     name: ClassVar[str] = "ffmu"
     title: ClassVar[str] = "FFMU-style"
-    source: ClassVar[str] = (
-        "after Che et al.: Fast federated machine unlearning with nonlinear functional theory, ICML 2023"
-    )
+    source: ClassVar[str] = "after Che et al., ICML 2023"
     method: Literal["ffmu"] = "ffmu"
     threshold: float = Field(0.5, ge=0)
     """Values smaller than this many root mean squares of their tensor become 0."""

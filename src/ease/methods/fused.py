@@ -26,7 +26,7 @@ class FUSED(Unlearner):
 
     name: ClassVar[str] = "fused"
     title: ClassVar[str] = "FUSED"
-    source: ClassVar[str] = "Zhong et al.: Unlearning through knowledge overwriting, CVPR 2025"
+    source: ClassVar[str] = "Zhong et al., CVPR 2025"
     method: Literal["fused"] = "fused"
     layers: int = Field(4, ge=2)
     """Layers that get an adapter."""

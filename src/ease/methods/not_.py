@@ -22,7 +22,7 @@ class NoT(Unlearner):
 
     name: ClassVar[str] = "not"
     title: ClassVar[str] = "NoT"
-    source: ClassVar[str] = "Khalil et al.: NoT, federated unlearning via weight negation, CVPR 2025"
+    source: ClassVar[str] = "Khalil et al., CVPR 2025"
     method: Literal["not"] = "not"
     layers: tuple[str, ...] = ()
     """Layers or single tensors to negate; empty: the first layer of both projectors. Those whose negation changes

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from scipy.stats import norm
@@ -17,6 +17,7 @@ from ease.params import Params
 SETTINGS = {"threshold": 0.5, "noise": 0.1}
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=40))
 def test_packing_there_and_back(values: list[int]) -> None:
     packed = pack(torch.tensor(values))
@@ -42,6 +43,7 @@ def test_values_by_hand() -> None:
     torch.testing.assert_close(radius, expected, rtol=1e-5, atol=1e-6)
 
 
+@settings(deadline=None)
 @given(st.floats(-3, 3), st.floats(-0.999, 0.999), st.sampled_from([(0.5, 0.1), (0.5, 0.5), (0.0, 0.2)]))
 def test_within_its_radius_a_value_keeps_its_class(value: float, share: float, setting: tuple[float, float]) -> None:
     """The certificate speaks of a smoothed classifier and holds for every move shorter than the radius."""

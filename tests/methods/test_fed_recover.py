@@ -87,7 +87,7 @@ def test_an_abnormal_client_is_asked_alone(toy_params, tmp_path) -> None:
 
 
 def test_without_curvature_a_client_keeps_its_stored_update(toy_params, tmp_path) -> None:
-    """Clients whose answers never depend on the state give no pair; the replay is then the plain mean of the others.
+    """Clients whose answers never depend on the state give no secant; the replay is then the plain mean of the others.
 
     Each round adds (1 + 2) / 2 = 1.5 to every value, and 5 rounds make 7.5.
     """
@@ -172,6 +172,6 @@ def test_class_requests_keep_every_client(toy_params, tmp_path) -> None:
     assert federation.asked[0] == (1, [0, 1, 2])
 
 
-def test_a_warm_up_that_cannot_fill_the_pairs_is_refused() -> None:
-    with pytest.raises(UserError, match="warm_up must be larger than pairs"):
+def test_a_warm_up_that_cannot_fill_the_secants_is_refused() -> None:
+    with pytest.raises(UserError, match="warm_up must be larger than secants"):
         make_method("fed_recover", ("warm_up=2",))

@@ -36,7 +36,7 @@ class FedRecover(Unlearner):
     is abnormal.
 
     Differs from the paper: an update of several local steps stands for its gradient; the more steps and the larger, the
-    less the correction can be trusted. Pairs of too little curvature are left out, a client without any or with an
+    less the correction can be trusted. Secants of too little curvature are left out, a client without any or with an
     overlong correction keeps its stored update, and overlong estimates are shortened. Asked clients take the data order
     of the stored round. For class and sample requests estimates start from updates that saw the forget pairs, which
     cannot be taken out: expect weak forgetting.
@@ -48,27 +48,27 @@ class FedRecover(Unlearner):
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
     method: Literal["fed_recover"] = "fed_recover"
     warm_up: int = Field(3, ge=1)
-    """First rounds, in which clients are asked; more than `pairs`."""
+    """First rounds, in which clients are asked; more than `secants`."""
     correction_interval: int = Field(12, ge=1)
     """After the first rounds, clients are asked every so many rounds."""
     final_rounds: int = Field(1, ge=0)
     """Last rounds, in which clients are asked."""
-    pairs: int = Field(2, ge=1)
-    """Differences of states and of updates that are kept of each client."""
+    secants: int = Field(2, ge=1)
+    """How many times it is remembered of each client how its update turned as the state moved."""
     tolerance: float = Field(1e-6, ge=0, lt=1)
     """Share of the stored values above which a value counts as abnormal."""
 
     @model_validator(mode="after")
-    def _fills_the_pairs(self) -> "FedRecover":
-        if self.warm_up <= self.pairs:  # the first round starts from w_0 and gives no difference of states
-            raise ValueError(f"warm_up must be larger than pairs = {self.pairs}")
+    def _fills_the_secants(self) -> "FedRecover":
+        if self.warm_up <= self.secants:  # the first round starts from w_0 and gives no difference of states
+            raise ValueError(f"warm_up must be larger than secants = {self.secants}")
         return self
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         training, history = trained.training, trained.history
         retained = set(retained_clients(request, federation))
         limits = self._limits(trained, retained)
-        secants: dict[int, tuple[Secant, ...]] = {}
+        known: dict[int, tuple[Secant, ...]] = {}
         state = trained.initial
         for number in range(1, training.rounds + 1):
             phase = self._phase(number, training)
@@ -78,7 +78,7 @@ class FedRecover(Unlearner):
             drift = (state - history.state(number - 1)).map(torch.Tensor.double)
             estimates: dict[int, Update] = {}
             for client in clients if phase == "estimation" else []:
-                correction = hessian_product(secants.get(client, ()), drift)
+                correction = hessian_product(known.get(client, ()), drift)
                 change = estimate(stored[client].change, correction, limits)
                 if change is not None:
                     estimates[client] = replace(stored[client], delta=change)
@@ -90,9 +90,9 @@ class FedRecover(Unlearner):
             if phase != "estimation":
                 for update in finished.updates:
                     turn = stored[update.client].change - update.change  # an update points against its gradient
-                    pair = make_secant(drift, turn)
-                    if pair is not None:
-                        secants[update.client] = (*secants.get(update.client, ()), pair)[-self.pairs :]
+                    secant = make_secant(drift, turn)
+                    if secant is not None:
+                        known[update.client] = (*known.get(update.client, ()), secant)[-self.secants :]
             state = finished.state
             step = step_of(finished, phase)
             yield Step(state, phase, step.loss, {**step.notes, "asked": asked})

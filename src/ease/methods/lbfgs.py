@@ -20,7 +20,7 @@ class Secant:
 
 
 def make_secant(move: Params, turn: Params) -> Secant | None:
-    """A damped pair, or None where the loss does not curve upwards: it would make the matrix indefinite."""
+    """A damped secant, or None where the loss does not curve upwards: it would make the matrix indefinite."""
     move, turn = (params.map(torch.Tensor.double) for params in (move, turn))
     length = move.dot(move)
     if not move.dot(turn) > LEAST_CURVATURE * length:
@@ -29,7 +29,7 @@ def make_secant(move: Params, turn: Params) -> Secant | None:
 
 
 def hessian_product(secants: Sequence[Secant], vector: Params) -> Params:
-    """B·v for the BFGS matrix B that starts from sigma·I and takes in the pairs, oldest first.
+    """B·v for the BFGS matrix B that starts from sigma·I and takes in the secants, oldest first.
 
     In compact form, with moves W and turns G as columns and W^T G = L + D + (upper part), L strictly lower:
     B v = sigma v - [G, sigma W] p, where [[-D, L^T], [L, sigma W^T W]] p = [G^T v; sigma W^T v].

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from ease.cli import main
-from ease.data.request import Request
+from ease.data.request import Request, forget_mask
+from ease.federation.local import ClientData
 from ease.federation.protocol import LocalJob, Optimiser
+from ease.federation.simulation import Simulation
 from ease.forget import trained_of
 from ease.methods.base import Trained
 from ease.methods.calibration import measure_levels
@@ -117,6 +119,23 @@ def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Lear
     run = Run.create(tmp_path_factory.mktemp("learnt") / "run", config)
     list(run.train(world))
     return Learnt(run, world, trained_of(run))
+
+
+@pytest.fixture(scope="session")
+def poison() -> Callable[[World, Request], Simulation]:
+    """A federation in which everything a request names is not a number: whoever reads it cannot hide it."""
+
+    def spoil(client: ClientData, request: Request) -> ClientData:
+        named = torch.from_numpy(forget_mask(request, client.shard))
+        spoilt = {}
+        for name in ("image", "text", "pooled_image", "pooled_text"):
+            spoilt[name] = getattr(client.train, name).clone()
+            spoilt[name][named] = torch.nan
+        return replace(client, train=replace(client.train, **spoilt))
+
+    return lambda world, request: Simulation(
+        world.model, {client: spoil(data, request) for client, data in world.federation.data.items()}
+    )
 
 
 @pytest.fixture

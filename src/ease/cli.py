@@ -95,7 +95,7 @@ def forget(
         typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
     ] = None,
     samples: Annotated[Path | None, typer.Option(help="File with the ids of pairs, one a line.")] = None,
-    method: Annotated[str, typer.Option(help="How to forget: ease, retrain or finetune.")] = "ease",
+    method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -166,6 +166,26 @@ def demo(
     if not as_json:
         _finish(trained, as_json)
     _finish(compared, as_json)
+
+
+@app.command()
+def methods(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the manual's page, with all settings.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the ways to forget: what each needs, how many rounds it takes and where it comes from.
+
+    Example: `ease methods --markdown > docs/methods.md`
+    """
+    from ease.commands.methods import MethodsSummary, methods_page
+
+    if markdown and as_json:
+        raise UserError("--markdown and --json: choose one of them")
+    if markdown:
+        print(methods_page(), end="")
+    else:
+        _finish(MethodsSummary(), as_json)
 
 
 def _finish(summary: Summary, as_json: bool) -> None:

@@ -85,11 +85,17 @@ def _columns() -> list[ProgressColumn]:
     ]
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:
-    """A table whose first column is text and whose others are numbers."""
+def table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    caption: str | None = None,
+    text_columns: int = 1,
+) -> Table:
+    """A table whose first columns are text and whose others are numbers."""
     result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        result.add_column(column, justify="left" if index < text_columns else "right", no_wrap=index == 0)
     for row in rows:
         result.add_row(*row)
     return result

@@ -12,6 +12,7 @@ from ease.commands.train import train_run
 from ease.data.scenes import lexicon
 from ease.federation.fedavg import participants
 from ease.federation.simulation import Simulation
+from ease.methods import METHODS
 from ease.run import MATCH, Run, World, class_cosines, load_config
 
 
@@ -155,7 +156,7 @@ def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str],
         (["--client", "1", "--class", "1"], ["one of --client, --class or --samples"]),
         (["--client", "0", "--client", "1", "--client", "2"], ["names all training data"]),
         (["--class", "0", "--class", "1", "--class", "2"], ["names all training data"]),
-        (["--client", "1", "--method", "magic"], ["--method magic: unknown method", "ease, finetune, retrain"]),
+        (["--client", "1", "--method", "magic"], ["--method magic: unknown method", ", ".join(sorted(METHODS))]),
         (["--client", "1", "--set", "deltta=1"], ["deltta: unknown key", "known keys here", "delta"]),
         (["--client", "1", "--method", "retrain", "--set", "delta=1"], ["method retrain: delta: unknown key"]),
         (["--client", "1", "--set", "delta=1.5"], ["delta: input should be less than or equal to 1 (got 1.5)"]),

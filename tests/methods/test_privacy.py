@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
-from ease.federation.local import ClientData
+from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.federation.simulation import Simulation
@@ -62,25 +62,8 @@ def samples(learnt) -> SampleRequest:
 
 
 @pytest.fixture(scope="module")
-def poisoned(learnt):
-    """A federation in which everything a request names is not a number: whoever reads it cannot hide it."""
-
-    def spoil(client: ClientData, request: Request) -> ClientData:
-        named = torch.from_numpy(forget_mask(request, client.shard))
-        image, text = client.train.image.clone(), client.train.text.clone()
-        image[named], text[named] = torch.nan, torch.nan
-        pooled = [each.clone() for each in (client.train.pooled_image, client.train.pooled_text)]
-        for each in pooled:
-            each[named] = torch.nan
-        return replace(client, train=replace(
-            client.train, image=image, text=text, pooled_image=pooled[0], pooled_text=pooled[1]
-        ))  # fmt: skip
-
-    def make(request: Request) -> Simulation:
-        world = learnt.world
-        return Simulation(world.model, {c: spoil(data, request) for c, data in world.federation.data.items()})
-
-    return make
+def poisoned(learnt, poison):
+    return partial(poison, learnt.world)
 
 
 def same(one: Params, two: Params) -> bool:

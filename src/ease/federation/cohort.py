@@ -186,5 +186,7 @@ class Cohort(Simulation):
 
 
 def _plain(job: LocalJob) -> bool:
-    """Whether the job is what `train_together` does: InfoNCE, no lock."""
-    return job.objective == "align" and job.lock is None
+    """Whether the job is what `train_together` does: InfoNCE by SGD or Adam, and nothing besides."""
+    special = (job.lock, job.clip, job.radius, job.sparse)
+    usual = job.objective == "align" and job.optimiser.kind != "sophia" and job.encoding == "dense"
+    return usual and all(part is None for part in special)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ease.errors import UserError
 from ease.federation.fedavg import Round
+from ease.federation.protocol import Update
 from ease.params import Block, Params
 from ease.storage import read_json, write_json
 
@@ -43,6 +44,12 @@ class History:
 
     def update_path(self, number: int, client: int) -> Path:
         return self._round(number) / f"client-{client:05d}.safetensors"
+
+    def update(self, number: int, client: int) -> Update:
+        """A client's update as it was averaged in a round, refused if it is damaged."""
+        self.verify_update(number, client)
+        pairs = self.record(number)["pairs"][str(client)]
+        return Update(client, pairs, Params.load(self.update_path(number, client)))
 
     def record(self, number: int) -> dict[str, Any]:
         return read_json(self._round(number) / "round.json")

@@ -30,14 +30,14 @@ class Journal:
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         call, self._calls = self._calls, self._calls + 1
         device = next(iter(params.tensors.values())).device
-        for client in clients:
-            path = self.folder / f"{call:05d}-{client:05d}.safetensors"
-            if path.is_file():
+        paths = {client: self.folder / f"{call:05d}-{client:05d}.safetensors" for client in clients}
+        missing = [client for client, path in paths.items() if not path.is_file()]
+        for client, path in paths.items():
+            if client not in missing:
                 yield self._stored(path, device)
-                continue
-            for update in self.inner.run(params, job, [client]):
-                write_update(path, update)
-                yield update
+        for update in self.inner.run(params, job, missing) if missing else ():
+            write_update(paths[update.client], update)
+            yield update
 
     def _stored(self, path: Path, device: torch.device) -> Update:
         try:

@@ -13,6 +13,7 @@ from ease.data.request import forget_mask
 from ease.federation.objectives import OBJECTIVES
 from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, pack
 from ease.federation.sophia import SophiaG
+from ease.federation.ternary import encode
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Block, Params
 from ease.seeding import generator
@@ -105,6 +106,7 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     params = params.map(lambda tensor: tensor.to(device).float())
     job = job if job.lock is None else replace(job, lock=job.lock.to(device))
     job = job if job.reference is None else replace(job, reference=job.reference.to(device))
+    job = job if job.sparse is None else replace(job, sparse=job.sparse.to(device))
     update = _work(model, params, client, job)
     delta = None if update.delta is None else update.delta.to("cpu")
     return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
@@ -118,7 +120,8 @@ def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
         with torch.no_grad():
             values = objective.measure(model, params, client, job)
         return Update(client.shard.client, len(client.train), None, values)
-    return train(model, params, client, job)
+    update = train(model, params, client, job)
+    return update if job.encoding == "dense" else encode(update, job.settings)
 
 
 def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
@@ -135,7 +138,8 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
     losses = []
     for positions_of_batch in batches(positions, job, rng):
-        loss = objective.loss(model, tensors, client, positions_of_batch, job, rng)
+        whole = tensors if job.sparse is None else job.sparse.expand(tensors)
+        loss = objective.loss(model, whole, client, positions_of_batch, job, rng)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         if job.lock is not None:

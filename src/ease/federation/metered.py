@@ -36,6 +36,8 @@ class Metered:
         self._sizes: dict[tuple, int] = {}
         self._locks_sent: set[tuple[int, str]] = set()
         self._references_sent: dict[int, Params] = {}
+        self._whole_states: dict[int, Params] = {}
+        """The last whole state that each client was sent."""
 
     @property
     def clients(self) -> Sequence[int]:
@@ -46,18 +48,18 @@ class Metered:
         for client in clients:
             self.cost.messages += 1
             self.cost.bytes_down += self._size(params.tensors) + scalars + self._lock_size(client, job)
-            self.cost.bytes_down += self._reference_size(client, job)
+            self.cost.bytes_down += self._reference_size(client, job) + self._base_size(client, params, job)
             if client in job.targets:
                 self.cost.bytes_down += self._size({"targets": job.targets[client]})
+        started = time.perf_counter()
+        for update in self.inner.run(params, job, clients):  # all at once, so that an engine may run them together
+            self.cost.client_seconds += time.perf_counter() - started
+            self.cost.bytes_up += self._size(update.message())
+            if trained(update, job):
+                self.cost.pairs_trained += update.pairs * job.epochs
+                self.cost.client_steps += job.batch_count(update.pairs) * job.epochs
+            yield update
             started = time.perf_counter()
-            for update in self.inner.run(params, job, [client]):
-                self.cost.client_seconds += time.perf_counter() - started
-                self.cost.bytes_up += self._size(update.message())
-                if update.delta is not None:
-                    self.cost.pairs_trained += update.pairs * job.epochs
-                    self.cost.client_steps += job.batch_count(update.pairs) * job.epochs
-                yield update
-                started = time.perf_counter()
 
     def _lock_size(self, client: int, job: LocalJob) -> int:
         """Bases go out once for each client and request, as they are packed, not as they are expanded."""
@@ -73,6 +75,15 @@ class Metered:
         self._references_sent[client] = job.reference
         return self._size(job.reference.tensors)
 
+    def _base_size(self, client: int, params: Params, job: LocalJob) -> int:
+        """A sparse adapter's base goes out with the seed of its mask, but not to a client that holds it already."""
+        whole = params if job.sparse is None else job.sparse.base
+        held, self._whole_states[client] = self._whole_states.get(client), whole
+        if job.sparse is None:
+            return 0
+        recipe = len(repr((job.sparse.blocks, job.sparse.seed, job.sparse.density)).encode())
+        return recipe + (0 if held is whole else self._size(whole.tensors))
+
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         """Serialised bytes. They depend on names, shapes and types alone, so each structure is serialised once."""
         key = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
@@ -81,3 +92,8 @@ class Metered:
                 serialise_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
             )
         return self._sizes[key]
+
+
+def trained(update: Update, job: LocalJob) -> bool:
+    """Whether an answer is a change of the parameters, as it is or encoded."""
+    return update.delta is not None or job.encoding != "dense"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ease.config import Config
 from ease.data.request import Request
+from ease.federation.sparse import Sparse
 from ease.params import Params
 from ease.subspace import Basis
 
@@ -66,7 +67,7 @@ class LocalJob:
     objective: str = "align"
     """Name of the local objective, see `objectives.py`; `probe` asks for one update of each kind of pair."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Numbers the objective needs, by name."""
+    """Numbers the objective or the encoding needs, by name."""
     lock: Lock | None = None
     targets: Mapping[int, Tensor] = field(default_factory=dict)
     """Client -> one number per forget pair of that client; each client is sent its own alone."""
@@ -76,6 +77,10 @@ class LocalJob:
     """Largest norm of a step's gradient."""
     radius: float | None = None
     """How far local training may go from where it starts; beyond, it is projected back."""
+    encoding: Literal["dense", "ternary"] = "dense"
+    """How the change travels back; the receiver of ternary values decodes them, see `ternary.py`."""
+    sparse: Sparse | None = None
+    """The state that is sent is an adapter over this frozen base, and so is the change that comes back."""
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""
@@ -90,6 +95,12 @@ class Update:
     pairs: int
     delta: Params | None
     values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def change(self) -> Params:
+        """The change of parameters, of an update that is known to carry one."""
+        assert self.delta is not None
+        return self.delta
 
     def message(self) -> dict[str, Tensor]:
         """The tensors as they are sent."""

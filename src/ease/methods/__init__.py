@@ -8,18 +8,37 @@ from ease.config import override, validate
 from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
+from ease.methods.fed_eraser import FedEraser
 from ease.methods.fed_osd import FedOsd
+from ease.methods.fed_recover import FedRecover
 from ease.methods.ferrari import Ferrari
+from ease.methods.ffmu import Ffmu
 from ease.methods.finetune import Finetune
+from ease.methods.fused import Fused
 from ease.methods.grad_ascent import GradAscent
 from ease.methods.multi_delete import MultiDelete
 from ease.methods.neg_grad_plus import NegGradPlus
+from ease.methods.not_ import NoT
 from ease.methods.pgd import Pgd
 from ease.methods.retrain import Retrain
 from ease.methods.soul import Soul
 
 Method = Annotated[
-    Ease | FedOsd | Ferrari | Finetune | GradAscent | MultiDelete | NegGradPlus | Pgd | Retrain | Soul,
+    Ease
+    | FedEraser
+    | FedOsd
+    | FedRecover
+    | Ferrari
+    | Ffmu
+    | Finetune
+    | Fused
+    | GradAscent
+    | MultiDelete
+    | NegGradPlus
+    | NoT
+    | Pgd
+    | Retrain
+    | Soul,
     Field(discriminator="method"),
 ]
 

@@ -1,8 +1,10 @@
 """What people see: progress with time left, tables, and one-line errors."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -10,6 +12,9 @@ from rich.table import Table
 
 from ease.errors import UserError
 
+SECONDS_BEFORE_PROGRESS = 2.0
+
+Item = TypeVar("Item")
 screen = Console()
 errors = Console(stderr=True)
 
@@ -50,6 +55,27 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False) -> It
         except UserError:
             progress.live.transient = True  # the error alone stays on the screen, as one line
             raise
+
+
+def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """Pass items through; work of more than two seconds shows a bar with the time left, if a person is watching."""
+    if not errors.is_terminal:
+        yield from items
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=errors, transient=True)
+    task = bar.add_task(label, total=total)
+    begun, shown = time.monotonic(), False
+    try:
+        for item in items:
+            yield item
+            bar.advance(task)
+            if not shown and time.monotonic() - begun > SECONDS_BEFORE_PROGRESS:
+                bar.start()
+                shown = True
+    finally:
+        if shown:
+            bar.stop()
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:

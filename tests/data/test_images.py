@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from ease.data import images
-from ease.data.images import WHOLE_BYTES, decode, decode_image, identify, with_progress
+from ease.data.images import WHOLE_BYTES, decode, decode_image, identify
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -214,9 +214,3 @@ def test_traits_are_counted(tmp_path):
     Image.new("L", (3, 3)).save(tmp_path / "speck.png")
     result = decoded(tmp_path / "grey.png", tmp_path / "speck.png", photo(tmp_path / "a.png"))
     assert result.traits == {"converted": 2, "small": 1}
-
-
-def test_progress_passes_everything_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(images, "SECONDS_BEFORE_PROGRESS", -1.0)
-    monkeypatch.setattr("sys.stderr", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
-    assert list(with_progress(range(5), 5, "Counting")) == [0, 1, 2, 3, 4]

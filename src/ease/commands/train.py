@@ -74,8 +74,9 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     run = Run.plan(out, config)
     with status("preparing data and backbone", quiet):
         world = World.open(run.config)
-    if not quiet:
-        _show_data(world)
+        found = [] if quiet else _data_report(world)
+    for line in found:  # before training, while it can still be corrected
+        errors.print(line, soft_wrap=True, markup=False, highlight=False)
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
@@ -87,13 +88,12 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     return summary
 
 
-def _show_data(world: World) -> None:
-    """What was odd in the files of the data, while it can still be corrected."""
+def _data_report(world: World) -> list[str]:
+    """What was odd in the files of the data; nothing for generated data."""
     if world.pairs.report is None:
-        return
+        return []
     cut = count_cut(world.pairs.captions, world.backbone.tokenize)
-    for line in replace(world.pairs.report, cut_captions=cut).lines():
-        errors.print(line, soft_wrap=True, markup=False, highlight=False)
+    return list(replace(world.pairs.report, cut_captions=cut).lines())
 
 
 def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:

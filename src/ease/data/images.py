@@ -4,11 +4,9 @@ import hashlib
 import io
 import os
 import struct
-import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ease.console import with_progress
 from ease.errors import UserError
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
@@ -44,7 +41,6 @@ DECODER_ERRORS = (
     Image.DecompressionBombError,
 )
 ORIENTATION = 0x0112
-SECONDS_BEFORE_PROGRESS = 2.0
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -214,24 +210,3 @@ def _in_threads(work: Callable[[Item], Result], items: Sequence[Item], label: st
 def _usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, cores)
-
-
-def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
-    """Pass items through; work of more than two seconds shows a bar with the time left, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(label, total=total)
-    begun, shown = time.monotonic(), False
-    try:
-        for item in items:
-            yield item
-            bar.advance(task)
-            if not shown and time.monotonic() - begun > SECONDS_BEFORE_PROGRESS:
-                bar.start()
-                shown = True
-    finally:
-        if shown:
-            bar.stop()

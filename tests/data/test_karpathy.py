@@ -51,6 +51,11 @@ def test_images_may_lie_elsewhere(data, tmp_path, picture):
     assert (data([entry("w.png")], images=str(tmp_path / "else")).pixels == 55).all()
 
 
+def test_a_second_file_is_refused_because_the_first_names_its_splits(data, tmp_path):
+    with pytest.raises(UserError, match=r'data\.test_path cannot be used when data\.name = "karpathy"'):
+        data([entry("w.png")], test_path=str(tmp_path / "set.json"))
+
+
 BAD_ENTRIES = [
     ([], "no images"),
     (["w.png"], r"images\[0\]: must be an object"),

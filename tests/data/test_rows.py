@@ -83,7 +83,7 @@ def test_unreadable_images_stop_or_are_left_out_and_all_listed(row, own_cache):
     assert "\n" not in str(caught.value)
     pairs = pairs_from_rows(rows, SOURCE, 4, skip_corrupt=True)
     assert pairs.ids == ("id0", "id4") and pairs.pixels[:, 0, 0, 0].tolist() == [0, 40]
-    assert pairs.report.unreadable == 4 and pairs.report.splits["train"] == 2
+    assert pairs.report.unreadable == 4 and pairs.report.splits["train"] == 2 and pairs.report.blank_captions == 0
     listed = "".join(path.read_text() for path in pairs.report.listings).splitlines()
     assert [Path(line.split(" (")[0]).name for line in listed] == ["1.png", "2.png", "3.png", "5.png"]
     with pytest.raises(UserError, match="none of the 1 images can be read"):

@@ -110,20 +110,18 @@ def decode(images: Sequence[ImageSource], identities: Sequence[str], size: int) 
     stem = cache_folder() / "pixels" / digest("pixels", DECODER_VERSION, identities, size)
     array_path, record_path = stem.with_suffix(".npy"), stem.with_suffix(".json")
     try:
-        return _cached(array_path, record_path, (len(images), size, size, 3))
+        return _cached(array_path, record_path)
     except (UserError, LookupError, TypeError, ValueError):  # absent or damaged
         _decode_into(array_path, record_path, images, size)
-        return _cached(array_path, record_path, (len(images), size, size, 3))
+        return _cached(array_path, record_path)
 
 
-def _cached(array_path: Path, record_path: Path, shape: tuple[int, ...]) -> Decoded:
+def _cached(array_path: Path, record_path: Path) -> Decoded:
     record = read_json(record_path)
     unreadable = {int(position): reason for position, reason in record["unreadable"].items()}
     pixels = map_array(array_path)
-    if pixels.shape != shape:
-        raise UserError(f"{array_path}: has another shape; delete it and run again")
     # The readable rows lie at the front, so that dropping the others stays a view of the mapped file.
-    kept = pixels[: shape[0] - len(unreadable)]
+    kept = pixels[: len(pixels) - len(unreadable)]
     return Decoded(kept, unreadable, record["checksum"], record["same_picture"], record["traits"])
 
 

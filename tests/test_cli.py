@@ -173,10 +173,10 @@ def spoil(folder: Path, how: str) -> tuple[str, ...]:
         return str(captions), "cannot read"
     if how == "no pairs":
         captions.write_text("\n")
-        return str(captions), "no images listed"
+        return str(folder), "no images listed"
     if how == "corrupt image":
         (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:60])
-        return str(folder / "3.png"), "cannot read this image", "data.skip_corrupt = true"
+        return str(folder / "3.png"), "cannot read 1 of 40 images", "data.skip_corrupt = true"
     del entries[6]["caption"]
     if how == "caption not text":
         entries[6]["caption"] = 17
@@ -195,7 +195,9 @@ def test_wrong_data_is_one_line_and_leaves_nothing(ease, small, tmp_path: Path, 
     own = settings(*small, "data.name=folder", f"data.path={place}")
     assert is_one_line(ease("train", "--out", tmp_path / "run", *own), *parts)
     assert not (tmp_path / "run").exists()
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    kept = {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    # What was decoded need not be decoded again, and a file lists what could not be.
+    assert kept == ({".npy", ".json", ".txt"} if how == "corrupt image" else set())
 
 
 def test_a_wrong_place_is_one_line(ease, small, tmp_path: Path) -> None:

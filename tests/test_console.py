@@ -1,12 +1,13 @@
 """Progress and tables: a bar for people, lines for log files, nothing when quiet."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
 
 from ease import console
-from ease.console import megabytes, rounds_bar, table
+from ease.console import megabytes, rounds_bar, status, table, with_progress
 from ease.errors import UserError
 
 
@@ -39,6 +40,19 @@ def test_after_an_error_no_bar_is_left(shown: Console) -> None:
         raise UserError("x")
     last = text(shown).rpartition("\n")[2]
     assert text(shown) == "" or last.endswith("\x1b[2K") or "training" not in last
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_long_work_shows_how_far_it_is_even_beside_a_spinner(shown: Console, monkeypatch, quiet: bool) -> None:
+    monkeypatch.setattr(console, "SECONDS_BEFORE_PROGRESS", -1.0)
+    with status("preparing", quiet):
+        for item in with_progress("abcde", 5, "Counting"):
+            time.sleep(0.3 if item == "d" else 0)  # the screen is drawn anew every 0.08 seconds
+    assert ("Counting" in text(shown) and "3/5" in text(shown)) == shown.is_terminal
+
+
+def test_short_work_shows_nothing(shown: Console) -> None:
+    assert list(with_progress("abc", 3, "Spelling")) == ["a", "b", "c"] and text(shown) == ""
 
 
 def test_a_table_keeps_its_rows() -> None:

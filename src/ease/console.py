@@ -1,8 +1,10 @@
 """What people see: progress with time left, tables, and one-line errors."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +20,9 @@ from rich.table import Table
 
 from ease.errors import UserError
 
+SECONDS_BEFORE_PROGRESS = 2.0
+
+Item = TypeVar("Item")
 screen = Console()
 errors = Console(stderr=True)
 
@@ -83,6 +88,27 @@ def _columns() -> list[ProgressColumn]:
         TimeRemainingColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     ]
+
+
+def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """Pass items through; work of more than two seconds shows a bar with the time left, if a person is watching."""
+    if not errors.is_terminal:
+        yield from items
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=errors, transient=True)
+    task = bar.add_task(label, total=total)
+    begun, shown = time.monotonic(), False
+    try:
+        for item in items:
+            yield item
+            bar.advance(task)
+            if not shown and time.monotonic() - begun > SECONDS_BEFORE_PROGRESS:
+                bar.start()
+                shown = True
+    finally:
+        if shown:
+            bar.stop()
 
 
 def table(

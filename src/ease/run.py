@@ -1,8 +1,8 @@
 """A run from its configuration: the world it lives in, training with history, and resuming."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,16 @@ import torch
 from pydantic import Field, model_validator
 
 from ease.config import Config, override, read_toml, to_toml, validate
+from ease.data.coco import coco_rows
 from ease.data.features import Activations, cached_activations
+from ease.data.hf import hf_rows
+from ease.data.karpathy import karpathy_rows
 from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding, make_shards, partition, pseudo_classes
+from ease.data.rows import Row, pairs_from_rows
+from ease.data.scenes import load_scenes
+from ease.data.table import folder_rows, table_rows
+from ease.data.textcaps import textcaps_rows
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
@@ -28,12 +35,16 @@ from ease.storage import digest, exclusive, read_json, remove_leftovers, write_a
 
 
 class DataConfig(Config):
-    name: Literal["scenes", "karpathy", "folder"] = "scenes"
-    """`scenes` (generated), `karpathy` (JSON + images) or `folder` (captions.jsonl + images)."""
+    name: Literal["scenes", "karpathy", "coco", "textcaps", "folder", "table", "hf"] = "scenes"
+    """Layout of the data; `scenes` are generated. See docs/data.md."""
     path: Path | None = None
-    """The JSON file or the folder; not used by `scenes`."""
+    """The file or the folder; not used by `scenes`."""
+    test_path: Path | None = None
+    """A second file or folder in the same layout, whose images are all for testing."""
     images: Path | None = None
-    """Folder of the images, for `karpathy`; default: `images` beside the JSON file."""
+    """Folder of the images; each layout has a default."""
+    held_out_share: float = Field(0.2, ge=0, lt=1)
+    """Share of the images held out where the data names no splits; half is for validation, half for testing."""
     seed: int = 0
     """Seed of the generated world."""
     train: int = Field(2000, ge=4)
@@ -49,6 +60,10 @@ class DataConfig(Config):
     def _needs_path(self) -> "DataConfig":
         if self.name != "scenes" and self.path is None:
             raise ValueError(f'data.path is needed when data.name = "{self.name}"')
+        if self.test_path is not None and self.name in ("scenes", "karpathy"):
+            raise ValueError(
+                f'data.test_path cannot be used when data.name = "{self.name}", which has its own test split'
+            )
         return self
 
 
@@ -96,7 +111,11 @@ def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = table.get("data")
     if not isinstance(data, dict):
         return table
-    paths = {key: str((folder / data[key]).resolve()) for key in ("path", "images") if isinstance(data.get(key), str)}
+    paths = {
+        key: str((folder / data[key]).resolve())
+        for key in ("path", "test_path", "images")
+        if isinstance(data.get(key), str)
+    }
     return {**table, "data": {**data, **paths}}
 
 
@@ -108,20 +127,27 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
+    "karpathy": karpathy_rows,
+    "coco": coco_rows,
+    "textcaps": textcaps_rows,
+    "folder": folder_rows,
+    "table": table_rows,
+    "hf": hf_rows,
+}
+"""Each reads the rows of a file or folder, with the images in another folder if one is given."""
+
+
 def load_pairs(config: DataConfig, image_size: int) -> PairSet:
     if config.name == "scenes":
-        from ease.data.scenes import load_scenes
-
         return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
-    if config.name == "karpathy":
-        from ease.data.karpathy import load_karpathy
-
-        images = config.images or config.path.parent / "images"
-        return load_karpathy(config.path, images, image_size, skip_corrupt=config.skip_corrupt)
-    from ease.data.folder import load_folder
-
-    return load_folder(config.path, image_size, skip_corrupt=config.skip_corrupt)
+    read = LAYOUTS[config.name]
+    rows = list(read(config.path, config.images))
+    if config.test_path is not None:
+        rows = [replace(row, split=row.split or "train") for row in rows]
+        rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
+    return pairs_from_rows(rows, config.path, image_size, config.held_out_share, config.skip_corrupt)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
-"""Decoding: every odd kind of file, the cache, and damaged files."""
+"""Decoding: every odd kind of file, identity by content, the cache, and damaged files."""
 
 import io
+import os
+import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +11,9 @@ import pytest
 from PIL import Image
 
 from ease.data import images
-from ease.data.images import decode_image, decode_images, decode_readable, with_progress
-from ease.errors import UserError
+from ease.data.images import WHOLE_BYTES, decode, decode_image, identify
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def photo(path: Path, colour=(200, 30, 60), size=(40, 30)) -> Path:
@@ -22,49 +21,85 @@ def photo(path: Path, colour=(200, 30, 60), size=(40, 30)) -> Path:
     return path
 
 
-def truncated(path: Path) -> Path:
+def jpeg() -> bytes:
     buffer = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, "JPEG")
-    path.write_bytes(buffer.getvalue()[:900])
-    return path
+    return buffer.getvalue()
 
 
-def test_plain_colour_survives(tmp_path):
-    pixels = decode_images([photo(tmp_path / "a.png")], 16, "key")
-    assert pixels.shape == (1, 16, 16, 3) and pixels.dtype == np.uint8
-    assert (pixels == (200, 30, 60)).all()
+def decoded(*paths, size=8):
+    identities, missing = identify(paths)
+    assert not missing
+    return decode(paths, identities, size)
+
+
+# --- one image ---
+
+
+def test_plain_colour_survives_and_is_nothing_odd(tmp_path):
+    picture = decode_image(photo(tmp_path / "a.png"), 16)
+    assert picture.pixels.shape == (16, 16, 3) and picture.pixels.dtype == np.uint8
+    assert (picture.pixels == (200, 30, 60)).all() and picture.traits == ()
+
+
+def test_bytes_are_decoded_like_the_file(tmp_path):
+    path = photo(tmp_path / "a.png")
+    assert (decode_image(memoryview(path.read_bytes()), 8).pixels == decode_image(path, 8).pixels).all()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_any_mode_becomes_rgb(tmp_path, mode):
+def test_any_mode_becomes_rgb_and_is_counted(tmp_path, mode):
     path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
-    Image.new("RGB", (9, 7), "white").convert(mode).save(path)
-    assert (decode_image(path, 8) > 250).all()
+    Image.new("RGB", (19, 17), "white").convert(mode).save(path)
+    picture = decode_image(path, 8)
+    assert (picture.pixels > 250).all() and picture.traits == ("converted",)
 
 
-def test_one_pixel(tmp_path):
-    assert (decode_image(photo(tmp_path / "a.png", (1, 2, 3), (1, 1)), 8) == (1, 2, 3)).all()
+def test_one_pixel_is_counted(tmp_path):
+    picture = decode_image(photo(tmp_path / "a.png", (1, 2, 3), (1, 1)), 8)
+    assert (picture.pixels == (1, 2, 3)).all() and picture.traits == ("small",)
+    assert decode_image(photo(tmp_path / "b.png", size=(16, 16)), 8).traits == ()
+    assert decode_image(photo(tmp_path / "c.png", size=(400, 15)), 8).traits == ("small",)
 
 
 def test_sixteen_bit_greys_are_scaled_not_clipped(tmp_path):
-    Image.fromarray(np.full((6, 6), 128 * 256, dtype=np.uint16)).save(tmp_path / "a.png")
-    assert (decode_image(tmp_path / "a.png", 4) == 128).all()
+    Image.fromarray(np.full((16, 16), 128 * 256, dtype=np.uint16)).save(tmp_path / "a.png")
+    assert (decode_image(tmp_path / "a.png", 4).pixels == 128).all()
 
 
 def test_transparent_pixels_are_white(tmp_path):
-    Image.new("RGBA", (6, 6), (255, 0, 0, 0)).save(tmp_path / "a.png")
-    assert (decode_image(tmp_path / "a.png", 4) == 255).all()
+    Image.new("RGBA", (16, 16), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    palette = Image.new("P", (16, 16), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.save(tmp_path / "b.png", transparency=1)
+    assert (decode_image(tmp_path / "a.png", 4).pixels == 255).all()
+    assert (decode_image(tmp_path / "b.png", 4).pixels == 255).all()
 
 
-def test_exif_rotation_is_applied(tmp_path):
+def test_exif_rotation_is_applied_and_counted(tmp_path):
     sideways = np.zeros((20, 20, 3), dtype=np.uint8)
     sideways[:10] = 255
     exif = Image.Exif()
     exif[0x0112] = 3  # turned by 180 degrees
     Image.fromarray(sideways).save(tmp_path / "a.jpg", exif=exif, quality=95)
     upright = decode_image(tmp_path / "a.jpg", 20)
-    assert upright[:8].max() < 20 and upright[12:].min() > 235
+    assert upright.pixels[:8].max() < 20 and upright.pixels[12:].min() > 235 and upright.traits == ("rotated",)
+
+
+@pytest.mark.parametrize("note", [b"Exif\0\0rubbish", b"Exif\0\0MM\0*\0\0\0"])
+def test_a_damaged_exif_note_is_no_damaged_picture(tmp_path, note):
+    Image.new("RGB", (20, 20), "white").save(tmp_path / "a.png", exif=note)
+    picture = decode_image(tmp_path / "a.png", 4)
+    assert (picture.pixels == 255).all() and picture.traits == ()
+
+
+@pytest.mark.parametrize("orientation", [0, 1, 9])
+def test_an_orientation_that_turns_nothing_is_not_counted(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.jpg", exif=exif)
+    assert decode_image(tmp_path / "a.jpg", 4).traits == ()
 
 
 def test_a_large_jpeg_is_close_to_full_decoding(tmp_path):
@@ -72,46 +107,123 @@ def test_a_large_jpeg_is_close_to_full_decoding(tmp_path):
     Image.fromarray(np.broadcast_to(ramp[None, :, None], (480, 640, 3)).copy()).save(tmp_path / "a.jpg", quality=95)
     with Image.open(tmp_path / "a.jpg") as image:
         full = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BICUBIC))
-    assert np.abs(decode_image(tmp_path / "a.jpg", 32).astype(int) - full).max() <= 4
+    assert np.abs(decode_image(tmp_path / "a.jpg", 32).pixels.astype(int) - full).max() <= 4
+
+
+# --- identity ---
+
+
+def test_identity_follows_the_content_not_name_or_time(tmp_path):
+    first = photo(tmp_path / "a.png")
+    copy = Path(shutil.copy(first, tmp_path / "renamed.png"))
+    os.utime(copy, (1, 1))
+    other = photo(tmp_path / "b.png", (200, 30, 61))
+    (one, two, three, held), missing = identify([first, copy, other, memoryview(first.read_bytes())])
+    assert one == two == held != three and not missing
+
+
+@pytest.mark.parametrize("place", [0, WHOLE_BYTES + 5, 2 * WHOLE_BYTES - 1])
+def test_a_change_at_the_ends_or_in_the_middle_of_a_large_file_is_seen(place):
+    content = bytearray(2 * WHOLE_BYTES)
+    changed = content.copy()
+    changed[place] = 1
+    longer = content + b"\0"
+    (before, after, grown), _ = identify([memoryview(bytes(item)) for item in (content, changed, longer)])
+    assert len({before, after, grown}) == 3
+
+
+def test_what_cannot_be_opened_is_named_by_position(tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    identities, missing = identify([tmp_path / "gone.png", photo(tmp_path / "a.png"), tmp_path / "folder.png"])
+    assert len(identities) == 1
+    assert missing == {0: "No such file or directory", 2: "Is a directory"}
+
+
+# --- many images and the cache ---
 
 
 def test_cached_and_not_decoded_twice(tmp_path, monkeypatch):
     path = photo(tmp_path / "a.png")
-    first = np.array(decode_images([path], 8, "key"))
+    first = decoded(path)
+    moved = Path(shutil.move(path, tmp_path / "moved.png"))
     monkeypatch.setattr(images, "decode_image", lambda *_: pytest.fail("decoded again"))
-    assert (decode_images([path], 8, "key") == first).all()
+    again = decoded(moved)
+    assert (again.pixels == first.pixels).all() and again[1:] == first[1:]
 
 
-def test_damaged_cache_is_made_again(tmp_path):
+def test_another_size_is_another_cache(tmp_path):
     path = photo(tmp_path / "a.png")
-    decode_images([path], 8, "key")
-    (array,) = (tmp_path / "cache" / "pixels").glob("*.npy")
-    array.write_bytes(array.read_bytes()[:50])
-    assert (decode_images([path], 8, "key") == (200, 30, 60)).all()
+    assert decoded(path, size=8).pixels.shape == (1, 8, 8, 3)
+    assert decoded(path, size=6).pixels.shape == (1, 6, 6, 3)
 
 
-def test_corrupt_files_are_named_and_counted(tmp_path):
-    (tmp_path / "empty.jpg").write_bytes(b"")
-    paths = [photo(tmp_path / "good.png"), truncated(tmp_path / "cut.jpg"), tmp_path / "empty.jpg"]
-    with pytest.raises(UserError, match=r"cut\.jpg.*and 1 other;.*skip_corrupt = true"):
-        decode_images(paths, 8, "key")
-    assert not list((tmp_path / "cache" / "pixels").glob("*.npy"))
+@pytest.mark.parametrize("suffix", ["npy", "json"])
+@pytest.mark.parametrize("damage", [lambda content: content[:50], lambda content: b"{}", lambda content: b""])
+def test_damaged_cache_is_made_again(tmp_path, own_cache, suffix, damage):
+    path = photo(tmp_path / "a.png")
+    decoded(path)
+    (file,) = (own_cache / "pixels").glob(f"*.{suffix}")
+    file.write_bytes(damage(file.read_bytes()))
+    assert (decoded(path).pixels == (200, 30, 60)).all()
 
 
-def test_corrupt_files_can_be_skipped(tmp_path):
+def test_interrupted_decoding_leaves_nothing_and_starts_again(tmp_path, own_cache, monkeypatch):
+    paths = [photo(tmp_path / f"{shade}.png", (shade, 0, 0)) for shade in range(20)]
+    begun = []
+
+    def interrupted(image, size):
+        begun.append(image)
+        if image == paths[3]:
+            raise KeyboardInterrupt
+        time.sleep(0.1 if image in paths[4:] else 0)  # time enough for the interruption to arrive
+        return decode_image(image, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "decode_image", interrupted)
+        patch.setattr(images, "_usable_cores", lambda: 1)
+        with pytest.raises(KeyboardInterrupt):
+            decoded(*paths)
+    assert len(begun) < 20, "what had not begun is dropped"
+    assert not [path for path in own_cache.rglob("*") if path.is_file()]
+    assert decoded(*paths).pixels[:, 0, 0, 0].tolist() == list(range(20))
+
+
+def test_corrupt_files_are_left_out_with_a_reason(tmp_path, monkeypatch):
     (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "cut.jpg").write_bytes(jpeg()[:900])
+    (tmp_path / "empty.jpg").write_bytes(b"")
     good = [photo(tmp_path / f"{shade}.png", (shade, shade, shade)) for shade in (10, 20)]
-    paths = [truncated(tmp_path / "cut.jpg"), good[0], tmp_path / "text.png", good[1]]
-    for _ in range(2):  # computed, then from the cache
-        pixels, readable, problems = decode_readable(paths, 8, "key")
-        assert readable.tolist() == [False, True, False, True]
-        assert pixels[:, 0, 0, 0].tolist() == [10, 20]
-        assert [path.name for path, _ in problems] == ["cut.jpg", "text.png"] and all(why for _, why in problems)
-    with pytest.raises(UserError, match="skip_corrupt"):
-        decode_images(paths, 8, "key")
+    paths = [tmp_path / "cut.jpg", good[0], tmp_path / "text.png", good[1], tmp_path / "empty.jpg"]
+    for _ in range(2):  # decoded, then from the cache
+        result = decoded(*paths)
+        assert result.pixels[:, 0, 0, 0].tolist() == [10, 20]
+        assert sorted(result.unreadable) == [0, 2, 4] and all(result.unreadable.values())
+        assert "truncated" in result.unreadable[0]
+        monkeypatch.setattr(images, "decode_image", lambda *_: pytest.fail("damaged files cost a second pass"))
 
 
-def test_progress_passes_everything_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(images, "SECONDS_BEFORE_PROGRESS", -1.0)
-    monkeypatch.setattr("sys.stderr", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
-    assert list(with_progress(range(5), 5, "Counting")) == [0, 1, 2, 3, 4]
+def test_a_decompression_bomb_is_refused_and_a_large_picture_is_not(tmp_path, monkeypatch):
+    """Pillow warns above its limit and refuses above twice its limit: 40 * 30 = 1200 pixels are between, then above."""
+    path, other = photo(tmp_path / "a.png"), photo(tmp_path / "b.png", (1, 1, 1))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 700)
+    assert not decoded(path).unreadable
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    assert "bomb" in decoded(other).unreadable[0]
+
+
+def test_equal_pictures_are_found_and_the_checksum_follows_the_pixels(tmp_path):
+    red = photo(tmp_path / "a.png", (250, 0, 0))
+    Image.new("RGB", (30, 30), (250, 0, 0)).save(tmp_path / "other.bmp")  # other bytes, the same picture
+    blue = photo(tmp_path / "b.png", (0, 0, 250))
+    result = decoded(red, blue, tmp_path / "other.bmp")
+    assert result.same_picture == [[0, 2]]
+    assert decoded(red, blue, red).checksum == result.checksum
+    assert decoded(red, blue, blue).checksum != result.checksum
+    assert decoded(blue, red, red).checksum != result.checksum
+
+
+def test_traits_are_counted(tmp_path):
+    Image.new("L", (30, 30)).save(tmp_path / "grey.png")
+    Image.new("L", (3, 3)).save(tmp_path / "speck.png")
+    result = decoded(tmp_path / "grey.png", tmp_path / "speck.png", photo(tmp_path / "a.png"))
+    assert result.traits == {"converted": 2, "small": 1}

@@ -1,7 +1,7 @@
 """What `ease train` does, with progress: library calls that end in a printable summary."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from rich.console import RenderableType
 
 from ease.audit.evaluate import recalls
 from ease.audit.retrieval import GalleryRecall
-from ease.console import megabytes, rounds_bar, status, table
+from ease.console import errors, megabytes, rounds_bar, status, table
+from ease.data.report import count_cut
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.storage import write_json
@@ -73,6 +74,9 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     run = Run.plan(out, config)
     with status("preparing data and backbone", quiet):
         world = World.open(run.config)
+        found = [] if quiet else _data_report(world)
+    for line in found:  # before training, while it can still be corrected
+        errors.print(line, soft_wrap=True, markup=False, highlight=False)
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
@@ -82,6 +86,14 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
         summary = _summarise(run, world)
     write_json(out / "summary.json", summary.as_json())
     return summary
+
+
+def _data_report(world: World) -> list[str]:
+    """What was odd in the files of the data; nothing for generated data."""
+    if world.pairs.report is None:
+        return []
+    cut = count_cut(world.pairs.captions, world.backbone.tokenize)
+    return list(replace(world.pairs.report, cut_captions=cut).lines())
 
 
 def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ease.data.images import with_progress
+from ease.console import with_progress
 from ease.data.pairs import PairSet
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower

@@ -1,29 +1,32 @@
-"""Image files on disk: decode each once into a memory-mapped array, and join them with captions into pairs."""
+"""Images: decode each once into a memory-mapped array that is found again by what the files hold."""
 
-import logging
+import hashlib
+import io
 import os
 import struct
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ease.data.pairs import PairSet
+from ease.console import with_progress
 from ease.errors import UserError
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
-CAPTIONS_PER_IMAGE = 5
-SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "validation": "validation", "test": "test"}
-DECODER_VERSION = 1
-"""Part of the cache key: raise it when decoding gives other pixels."""
+ImageSource = Path | memoryview
+"""A file, or the bytes of one."""
+
+DECODER_VERSION = 2
+"""Part of the cache key: raise it when decoding gives other pixels or another record."""
+SMALL_SIDE = 16
+WHOLE_BYTES = 64 * 1024
+"""Files up to this size are hashed whole; of larger ones, three pieces of a quarter of it."""
 # What Pillow's decoders raise on damaged files; running out of memory is not the fault of a file and passes through.
 DECODER_ERRORS = (
     OSError,
@@ -37,128 +40,146 @@ DECODER_ERRORS = (
     struct.error,
     Image.DecompressionBombError,
 )
-SECONDS_BEFORE_PROGRESS = 2.0
+ORIENTATION = 0x0112
 
 Item = TypeVar("Item")
-log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Decoded(NamedTuple):
+    """What a list of images became; positions count from the front of that list."""
+
     pixels: np.ndarray
     """uint8 [readable images, size, size, 3], memory-mapped."""
-    readable: np.ndarray
-    """bool [paths]."""
-    problems: list[tuple[Path, str]]
-    """Each unreadable file and why."""
+    unreadable: dict[int, str]
+    """Position of each image that cannot be read, and why."""
+    checksum: str
+    """Hash of all pixels."""
+    same_picture: list[list[int]]
+    """Positions of images whose pixels are all equal."""
+    traits: dict[str, int]
+    """How many images were `rotated`, `converted` or `small`."""
 
 
-@dataclass(frozen=True)
-class ImageRecord:
-    """One validated entry of a caption file."""
-
-    id: str
-    path: Path
-    captions: tuple[str, ...]
-    split: str
-    where: str
-    """Place in the caption file, for error messages."""
+class Picture(NamedTuple):
+    pixels: np.ndarray
+    """uint8 [size, size, 3]."""
+    traits: tuple[str, ...]
 
 
-def pairs_from_records(records: Sequence[ImageRecord], source: Path, size: int, skip_corrupt: bool = False) -> PairSet:
-    """Decode the images of validated records and join everything into a PairSet; `source` is the caption file."""
-    if not records:
-        raise UserError(f"{source}: no images listed; give at least one image with captions")
-    _refuse_duplicates(records, source)
-    stamps = _file_stamps(records, source)
-    pixels_key = digest([record.id for record in records], stamps)
-    paths = [record.path for record in records]
-    if skip_corrupt:
-        pixels, readable, problems = decode_readable(paths, size, pixels_key)
-        if not readable.any():
-            raise UserError(f"{source}: none of the {len(records)} images can be read; check the image folder")
-        for path, reason in problems:
-            log.warning("%s: skipped, cannot read this image (%s)", path, reason)
-        records = [record for record, good in zip(records, readable, strict=True) if good]
-        stamps = [stamp for stamp, good in zip(stamps, readable, strict=True) if good]
-    else:
-        pixels = decode_images(paths, size, pixels_key)
-    ids = tuple(record.id for record in records)
-    captions = tuple(_exactly_five(record.captions) for record in records)
-    splits = tuple(record.split for record in records)
-    fingerprint = digest("pairs", DECODER_VERSION, size, ids, captions, splits, stamps)
-    return PairSet(ids=ids, captions=captions, pixels=pixels, splits=splits, fingerprint=fingerprint)
+def identify(images: Sequence[ImageSource]) -> tuple[list[str], dict[int, str]]:
+    """A hash of every image that follows its content, and for those that cannot be opened why, by position.
+
+    Names and times do not count, so a copied data set is not decoded again.
+    """
+    unreadable: dict[int, str] = {}
+    identities = []
+    for position, outcome in enumerate(_in_threads(_identity, images, "Checking images")):
+        if isinstance(outcome, OSError):
+            unreadable[position] = outcome.strerror or str(outcome)
+        else:
+            identities.append(outcome)
+    return identities, unreadable
 
 
-def decode_images(paths: Sequence[Path], size: int, cache_key: str) -> np.ndarray:
-    """Pixels of every image as uint8 [n, size, size, 3], memory-mapped; an unreadable image is an error."""
-    return _decode(paths, size, cache_key, skip_corrupt=False).pixels
+def _identity(image: ImageSource) -> str | OSError:
+    """Of a large file the two ends and the middle count: an edit that keeps the size and all three is missed."""
+    try:
+        with _open(image) as file:
+            size = file.seek(0, os.SEEK_END)
+            piece = WHOLE_BYTES // 4
+            starts = (0, size // 2, size - piece) if size > WHOLE_BYTES else (0,)
+            content = hashlib.blake2b(str(size).encode(), digest_size=16)
+            for start in starts:
+                file.seek(start)
+                content.update(file.read(piece if size > WHOLE_BYTES else size))
+            return content.hexdigest()
+    except OSError as error:
+        return error
 
 
-def decode_readable(paths: Sequence[Path], size: int, cache_key: str) -> Decoded:
-    """Pixels of the images that can be read, and which could not and why (`data.skip_corrupt = true`)."""
-    return _decode(paths, size, cache_key, skip_corrupt=True)
+def _open(image: ImageSource) -> BinaryIO:
+    return image.open("rb") if isinstance(image, Path) else io.BytesIO(image)
 
 
-def _decode(paths: Sequence[Path], size: int, cache_key: str, skip_corrupt: bool) -> Decoded:
-    stem = cache_folder() / "pixels" / digest("pixels", DECODER_VERSION, cache_key, size, len(paths))
-    array_path, problems_path = stem.with_suffix(".npy"), stem.with_suffix(".json")
-    if not _cached(array_path, problems_path, shape=(len(paths), size, size, 3)):
-        _decode_into(array_path, problems_path, paths, size, skip_corrupt)
-    reasons = {int(index): reason for index, reason in read_json(problems_path).items()}
-    if reasons and not skip_corrupt:
-        raise _corrupt_images(paths, reasons)
-    readable = np.ones(len(paths), dtype=bool)
-    readable[list(reasons)] = False
+def decode(images: Sequence[ImageSource], identities: Sequence[str], size: int) -> Decoded:
+    """Pixels of all images that can be read, from the cache or decoded now.
+
+    Interrupted decoding leaves nothing and begins anew; damaged files are recorded, so they cost no second pass.
+    """
+    stem = cache_folder() / "pixels" / digest("pixels", DECODER_VERSION, identities, size)
+    array_path, record_path = stem.with_suffix(".npy"), stem.with_suffix(".json")
+    try:
+        return _cached(array_path, record_path)
+    except (UserError, LookupError, TypeError, ValueError):  # absent or damaged
+        _decode_into(array_path, record_path, images, size)
+        return _cached(array_path, record_path)
+
+
+def _cached(array_path: Path, record_path: Path) -> Decoded:
+    record = read_json(record_path)
+    unreadable = {int(position): reason for position, reason in record["unreadable"].items()}
+    pixels = map_array(array_path)
     # The readable rows lie at the front, so that dropping the others stays a view of the mapped file.
-    pixels = map_array(array_path)[: int(readable.sum())]
-    return Decoded(pixels, readable, [(Path(paths[index]), reason) for index, reason in sorted(reasons.items())])
+    kept = pixels[: len(pixels) - len(unreadable)]
+    return Decoded(kept, unreadable, record["checksum"], record["same_picture"], record["traits"])
 
 
-def _cached(array_path: Path, problems_path: Path, shape: tuple[int, ...]) -> bool:
-    if not (array_path.exists() and problems_path.exists()):
-        return False
-    try:
-        read_json(problems_path)
-        return map_array(array_path).shape == shape
-    except UserError:
-        return False
-
-
-def _decode_into(array_path: Path, problems_path: Path, paths: Sequence[Path], size: int, skip_corrupt: bool) -> None:
-    reasons: dict[int, str] = {}
-    # Threads suffice: Pillow decodes and resizes outside the interpreter lock.
-    with (
-        new_array(array_path, (len(paths), size, size, 3), np.uint8) as pixels,
-        ThreadPoolExecutor(_usable_cores()) as pool,
-    ):
-        decoded = pool.map(lambda path: _pixels_or_reason(path, size), paths)
-        filled = 0
-        for index, outcome in enumerate(with_progress(decoded, len(paths), "Decoding images")):
+def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSource], size: int) -> None:
+    unreadable: dict[str, str] = {}
+    traits: Counter[str] = Counter()
+    positions: dict[str, list[int]] = {}
+    checksum = hashlib.sha256()
+    filled = 0
+    with new_array(array_path, (len(images), size, size, 3), np.uint8) as pixels, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's remarks on odd files would break the progress bar
+        work = partial(_picture_or_reason, size=size)
+        for position, outcome in enumerate(_in_threads(work, images, "Decoding images")):
             if isinstance(outcome, str):
-                reasons[index] = outcome
-            else:
-                pixels[filled] = outcome
-                filled += 1
-        if reasons and not skip_corrupt:
-            raise _corrupt_images(paths, reasons)
-        # Written before the array appears under its name, so an array is never without its list of problems.
-        write_json(problems_path, {str(index): reason for index, reason in reasons.items()})
+                unreadable[str(position)] = outcome
+                continue
+            pixels[filled] = outcome.pixels
+            filled += 1
+            content = hashlib.blake2b(outcome.pixels.tobytes(), digest_size=16).hexdigest()
+            checksum.update(content.encode())
+            positions.setdefault(content, []).append(position)
+            traits.update(outcome.traits)
+        # Written before the array appears under its name, so an array is never without its record.
+        record = {
+            "unreadable": unreadable,
+            "checksum": checksum.hexdigest(),
+            "same_picture": [group for group in positions.values() if len(group) > 1],
+            "traits": traits,
+        }
+        write_json(record_path, record)
 
 
-def _pixels_or_reason(path: Path, size: int) -> np.ndarray | str:
+def _picture_or_reason(image: ImageSource, size: int) -> Picture | str:
     try:
-        return decode_image(path, size)
+        return decode_image(image, size)
     except DECODER_ERRORS as error:
         return str(error) or type(error).__name__
 
 
-def decode_image(path: Path, size: int) -> np.ndarray:
-    """One image as uint8 [size, size, 3]: upright, RGB, squashed to a square."""
-    with Image.open(path) as opened:
+def decode_image(image: ImageSource, size: int) -> Picture:
+    """One image: upright, RGB, squashed to a square."""
+    with _open(image) as file, Image.open(file) as opened:
+        small, converted = min(opened.size) < SMALL_SIDE, opened.mode != "RGB"
         # Lets the JPEG decoder skip detail that the resize would discard; it never goes below the size asked for.
         opened.draft(None, (2 * size, 2 * size))
-        upright = ImageOps.exif_transpose(opened)
-    return np.asarray(_to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC))
+        rotated = _orientation(opened) != 1
+        upright = ImageOps.exif_transpose(opened) if rotated else opened
+        square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC)
+    found = {"rotated": rotated, "converted": converted, "small": small}
+    return Picture(np.asarray(square), tuple(name for name, true in found.items() if true))
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except DECODER_ERRORS:  # a damaged note is no damaged picture
+        return 1
+    return orientation if orientation in range(1, 9) else 1
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -172,103 +193,18 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _corrupt_images(paths: Sequence[Path], reasons: dict[int, str]) -> UserError:
-    first = min(reasons)
-    return UserError(
-        f"{paths[first]}: cannot read this image ({reasons[first]}){_and_others(len(reasons) - 1)}; "
-        "remove them from the data or set `data.skip_corrupt = true`"
-    )
+def _in_threads(work: Callable[[Item], Result], items: Sequence[Item], label: str) -> Iterator[Result]:
+    """Results in order, with progress; an interruption drops what has not begun.
 
-
-def _and_others(count: int) -> str:
-    return f", and {count} other{'s' if count > 1 else ''}" if count else ""
+    Threads, not processes: Pillow works outside the interpreter lock, and the pixels need not travel.
+    """
+    pool = ThreadPoolExecutor(_usable_cores())
+    try:
+        yield from with_progress(pool.map(work, items), len(items), label)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, cores)
-
-
-def _refuse_duplicates(records: Sequence[ImageRecord], source: Path) -> None:
-    seen: dict[str, str] = {}
-    for record in records:
-        if record.id in seen:
-            raise UserError(
-                f"{source}: {record.where}: id {record.id!r} is already used by {seen[record.id]}; "
-                "every image needs its own id: remove or rename one"
-            )
-        seen[record.id] = record.where
-
-
-def _file_stamps(records: Sequence[ImageRecord], source: Path) -> list[tuple[int, int]]:
-    """Size and modification time of every image: cheap to take, and they change when the picture does."""
-    stamps, missing = [], []
-    for record in records:
-        try:
-            status = record.path.stat()
-        except OSError:
-            missing.append(record)
-        else:
-            stamps.append((status.st_size, status.st_mtime_ns))
-    if missing:
-        first = missing[0]
-        raise UserError(
-            f"{source}: {first.where}: image {first.path} is missing{_and_others(len(missing) - 1)}; "
-            "put the images there or remove their entries"
-        )
-    return stamps
-
-
-def _exactly_five(captions: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(captions[index % len(captions)] for index in range(CAPTIONS_PER_IMAGE))
-
-
-def check_caption(value: Any, where: str) -> str:
-    """The caption without outer blanks; an error that begins with `where` when it is not usable text."""
-    if not isinstance(value, str):
-        raise UserError(f"{where}: a caption must be text, not {type(value).__name__}; write it in quotes")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again") from error
-    if not value.strip():
-        raise UserError(f"{where}: caption is empty; write a caption or remove the entry")
-    return value.strip()
-
-
-def check_split(value: Any, where: str) -> str:
-    """Our name of a split that a caption file names."""
-    if not isinstance(value, str) or value not in SPLIT_NAMES:
-        raise UserError(f"{where}: unknown split {value!r}; use one of: {', '.join(SPLIT_NAMES)}")
-    return SPLIT_NAMES[value]
-
-
-def check_relative_path(value: Any, where: str) -> PurePosixPath:
-    """A path that stays inside its folder by its own words; links the owner put in the folder are followed."""
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise UserError(f"{where}: must be the relative path of an image, got {value!r}; name the image file")
-    path = PurePosixPath(value)
-    if path.is_absolute() or ".." in path.parts:
-        raise UserError(f"{where}: {value!r} leaves the image folder; use a path inside it")
-    return path
-
-
-def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
-    """Pass items through; work of more than two seconds shows a bar with the time left, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(label, total=total)
-    begun, shown = time.monotonic(), False
-    try:
-        for item in items:
-            yield item
-            bar.advance(task)
-            if not shown and time.monotonic() - begun > SECONDS_BEFORE_PROGRESS:
-                bar.start()
-                shown = True
-    finally:
-        if shown:
-            bar.stop()

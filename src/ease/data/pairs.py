@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ease.data.report import DataReport
+
 SPLITS = ("train", "validation", "test")
 
 
@@ -14,13 +16,15 @@ class PairSet:
 
     ids: tuple[str, ...]
     captions: tuple[tuple[str, ...], ...]
-    """Five captions for each image; loaders repeat or cut to get exactly five."""
+    """Five captions for each image: the first five, or fewer ones repeated."""
     pixels: np.ndarray
     """uint8 [pairs, height, width, 3], usually memory-mapped."""
     splits: tuple[str, ...]
     """`train`, `validation` or `test` for each pair."""
     fingerprint: str
     """Hash of what made this data; derived caches are keyed by it."""
+    report: DataReport | None = None
+    """What was odd in the files; None for generated data."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,0 +1,67 @@
+"""What was found while data was read: counts that a person should see before training on it."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+SHORT_CAPTION = 60
+"""So few characters fit every text encoder: the shortest context holds 31 words."""
+LAST_WORD = re.compile(r"\w+\W*$")
+
+FINDINGS = {
+    "joined": "{:,} rows joined with an earlier row of the same image",
+    "without_caption": "{:,} images left out: no caption",
+    "unreadable": "{:,} images left out: not readable",
+    "blank_captions": "{:,} blank captions dropped",
+    "cut_captions": "{:,} captions cut: longer than the text encoder reads",
+    "over_five": "{:,} images with more than five captions: first five used",
+    "under_five": "{:,} images with fewer than five captions: repeated up to five",
+    "same_picture": "{:,} images with the picture of another id: forgetting one leaves the other",
+    "rotated": "{:,} images turned upright as their EXIF note says",
+    "converted": "{:,} images converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
+    "small": "{:,} images of less than 16 pixels in width or height: kept",
+}
+"""Each count in words, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """How much of the data was odd. What each count means stands in `FINDINGS`."""
+
+    splits: dict[str, int]
+    """Pairs of each split."""
+    joined: int = 0
+    without_caption: int = 0
+    unreadable: int = 0
+    blank_captions: int = 0
+    cut_captions: int = 0
+    over_five: int = 0
+    under_five: int = 0
+    same_picture: int = 0
+    rotated: int = 0
+    converted: int = 0
+    small: int = 0
+    listings: tuple[Path, ...] = ()
+    """Files that name every unreadable image and every picture with several ids."""
+
+    def lines(self) -> Iterator[str]:
+        """The report in words; what did not occur is not mentioned."""
+        total = sum(self.splits.values())
+        yield f"{total:,} pairs: " + ", ".join(f"{count:,} {split}" for split, count in self.splits.items())
+        for name, sentence in FINDINGS.items():
+            if count := getattr(self, name):
+                yield "  " + sentence.format(count)
+        for path in self.listings:
+            yield f"  listed in {path}"
+
+
+def count_cut(captions: Iterable[Sequence[str]], tokenize: Callable[[Sequence[str]], Tensor]) -> int:
+    """Captions whose end the tokenizer drops: without their last word they give the same tokens."""
+    long = sorted({text for texts in captions for text in texts if len(text) > SHORT_CAPTION})
+    if not long:
+        return 0
+    whole, shortened = tokenize([*long, *(LAST_WORD.sub("", text) for text in long)]).chunk(2)
+    return int((whole == shortened).all(dim=1).sum())

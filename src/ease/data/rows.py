@@ -1,0 +1,221 @@
+"""Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ease.data.images import ImageSource, decode, identify
+from ease.data.pairs import SPLITS, PairSet
+from ease.data.report import DataReport
+from ease.errors import UserError
+from ease.storage import cache_folder, digest, write_atomic
+
+CAPTIONS_PER_IMAGE = 5
+SPLIT_NAMES = {
+    "train": "train",
+    "restval": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+"""The name of a split in a file, in small letters, and ours. `restval`, COCO's spare part, is trained on."""
+NAMED_IN_MESSAGE = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image with captions, as some layout lists it. An image may have several rows."""
+
+    id: str
+    image: ImageSource
+    captions: tuple[str, ...]
+    """As written; blank ones are dropped later, and counted."""
+    split: str | None
+    """One of ours; None when the data names none."""
+    where: str
+    """File and place in it, for messages."""
+
+    @property
+    def name(self) -> str:
+        return str(self.image) if isinstance(self.image, Path) else self.where
+
+
+def pairs_from_rows(
+    rows: Sequence[Row], source: Path, size: int, held_out_share: float = 0.2, skip_corrupt: bool = False
+) -> PairSet:
+    """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`."""
+    if not rows:
+        raise UserError(f"{source}: no images listed; give at least one image with captions")
+    joined = _join(rows)
+    written = [len(row.captions) for row in joined]
+    cleaned = [replace(row, captions=tuple(filter(None, map(str.strip, row.captions)))) for row in joined]
+    captioned = [row for row in cleaned if row.captions]
+    if not captioned:
+        raise UserError(f"{source}: none of the {len(cleaned)} images has a caption; add captions")
+
+    identities, missing = identify([row.image for row in captioned])
+    present, missing_list = _leave_out(captioned, missing, source, skip_corrupt)
+    decoded = decode([row.image for row in present], identities, size)
+    kept, corrupt_list = _leave_out(present, decoded.unreadable, source, skip_corrupt)
+    twins = [", ".join(present[position].id for position in group) for group in decoded.same_picture]
+
+    ids = tuple(row.id for row in kept)
+    captions = tuple(_exactly_five(row.captions) for row in kept)
+    splits = tuple(row.split or split_by_id(row.id, held_out_share) for row in kept)
+    report = DataReport(
+        splits={split: splits.count(split) for split in SPLITS},
+        joined=len(rows) - len(joined),
+        without_caption=len(cleaned) - len(captioned),
+        unreadable=len(captioned) - len(kept),
+        blank_captions=sum(written) - sum(len(row.captions) for row in cleaned),
+        over_five=sum(len(row.captions) > CAPTIONS_PER_IMAGE for row in kept),
+        under_five=sum(len(row.captions) < CAPTIONS_PER_IMAGE for row in kept),
+        same_picture=sum(map(len, decoded.same_picture)),
+        listings=(*missing_list, *corrupt_list, *_listing("same-picture", twins)),
+        **decoded.traits,
+    )
+    fingerprint = digest("pairs", size, ids, captions, splits, decoded.checksum)
+    return PairSet(ids, captions, decoded.pixels, splits, fingerprint, report)
+
+
+def _join(rows: Iterable[Row]) -> list[Row]:
+    """One row for each id: many files have a line for each caption. An id with two images or splits is an error."""
+    joined: dict[str, Row] = {}
+    for row in rows:
+        first = joined.setdefault(row.id, row)
+        if first is row:
+            continue
+        if row.image != first.image:
+            raise UserError(
+                f"{row.where}: id {row.id!r} is already used by {first.where} for another image; "
+                "every image needs its own id: remove or rename one"
+            )
+        if row.split != first.split:
+            raise UserError(
+                f"{row.where}: image {row.id!r} is in split {row.split} here and in {first.split} at {first.where}; "
+                "an image belongs to one split: correct one"
+            )
+        new = tuple(text for text in row.captions if text not in first.captions)
+        joined[row.id] = replace(first, captions=first.captions + new)
+    return list(joined.values())
+
+
+def _leave_out(
+    rows: list[Row], reasons: dict[int, str], source: Path, skip_corrupt: bool
+) -> tuple[list[Row], tuple[Path, ...]]:
+    """The rows that can be read, and the file that lists the others; an error unless the user lets them go."""
+    problems = [f"{rows[position].name} ({reason})" for position, reason in sorted(reasons.items())]
+    listing = _listing("unreadable", problems)
+    if problems and not skip_corrupt:
+        more = len(problems) - NAMED_IN_MESSAGE
+        others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
+        raise UserError(
+            f"{source}: cannot read {len(problems)} of {len(rows)} images: {', '.join(problems[:NAMED_IN_MESSAGE])}"
+            f"{others}; mend or remove them (all are listed in {listing[0]}) or set `data.skip_corrupt = true`"
+        )
+    if len(problems) == len(rows):
+        raise UserError(f"{source}: none of the {len(rows)} images can be read; check the image folder")
+    return [row for position, row in enumerate(rows) if position not in reasons], listing
+
+
+def _listing(kind: str, lines: Sequence[str]) -> tuple[Path, ...]:
+    """A text file beside the pixel cache with all lines; nothing when there are none."""
+    if not lines:
+        return ()
+    path = cache_folder() / "pixels" / f"{kind}-{digest(lines)}.txt"
+    # A file name may hold bytes that are no text; they are shown escaped.
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+    return (path,)
+
+
+def _exactly_five(captions: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(captions[index % len(captions)] for index in range(CAPTIONS_PER_IMAGE))
+
+
+def split_by_id(pair_id: str, held_out_share: float) -> str:
+    """Half of the share is `test`, half `validation`, by a hash of the id: a pair keeps its split when others go."""
+    place = int(digest("split", pair_id), 16) / 16**16
+    return "test" if place < held_out_share / 2 else "validation" if place < held_out_share else "train"
+
+
+def read_text(path: Path) -> str:
+    """The text of a user's file, less a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; check data.path") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
+
+
+def read_lists(path: Path, *keys: str) -> list[list[dict[str, Any]]]:
+    """The lists of objects that a JSON file holds under these keys."""
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged JSON ({error}); download it again") from error
+    lists = []
+    for key in keys:
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list):
+            raise UserError(f"{path}: key `{key}` with a list is missing; does data.name fit this file?")
+        for index, entry in enumerate(entries):
+            if not isinstance(entry, dict):
+                raise UserError(f"{path}: {key}[{index}]: must be an object, not {type(entry).__name__}; mend the file")
+        lists.append(entries)
+    return lists
+
+
+def field(entry: dict[str, Any], key: str, where: str) -> Any:
+    """A value that must be there."""
+    if key not in entry:
+        raise UserError(f"{where}.{key}: key is missing; add it or remove the entry")
+    return entry[key]
+
+
+def check_caption(value: Any, where: str) -> str:
+    """Text as it stands; an error that begins with `where` when it is none. Nothing at all is a blank caption."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{where}: a caption must be text, not {type(value).__name__}; write it in quotes")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again") from error
+    return value
+
+
+def check_split(value: Any, where: str) -> str:
+    """Our name of a split that a file names."""
+    known = SPLIT_NAMES.get(value.strip().lower()) if isinstance(value, str) else None
+    if known is None:
+        raise UserError(f"{where}: unknown split {value!r}; use one of: {', '.join(SPLIT_NAMES)}")
+    return known
+
+
+def check_relative_path(value: Any, where: str) -> PurePosixPath:
+    """A path that stays inside its folder by its own words; links the owner put in the folder are followed."""
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise UserError(f"{where}: must be the relative path of an image, got {value!r}; name the image file")
+    path = PurePosixPath(value)
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(f"{where}: {value!r} leaves the image folder; use a path inside it")
+    return path
+
+
+def check_folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; check data.path and data.images")
+    return folder
+
+
+def first_existing(candidates: Sequence[Path]) -> Path:
+    """Copies of one data set differ in their folders; where none fits, the first is what the message names."""
+    return next((path for path in candidates if path.exists()), candidates[0])

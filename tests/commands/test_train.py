@@ -1,0 +1,58 @@
+"""What `ease train` tells about the data before it trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+
+@pytest.fixture
+def odd_data(tmp_path: Path) -> Path:
+    """Twelve pictures: two are equal, one is grey, one is broken, one caption is blank and one has 40 words."""
+    folder = tmp_path / "[photos]"
+    folder.mkdir()
+    captions = ["a red boat", " ", "boat " * 40, *["a house"] * 9]
+    for number in range(12):
+        picture = Image.new("RGB", (64, 64), (20 * max(number, 1), 99, 5 * max(number, 1)))  # 0 and 1 are equal
+        (picture.convert("L") if number == 5 else picture).save(folder / f"{number}.png")
+    (folder / "6.png").write_bytes(b"broken")
+    lines = [
+        {"image": f"{number}.png", "captions": [text, "a tree"], "split": "test" if number > 8 else "train"}
+        for number, text in enumerate(captions)
+    ]
+    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def train(ease, small, tmp_path: Path, data: Path, *options: str):
+    changes = ["data.name=folder", f'data.path="{data}"', "data.skip_corrupt=true", "partition.clients=2"]
+    pairs = [part for change in (*small, *changes) for part in ("--set", change)]
+    return ease("train", "--out", tmp_path / "run", *pairs, *options)
+
+
+def test_what_was_odd_is_told_before_training(ease, small, tmp_path, odd_data, monkeypatch) -> None:
+    monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
+    result = train(ease, small, tmp_path, odd_data)
+    assert result.code == 0, result.err
+    told = result.err[: result.err.index("training 1/")].splitlines()
+    assert told[:-2] == [
+        "11 pairs: 8 train, 0 validation, 3 test",
+        "  1 images left out: not readable",
+        "  1 blank captions dropped",
+        "  1 captions cut: longer than the text encoder reads",
+        "  11 images with fewer than five captions: repeated up to five",
+        "  2 images with the picture of another id: forgetting one leaves the other",
+        "  1 images converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
+    ]
+    broken, twins = (Path(line.removeprefix("  listed in ")).read_text() for line in told[-2:])
+    assert broken.startswith(f"{odd_data}/6.png (cannot identify") and twins == "0, 1\n"
+
+
+def test_quiet_means_quiet(ease, small, tmp_path, odd_data) -> None:
+    assert train(ease, small, tmp_path, odd_data, "--quiet").err == ""
+
+
+def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:
+    pairs = [part for change in small for part in ("--set", change)]
+    assert ease("train", "--out", tmp_path / "run", *pairs).err.startswith("training 1/2")

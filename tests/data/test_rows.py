@@ -1,0 +1,180 @@
+"""From rows to pairs: what is joined, dropped, counted and refused, whatever the layout."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ease.data.report import DataReport
+from ease.data.rows import Row, check_relative_path, check_split, pairs_from_rows, read_text, split_by_id
+from ease.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+SOURCE = Path("list.json")
+FIVE = tuple("abcde")
+
+
+@pytest.fixture
+def row(tmp_path, picture):
+    """A row whose picture has a shade of its own, numbered from 0."""
+
+    def make(number: int, captions=FIVE, split: str | None = "train", **changes) -> Row:
+        path = picture(tmp_path / "images" / f"{number}.png", number * 10)
+        return replace(Row(f"id{number}", path, tuple(captions), split, f"list.json: entry {number}"), **changes)
+
+    return make
+
+
+def test_plain_rows_become_pairs_with_nothing_to_report(row):
+    pairs = pairs_from_rows([row(0), row(1, split="validation"), row(2, split="test")], SOURCE, 4)
+    assert pairs.ids == ("id0", "id1", "id2") and pairs.captions == (FIVE,) * 3
+    assert pairs.splits == ("train", "validation", "test")
+    assert pairs.pixels[:, 0, 0, 0].tolist() == [0, 10, 20]
+    assert pairs.report == DataReport(splits={"train": 1, "validation": 1, "test": 1})
+
+
+def test_five_captions_always(row):
+    """Seven are cut to five; two are repeated in turn: 0 1 0 1 0."""
+    pairs = pairs_from_rows([row(0, "abcdefg"), row(1, ["one", " two "]), row(2, ["only"])], SOURCE, 4)
+    assert pairs.captions == (FIVE, ("one", "two", "one", "two", "one"), ("only",) * 5)
+    assert (pairs.report.over_five, pairs.report.under_five) == (1, 2)
+
+
+def test_blank_captions_are_dropped_and_images_without_any_left_out(row):
+    rows = [row(0, ["a", "  ", "", "b", "c", "d", "e"]), row(1, ["\t"]), row(2, [])]
+    pairs = pairs_from_rows(rows, SOURCE, 4)
+    assert pairs.ids == ("id0",) and pairs.captions == (FIVE,)
+    assert (pairs.report.blank_captions, pairs.report.without_caption, pairs.report.over_five) == (3, 2, 0)
+    with pytest.raises(UserError, match=r"list\.json: none of the 2 images has a caption"):
+        pairs_from_rows(rows[1:], SOURCE, 4)
+
+
+def test_rows_of_one_image_are_joined_and_a_caption_counts_once(row):
+    pairs = pairs_from_rows([row(0, ["a"]), row(1), row(0, ["b", "a"]), row(0, ["c"])], SOURCE, 4)
+    assert pairs.ids == ("id0", "id1") and pairs.captions[0] == ("a", "b", "c", "a", "b")
+    assert pairs.report.joined == 2
+
+
+def test_one_id_for_two_images_or_splits_is_refused_with_both_places(row):
+    with pytest.raises(UserError, match=r"entry 1: id 'id0' is already used by list\.json: entry 0 for another image"):
+        pairs_from_rows([row(0), row(1, id="id0")], SOURCE, 4)
+    with pytest.raises(UserError, match=r"'id0' is in split test here and in train at list\.json: entry 0"):
+        pairs_from_rows([row(0), row(0, split="test")], SOURCE, 4)
+
+
+def test_the_same_picture_under_two_ids_is_counted_and_listed(row):
+    twin = row(0)
+    pairs = pairs_from_rows([twin, row(1), replace(twin, id="twin")], SOURCE, 4)
+    assert len(pairs) == 3 and pairs.report.same_picture == 2
+    (listing,) = pairs.report.listings
+    assert listing.read_text() == "id0, twin\n"
+
+
+def test_unreadable_images_stop_or_are_left_out_and_all_listed(row, own_cache):
+    rows = [row(number) for number in range(6)]
+    rows[1].image.unlink()
+    for number in (2, 3, 5):
+        rows[number].image.write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"cannot read 1 of 6 images: .*1\.png \(No such file.*skip_corrupt = true"):
+        pairs_from_rows(rows, SOURCE, 4)
+    with pytest.raises(UserError, match=r"cannot read 3 of 5 images: .*2\.png .*3\.png .*5\.png .*; mend") as caught:
+        pairs_from_rows([rows[0], *rows[2:]], SOURCE, 4)
+    assert "\n" not in str(caught.value)
+    pairs = pairs_from_rows(rows, SOURCE, 4, skip_corrupt=True)
+    assert pairs.ids == ("id0", "id4") and pairs.pixels[:, 0, 0, 0].tolist() == [0, 40]
+    assert pairs.report.unreadable == 4 and pairs.report.splits["train"] == 2 and pairs.report.blank_captions == 0
+    listed = "".join(path.read_text() for path in pairs.report.listings).splitlines()
+    assert [Path(line.split(" (")[0]).name for line in listed] == ["1.png", "2.png", "3.png", "5.png"]
+    with pytest.raises(UserError, match="none of the 1 images can be read"):
+        pairs_from_rows([rows[2]], SOURCE, 4, skip_corrupt=True)
+
+
+def test_a_long_list_of_unreadable_images_names_three_and_counts_the_rest(row):
+    rows = [row(number) for number in range(5)]
+    for entry in rows:
+        entry.image.write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"cannot read 5 of 5 images.* and 2 others; mend") as caught:
+        pairs_from_rows(rows, SOURCE, 4)
+    listing = Path(str(caught.value).split("listed in ")[1].split(")")[0])
+    assert len(listing.read_text().splitlines()) == 5 and "3.png" not in str(caught.value)
+
+
+def test_twins_beside_a_damaged_image_are_named_by_their_own_ids(row):
+    """Positions count all images, the damaged one at the front too."""
+    broken, twin = row(9), row(1)
+    broken.image.write_bytes(b"broken")
+    pairs = pairs_from_rows([broken, twin, replace(twin, id="twin")], SOURCE, 4, skip_corrupt=True)
+    assert "id1, twin\n" in [path.read_text() for path in pairs.report.listings]
+
+
+def test_bytes_instead_of_a_file_and_their_place_in_messages(row):
+    held = replace(row(0), image=memoryview(row(0).image.read_bytes()))
+    assert pairs_from_rows([held], SOURCE, 4).fingerprint == pairs_from_rows([row(0)], SOURCE, 4).fingerprint
+    with pytest.raises(UserError, match=r"images: list\.json: entry 0 \(cannot identify"):
+        pairs_from_rows([replace(held, image=memoryview(b"broken"))], SOURCE, 4)
+
+
+def test_fingerprint_follows_the_content_and_not_file_times(row, picture):
+    first = pairs_from_rows([row(0), row(1)], SOURCE, 4).fingerprint
+    rows = [row(0), row(1)]
+    os.utime(rows[0].image, (1, 1))
+    assert pairs_from_rows(rows, SOURCE, 4).fingerprint == first
+    changes = [[row(0), row(1, split="test")], [row(0), row(1, "abcdz")], [row(1), row(0)], [row(0), row(1, id="x")]]
+    prints = [pairs_from_rows(change, SOURCE, 4).fingerprint for change in changes]
+    prints.append(pairs_from_rows(rows, SOURCE, 5).fingerprint)
+    picture(rows[1].image, 99)
+    prints.append(pairs_from_rows(rows, SOURCE, 4).fingerprint)
+    assert len({first, *prints}) == 7
+
+
+def test_rows_without_a_split_are_dealt_by_their_id(row):
+    pairs = pairs_from_rows([row(0, split=None), row(1, split="test")], SOURCE, 4, held_out_share=0.0)
+    assert pairs.splits == ("train", "test")
+    assert pairs_from_rows([row(0, split=None)], SOURCE, 4, held_out_share=0.999999).splits[0] != "train"
+
+
+def test_held_out_share_is_halved_steady_and_only_grows():
+    ids = [f"photo{index}" for index in range(2000)]
+    splits = [split_by_id(pair_id, 0.2) for pair_id in ids]
+    assert 1540 < splits.count("train") < 1660
+    assert 150 < splits.count("validation") < 250 and 150 < splits.count("test") < 250
+    wider = [split_by_id(pair_id, 0.4) for pair_id in ids]
+    assert all(after == "test" for before, after in zip(splits, wider, strict=True) if before == "test")
+    assert all(after != "train" for before, after in zip(splits, wider, strict=True) if before != "train")
+
+
+def test_no_rows():
+    with pytest.raises(UserError, match=r"list\.json: no images listed"):
+        pairs_from_rows([], SOURCE, 4)
+
+
+@pytest.mark.parametrize(("name", "ours"), [(" Train", "train"), ("VAL", "validation"), ("restval", "train")])
+def test_split_names(name, ours):
+    assert check_split(name, "here") == ours
+
+
+@pytest.mark.parametrize("name", ["training", "", None, 3, ["train"]])
+def test_unknown_splits_are_named_with_the_known_ones(name):
+    with pytest.raises(UserError, match=r"here: unknown split .*; use one of: train, restval, val"):
+        check_split(name, "here")
+
+
+@pytest.mark.parametrize("path", ["../x.png", "a/../../x.png", "/etc/x.png", "", " ", "a\0.png", None, 3, ".."])
+def test_paths_that_are_none_or_leave_the_folder(path):
+    with pytest.raises(UserError, match=r"here: .*(leaves the image folder|must be the relative path)"):
+        check_relative_path(path, "here")
+
+
+@pytest.mark.parametrize("path", ["a.png", "ä/图像 1.png", "..a/b..png", "a\\b.png"])
+def test_paths_that_stay_inside(path, tmp_path):
+    assert tmp_path.resolve() in (tmp_path / check_relative_path(path, "here")).resolve().parents
+
+
+def test_text_of_a_users_file(tmp_path):
+    (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfh\xc3\xa4")
+    assert read_text(tmp_path / "bom") == "hä"
+    (tmp_path / "utf16").write_bytes("hä".encode("utf-16"))
+    for name, message in (("gone", "no such file"), ("utf16", "not UTF-8"), (".", "cannot read")):
+        with pytest.raises(UserError, match=message):
+            read_text(tmp_path / name)

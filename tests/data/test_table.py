@@ -1,0 +1,224 @@
+"""Tables of one's own: JSONL, CSV and Parquet say the same, and every way they can be wrong."""
+
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ease.data.rows import split_by_id
+from ease.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path, picture):
+    for shade, name in enumerate(("a.png", "b.jpg", "sub/a.png", "ünï 图.png")):
+        picture(tmp_path / "data" / name, shade * 20)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def jsonl(folder, load):
+    def read(*lines, **settings):
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        (folder / "captions.jsonl").write_text(text, encoding="utf-8")
+        return load("folder", folder, **settings)
+
+    return read
+
+
+@pytest.fixture
+def csv(folder, load):
+    def read(text: str, encoding: str = "utf-8", **settings):
+        (folder / "list.csv").write_text(text, encoding=encoding, newline="")
+        return load("table", folder / "list.csv", **settings)
+
+    return read
+
+
+@pytest.fixture
+def parquet(folder, load):
+    def read(columns: dict, **settings):
+        pq.write_table(pa.table(columns), folder / "list.parquet")
+        return load("table", folder / "list.parquet", **settings)
+
+    return read
+
+
+# --- what a table may say ---
+
+
+def test_everything_a_line_may_say(jsonl):
+    pairs = jsonl(
+        {"image": "a.png", "caption": "ein Hündchen", "split": "val"},
+        "",
+        {"file_name": "sub/a.png", "captions": ["one", "two"], "split": "test", "id": "mine"},
+        {"image": "b.jpg", "text": "words", "id": 17},
+        {"image": "ünï 图.png", "caption_10": "last", "caption_2": "second", "caption_0": "first"},
+        "",
+    )
+    assert pairs.ids == ("a", "mine", "17", "ünï 图")
+    assert pairs.captions[:3] == (("ein Hündchen",) * 5, ("one", "two", "one", "two", "one"), ("words",) * 5)
+    assert pairs.captions[3][:3] == ("first", "second", "last")
+    assert pairs.splits == ("validation", "test", split_by_id("17", 0.2), split_by_id("ünï 图", 0.2))
+    assert pairs.pixels[:, 0, 0, 0].tolist() == [0, 40, 20, 60]
+
+
+def test_default_ids_keep_subfolders_apart(jsonl):
+    pairs = jsonl({"image": "a.png", "caption": "x"}, {"image": "sub/a.png", "caption": "y"})
+    assert pairs.ids == ("a", "sub/a")
+
+
+def test_all_kinds_of_table_give_the_same_pairs(jsonl, csv, parquet):
+    """One image with two captions, one without a split, and an empty cell; the fingerprint covers all of it."""
+    lines = [
+        {"image": "a.png", "captions": ["a dog, running", 'a "hound"'], "split": "test"},
+        {"image": "b.jpg", "captions": ["two\nlines", ""], "split": None},
+    ]
+    expected = jsonl(*lines)
+    assert expected.report.blank_captions == 1
+    rows = ['a.png,"[""a dog, running"", ""a \\""hound\\""""]",test', 'b.jpg,"[""two\\nlines"", """"]",']
+    from_csv = csv("\r\n".join(["image,captions,split", *rows]))
+    from_parquet = parquet({key: [line[key] for line in lines] for key in lines[0]})
+    assert from_csv.captions == from_parquet.captions == expected.captions
+    assert from_csv.fingerprint == from_parquet.fingerprint == expected.fingerprint
+    assert from_csv.report == from_parquet.report == expected.report
+
+
+def test_a_line_for_each_caption(csv):
+    pairs = csv("image,caption\na.png,one\nb.jpg,x\na.png,two\na.png,\n")
+    assert pairs.ids == ("a", "b") and pairs.captions[0] == ("one", "two", "one", "two", "one")
+    assert (pairs.report.joined, pairs.report.blank_captions) == (2, 1)
+
+
+def test_csv_as_spreadsheets_write_it(csv):
+    """Byte order mark, Windows line ends, quotes, a line break inside a cell, and U+2028, which ends no line."""
+    pairs = csv('image,caption\r\na.png,"two ""odd""\r\nlines"\r\n\r\nb.jpg,one\u2028two\r\n', "utf-8-sig")
+    assert [captions[0] for captions in pairs.captions] == ['two "odd"\nlines', "one\u2028two"]
+
+
+def test_a_caption_that_only_looks_like_a_list(csv):
+    assert csv("image,caption\na.png,[sic] a dog\n").captions[0][0] == "[sic] a dog"
+
+
+def test_jsonl_with_byte_order_mark_and_windows_line_ends(folder, load):
+    line = json.dumps({"image": "a.png", "caption": "x"})
+    (folder / "captions.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\r\n\r\n")
+    assert load("folder", folder).ids == ("a",)
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_parquet_with_images_inside(parquet, folder, kind):
+    content = [(folder / name).read_bytes() for name in ("b.jpg", "a.png")]
+    plain = parquet({"image": pa.array(content, kind), "caption": ["x", "y"]})
+    assert plain.ids == ("row-000000", "row-000001") and plain.pixels[:, 0, 0, 0].tolist() == [20, 0]
+    struct = pa.struct([("bytes", kind), ("path", pa.string())])
+    values = [{"bytes": content[0], "path": "/home/x/one.jpg"}, {"bytes": None, "path": "sub/a.png"}]
+    both = parquet({"image": pa.array(values, struct), "caption": ["x", "y"]})
+    assert both.ids == ("one", "sub/a") and both.pixels[:, 0, 0, 0].tolist() == [20, 40]
+
+
+def test_images_elsewhere_and_a_second_table(folder, load, tmp_path):
+    (tmp_path / "train.csv").write_text("image,caption,split\na.png,x,\nsub/a.png,x,val\n")
+    (tmp_path / "test.csv").write_text("image,caption\nb.jpg,x\n")
+    pairs = load("table", tmp_path / "train.csv", images=str(folder), test_path=str(tmp_path / "test.csv"))
+    assert pairs.ids == ("a", "sub/a", "b") and pairs.splits == ("train", "validation", "test")
+
+
+def test_skip_corrupt(jsonl, folder):
+    (folder / "b.jpg").write_bytes(b"\xff\xd8 broken")
+    lines = {"image": "b.jpg", "caption": "x"}, {"image": "a.png", "caption": "y"}
+    with pytest.raises(UserError, match="skip_corrupt"):
+        jsonl(*lines)
+    assert jsonl(*lines, skip_corrupt=True).ids == ("a",)
+
+
+# --- mistakes ---
+
+GOOD = {"image": "a.png", "caption": "x"}
+BAD_LINES = [
+    ("", "no images"),
+    ("{", "line 1: damaged JSON"),
+    ("[1]", "line 1: must be a JSON object, not list"),
+    ({"caption": "x"}, r"line 1: `image` is missing.*\(there is: caption\)"),
+    ({"image": None, "caption": "x"}, "line 1: `image` is missing"),
+    ({"image": "", "caption": "x"}, "line 1: image: must be the relative path"),
+    ({"image": {"bytes": None, "path": None}, "caption": "x"}, "line 1: image: must be the relative path"),
+    ({"image": "../a.png", "caption": "x"}, "line 1: image: '../a.png' leaves the image folder"),
+    ({"image": "/etc/a.png", "caption": "x"}, "leaves the image folder"),
+    ({"image": "gone.png", "caption": "x"}, "cannot read 1 of 1 images: .*gone.png"),
+    ({"image": "a.png"}, "line 1: needs either"),
+    ({"image": "a.png", "captions": ["x", 3]}, r"line 1: captions\[1\]: a caption must be text, not int"),
+    ({"image": "a.png", "caption": {"x": 1}}, "a caption must be text, not dict"),
+    (GOOD | {"split": "training"}, "line 1: split: unknown split 'training'"),
+    (GOOD | {"id": 4.5}, "line 1: id: must be text"),
+    (GOOD | {"id": True}, "line 1: id: must be text"),
+    (GOOD | {"id": " "}, "line 1: id: must be text"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_errors_name_the_line(jsonl, line, message):
+    with pytest.raises(UserError, match=message) as caught:
+        jsonl(line)
+    assert "data" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "image,caption\na.png,a dog, running\n",
+            "line 2: more cells than columns; put captions with commas in quotes",
+        ),
+        ("image,caption\na.png,x\n,y\n", "line 3: `image` is missing"),
+        ("picture,caption\na.png,x\n", r"`image` is missing.*there is: picture, caption"),
+        ('image,caption\na.png,"open\n', "not valid CSV"),
+        ("image\na.png\n", "line 2: needs either"),
+        ("image,caption\n", "no images listed"),
+        ("", "no images listed"),
+    ],
+)
+def test_errors_name_the_line_of_csv(csv, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        csv(text)
+    assert "list.csv" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_row_that_ends_early_has_no_caption(csv):
+    pairs = csv("image,caption\na.png\nb.jpg,x\n")
+    assert pairs.ids == ("b",) and pairs.report.without_caption == 1
+
+
+def test_damaged_parquet_and_missing_columns(folder, load, parquet):
+    with pytest.raises(UserError, match=r"list\.parquet: row 0: `image` is missing.*there is: picture"):
+        parquet({"picture": ["a.png"], "caption": ["x"]})
+    (folder / "list.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(UserError, match=r"list\.parquet: damaged") as caught:
+        load("table", folder / "list.parquet")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"gone\.parquet: no such file"):
+        load("table", folder / "gone.parquet")
+
+
+def test_without_pyarrow_the_extra_is_named(parquet, folder, load, monkeypatch):
+    parquet({"image": ["a.png"], "caption": ["x"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        UserError, match=r'list\.parquet: needs the tables extra: pip install "ease-unlearning\[tables\]"'
+    ):
+        load("table", folder / "list.parquet")
+
+
+def test_folders_and_files_that_do_not_fit(tmp_path, folder, load, csv):
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        load("folder", tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"captions\.jsonl: no such file; write one line"):
+        load("folder", folder)
+    with pytest.raises(UserError, match=r"a\.png: unknown kind of table; use one of: \.jsonl, \.csv, \.parquet"):
+        load("table", folder / "a.png")
+    (folder / "captions.jsonl").write_text("")
+    (folder / "captions.csv").write_text("")
+    with pytest.raises(UserError, match=r"holds captions\.jsonl and captions\.csv; keep one"):
+        load("folder", folder)

@@ -229,6 +229,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
+@pytest.fixture(scope="session")
+def processed() -> Callable[[Path, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a checkpoint's own processor makes of uint8 pictures that have the right size already."""
+
+    def process(folder: Path, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        from transformers import AutoImageProcessor
+
+        with quiet_transformers():
+            processor = AutoImageProcessor.from_pretrained(folder)
+        given = [picture.numpy() for picture in pixels]
+        if folder.name == "siglip2":  # its resizing finds nothing to do
+            return dict(processor(images=given, return_tensors="pt"))
+        return dict(processor(images=given, return_tensors="pt", do_resize=False, do_center_crop=False))
+
+    return process
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts a real file system of so many kilobytes; skipped where the user may not mount one."""

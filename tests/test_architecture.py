@@ -14,7 +14,7 @@ LAYERS = (
     {"subspace", "data", "model"},
     {"federation"},
     {"methods", "audit"},
-    {"run", "forget", "commands", "requests"},
+    {"run", "forget", "export", "commands", "requests"},
     {"cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names} | {"report": 1}

@@ -99,8 +99,10 @@ class Params:
         """A block's tensors as one flat vector."""
         return torch.cat([self[name].flatten() for name in block.tensors])
 
-    def save(self, path: Path) -> None:
-        write_tensors(path, dict(self.tensors), note={"blocks": [vars(block) for block in self.blocks]})
+    def save(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write the state; `about` travels in the header for other readers."""
+        blocks = [vars(block) for block in self.blocks]
+        write_tensors(path, dict(self.tensors), note={**(about or {}), "blocks": blocks})
 
     @classmethod
     def load(cls, path: Path) -> "Params":

@@ -32,13 +32,7 @@ def stock_model(folder: Path) -> torch.nn.Module:
         return transformers.AutoModel.from_pretrained(folder).eval()
 
 
-def stock_image(model: torch.nn.Module, folder: Path, pixels: torch.Tensor) -> torch.Tensor:
-    """The stock model behind its own processor, which gets pictures of the right size already."""
-    with hub.quiet_transformers():
-        processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    as_they_are = {} if model.config.model_type == "siglip2" else {"do_resize": False}
-    as_they_are |= {"do_center_crop": False} if model.config.model_type == "clip" else {}
-    inputs = processor(images=[picture.numpy() for picture in pixels], return_tensors="pt", **as_they_are)
+def stock_image(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         return model.get_image_features(**inputs).pooler_output
 
@@ -58,11 +52,11 @@ def adapted(folder: Path, **settings) -> DualEncoder:
 
 @pytest.mark.parametrize("first", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_towers_give_the_stock_embeddings_at_every_split(checkpoint, family: str, first: int) -> None:
+def test_towers_give_the_stock_embeddings_at_every_split(checkpoint, processed, family: str, first: int) -> None:
     folder = checkpoint(family)
     backbone, stock = load_backbone(f"hf:{folder}"), stock_model(folder)
     tokens = backbone.tokenize(CAPTIONS)
-    expected = {"image": stock_image(stock, folder, pictures()), "text": stock_text(stock, tokens)}
+    expected = {"image": stock_image(stock, processed(folder, pictures())), "text": stock_text(stock, tokens)}
     for modality, inputs in (("image", pictures()), ("text", tokens)):
         tower = getattr(backbone, modality)
         with torch.no_grad():
@@ -74,13 +68,13 @@ def test_towers_give_the_stock_embeddings_at_every_split(checkpoint, family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_adapters_and_no_projector_leave_the_checkpoint_as_it_was(checkpoint, family: str) -> None:
+def test_new_adapters_and_no_projector_leave_the_checkpoint_as_it_was(checkpoint, processed, family: str) -> None:
     """w_0 of `projector = "none"` is the stock model: its unit-norm embeddings, in its aligned space."""
     folder = checkpoint(family)
     width = 24 if family == "clip" else 40
     model, stock = adapted(folder, projector="none"), stock_model(folder)
     tokens = load_backbone(f"hf:{folder}").tokenize(CAPTIONS)
-    expected = stock_image(stock, folder, pictures()), stock_text(stock, tokens)
+    expected = stock_image(stock, processed(folder, pictures())), stock_text(stock, tokens)
     for modality, inputs, features in zip(("image", "text"), (pictures(), tokens), expected, strict=True):
         tower = getattr(model, modality).tower
         embedded = model.embed(model.initial().tensors, modality, *tower.prefix(inputs, 1))

@@ -122,15 +122,14 @@ class SiglipImageTower(ImageTower):
 
 
 class Siglip2ImageTower(SiglipImageTower):
-    """Takes rows of patches; a square that fills the position table needs no resized positions and no mask."""
+    """Cuts pictures into rows of patches; a square that fills the position table needs no other positions, no mask."""
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, None]:
         patch = self.embeddings.patch_size
         across = self.size // patch
         squares = self.normalised(inputs).unflatten(3, (across, patch)).unflatten(2, (across, patch))
         patches = squares.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-        shapes = torch.full((len(inputs), 2), across, device=inputs.device)
-        return self.embeddings(patches, shapes), None
+        return self.embeddings.patch_embedding(patches) + self.embeddings.position_embedding.weight, None
 
 
 class ClipTextTower(HubTower):
@@ -150,7 +149,7 @@ class ClipTextTower(HubTower):
 
     def pool(self, states: Tensor, mask: Tensor | None) -> Tensor:
         assert mask is not None  # `embed` always gives one
-        rows = torch.arange(len(states), device=states.device)
+        rows = torch.arange(states.shape[0], device=states.device)
         return self.head(self.norm(states[rows, mask.sum(1) - 1]))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -30,7 +30,7 @@ class ModelConfig(Config):
     lora_scale: float = Field(2.0, gt=0)
     """Factor before the product B·A."""
     lora_targets: tuple[Literal["query", "key", "value", "out"], ...] = ("query", "value")
-    lora_blocks: int = Field(1, ge=1)
+    lora_blocks: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
     projector: Literal["mlp", "none"] = "mlp"
     """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already."""
@@ -139,9 +139,10 @@ def first_adapted(tower: Tower, config: ModelConfig) -> int:
         raise UserError(
             f'model.lora = "{config.lora}": backbone {config.backbone!r} has fixed features; set model.lora = "off"'
         )
-    if config.lora_blocks > tower.depth:
-        raise UserError(f"model.lora_blocks = {config.lora_blocks}: the tower has {tower.depth} blocks")
-    first = tower.depth - config.lora_blocks
+    blocks = tower.depth if config.lora_blocks == "all" else config.lora_blocks
+    if blocks > tower.depth:
+        raise UserError(f'model.lora_blocks = {blocks}: the tower has {tower.depth} blocks; give fewer, or "all"')
+    first = tower.depth - blocks
     for index in range(first, tower.depth):
         for role, (parent, attribute) in tower.attention(index).items():
             if role in config.lora_targets:

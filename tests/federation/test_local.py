@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ease.data.request import ClientRequest, SampleRequest
-from ease.federation.local import ClientData, _batches, examples_at, train, work
+from ease.federation.local import ClientData, batches, examples_at, train, work
 from ease.federation.protocol import Optimiser, pack, unpack
 from ease.params import Params
 
@@ -110,9 +110,9 @@ def test_each_batch_has_one_caption_per_image(world, client, local_job, monkeypa
 @pytest.mark.parametrize("pairs", [2, 3, 5, 7, 18, 31])
 @pytest.mark.parametrize("batch_size", [2, 4, 8, 100])
 def test_an_epoch_sees_every_pair_once_in_batches_of_nearly_equal_size(local_job, pairs: int, batch_size: int) -> None:
-    batches = list(_batches(np.arange(pairs), local_job(batch_size=batch_size), np.random.default_rng(0)))
-    np.testing.assert_array_equal(np.sort(np.concatenate(batches)), np.arange(pairs))
-    sizes = [len(batch) for batch in batches]
+    drawn = list(batches(np.arange(pairs), local_job(batch_size=batch_size), np.random.default_rng(0)))
+    np.testing.assert_array_equal(np.sort(np.concatenate(drawn)), np.arange(pairs))
+    sizes = [len(batch) for batch in drawn]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 2 and max(sizes) < 2 * batch_size
 
 

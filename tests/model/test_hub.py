@@ -149,6 +149,24 @@ def test_half_precision_towers_train_full_precision_adapters(checkpoint, family:
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
 
 
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stacked_adapters_give_what_each_gives_alone(checkpoint, family: str, halved: bool) -> None:
+    """Two models in one batch, as clients that train together."""
+    backbone = load_backbone(f"hf:{checkpoint(family)}")
+    backbone = backbone.halve() if halved else backbone
+    model = DualEncoder(backbone, ModelConfig(lora_rank=2, lora_blocks=2, projector="none", lora="full"), seed=0)
+    rng = torch.Generator().manual_seed(0)
+    one, two = (model.initial().map(lambda t: t + 0.3 * torch.randn(t.shape, generator=rng)) for _ in range(2))
+    states, mask = backbone.text.prefix(backbone.tokenize(CAPTIONS), 1)
+    twice = states.repeat(2, 1, 1), None if mask is None else mask.repeat(2, 1)
+    alone = [model.embed(each.tensors, "text", states, mask) for each in (one, two)]
+    together = model.embed({name: torch.stack([one[name], two[name]]) for name in one.tensors}, "text", *twice)
+    tolerance = 2e-2 if halved else 1e-5
+    torch.testing.assert_close(together, torch.cat(alone), rtol=tolerance, atol=tolerance)
+    assert (alone[0] - alone[1]).abs().max() > 5 * tolerance
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_cuda_the_towers_are_half_precision_and_near_the_stock_embeddings(checkpoint, family: str) -> None:

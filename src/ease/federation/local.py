@@ -11,7 +11,7 @@ from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard, unit_embeddings
 from ease.data.request import forget_mask
 from ease.federation.objectives import OBJECTIVES
-from ease.federation.protocol import LocalJob, Lock, Update, pack
+from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, pack
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Block, Params
 from ease.seeding import generator
@@ -126,7 +126,7 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     optimiser = _optimiser(job, params, tensors)
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
     losses = []
-    for positions_of_batch in _batches(positions, job, rng):
+    for positions_of_batch in batches(positions, job, rng):
         loss = objective.loss(model, tensors, client, positions_of_batch, job, rng)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -150,7 +150,7 @@ def probe(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     return Update(client.shard.client, len(client.train), None, values)
 
 
-def _batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Iterator[np.ndarray]:
+def batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Shuffled batches of nearly equal size: a small remainder would have too few negatives to learn from."""
     # A batch of one pair has no negatives at all.
     count = max(1, min(round(len(positions) / job.batch_size), len(positions) // 2))
@@ -158,17 +158,18 @@ def _batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> 
         yield from np.array_split(rng.permutation(positions), count)
 
 
+def learning_rates(optimiser: Optimiser, params: Params) -> dict[str, float]:
+    """The step size of each tensor."""
+    rates = {"projector": optimiser.learning_rate, "lora": optimiser.lora_learning_rate or optimiser.learning_rate}
+    return {name: rates[block.kind] for block in params.blocks for name in block.tensors}
+
+
 def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    rate = job.optimiser.learning_rate
-    rates = {"projector": rate, "lora": job.optimiser.lora_learning_rate or rate}
+    rates = learning_rates(job.optimiser, params)
     groups = [
-        {
-            "params": [tensors[name] for block in params.blocks if block.kind == kind for name in block.tensors],
-            "lr": rates[kind],
-        }
-        for kind in ("projector", "lora")
+        {"params": [tensors[name] for name in rates if rates[name] == rate], "lr": rate}
+        for rate in sorted(set(rates.values()))
     ]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.Adam(groups) if job.optimiser.kind == "adam" else torch.optim.SGD(groups)
 
 

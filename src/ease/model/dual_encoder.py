@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ease.config import Config
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
-from ease.model.lora import LoraLinear, check_rank
+from ease.model.lora import LoraLinear, check_rank, linear
 from ease.model.peft import load_adapter
 from ease.params import Block, Modality, Params
 from ease.seeding import torch_generator
@@ -162,8 +162,15 @@ def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, 
             )
 
 
+class StackableLinear(nn.Linear):
+    """A linear layer whose weights may come stacked, one for each of several models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 def _linear(inputs: int, outputs: int, rng: torch.Generator) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
+    layer = StackableLinear(inputs, outputs)
     with torch.no_grad():
         layer.weight.normal_(0, inputs**-0.5, generator=rng)
         layer.bias.zero_()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ease.errors import UserError
-from ease.storage import read_json, read_tensors
+from ease.model.lora import times_weight
+from ease.storage import digest, read_json, read_tensors
 
 ASSETS = Path(__file__).parent.parent / "assets"
 WIDTH, HEADS, DEPTH = 128, 4, 4
@@ -18,6 +19,8 @@ IMAGE_SIZE, PATCH = 64, 8
 CONTEXT = 32
 PADDING, CLASS, UNKNOWN = 0, 1, 2
 SPECIAL_TOKENS = 3
+LAYOUT = 2
+"""Of the cached states; raise it when `prefix` gives something else."""
 
 
 class Attention(nn.Module):
@@ -33,6 +36,8 @@ class Attention(nn.Module):
 
     def forward(self, queries: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
         """queries [n, q, width], states [n, tokens, width], mask [n, tokens] -> [n, q, width]"""
+        if queries.shape[1] == 1:
+            return self.out(self._pool(self.query(queries), states, mask))
         query, key, value = (
             layer.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query(queries), self.key(states), self.value(states))
@@ -40,6 +45,21 @@ class Attention(nn.Module):
         visible = None if mask is None else mask[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _pool(self, query: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
+        """The same for a single query [n, 1, width], without a key or a value for each token.
+
+        q · (W x + b) = (W'q) · x + const, and softmax ignores the constant: W' moves to the query. The mean of values
+        is the value of the mean. Both save a matrix product over all tokens, which is most of a training step.
+        """
+        heads = torch.eye(self.heads, device=query.device, dtype=query.dtype)[:, :, None]
+        own = (query.unflatten(-1, (self.heads, -1)) * heads).flatten(2)  # [n, heads, width], each head's part alone
+        scores = times_weight(own, self.key) @ states.mT * (query.shape[-1] // self.heads) ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None], -torch.inf)
+        means = scores.softmax(-1) @ states
+        values = self.value(means).unflatten(-1, (self.heads, -1))
+        return (values * heads).sum(1).flatten(1)[:, None]
 
 
 class Block(nn.Module):
@@ -52,11 +72,16 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, states: Tensor, mask: Tensor | None, class_only: bool = False) -> Tensor:
-        """[n, tokens, width] -> the same, or [n, 1, width] for the class token alone."""
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """[n, tokens, width] -> the same."""
         normed = self.attention_norm(states)
-        kept = slice(0, 1) if class_only else slice(None)
-        states = states[:, kept] + self.attention(normed[:, kept], normed, mask)
+        return self.with_mlp(states + self.attention(normed, normed, mask))
+
+    def class_token(self, states: Tensor, normed: Tensor, mask: Tensor | None) -> Tensor:
+        """The class token alone, first of the normed tokens: states [n, 1, width], normed [n, tokens, width]."""
+        return self.with_mlp(states + self.attention(normed[:, :1], normed, mask))
+
+    def with_mlp(self, states: Tensor) -> Tensor:
         return states + self.mlp(self.mlp_norm(states))
 
 
@@ -83,37 +108,60 @@ class TinyTower(nn.Module):
         self.register_buffer("centre", torch.zeros(self.width))
         self.register_buffer("whitening", torch.eye(self.width))
 
+    @property
+    def last(self) -> Block:
+        block = self.blocks[-1]
+        assert isinstance(block, Block)
+        return block
+
     def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
     def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-        """Embeddings and the blocks before `first`: states [n, tokens, width] and the token mask, if any.
+        """Embeddings and the blocks before `first`: states [n, rows, width] and the token mask, if any.
 
-        With `first` = depth nothing is left to run and the states are the pooled output.
+        Before the last block everything is prepared that no adapter changes; with `first` = depth nothing is left to
+        run and the states are the pooled output.
         """
         states, mask = self.embed(inputs)
         if first == self.depth:
             return self(states, mask, 0), None
         for block in self.blocks[:first]:
             states = block(states, mask)
-        return states, mask
+        return (self._prepare(states, mask) if first == self.depth - 1 else states), mask
 
     def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
         """The blocks from `first` on, and pooling: [n, width]."""
         if first == self.depth:
             return states
-        for block in self.blocks[first:-1]:
-            states = block(states, mask)
-        # Only the class token of the last block is pooled, so no other is updated there: same result, less work.
-        class_token = self.blocks[-1](states, mask, class_only=True)[:, 0]
-        parts = [self.projection(self.norm(class_token)), *self.summarise(states, mask)]
-        joined = torch.cat([F.layer_norm(part, (self.token_width,)) for part in parts], dim=-1)
-        return (joined - self.centre) @ self.whitening
+        if first < self.depth - 1:
+            for block in self.blocks[first:-1]:
+                states = block(states, mask)
+            states = self._prepare(states, mask)
+        return self._pool(states, mask)
 
     def aligned(self, inputs: Tensor) -> Tensor:
         """The projected class token alone [n, token width]; its cosine across towers is the zero-shot similarity."""
-        states, mask = self.prefix(inputs, self.depth - 1)
-        return self.projection(self.norm(self.blocks[-1](states, mask, class_only=True)[:, 0]))
+        return self._class_token(*self.prefix(inputs, self.depth - 1))
+
+    def _prepare(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """What the last block starts from: the normed tokens, the class token, and the whitened statistics as rows."""
+        statistics = torch.cat([F.layer_norm(part, (self.token_width,)) for part in self.summarise(states, mask)], -1)
+        frozen = (statistics - self.centre[self.token_width :]) @ self.whitening[self.token_width :]
+        rows = frozen.unflatten(-1, (-1, self.token_width))
+        return torch.cat([self.last.attention_norm(states), states[:, :1], rows], dim=1)
+
+    def _pool(self, prepared: Tensor, mask: Tensor | None) -> Tensor:
+        """The class token through the last block, whitened together with the statistics."""
+        part = F.layer_norm(self._class_token(prepared, mask), (self.token_width,))
+        frozen = prepared[:, -1 - self.statistics :].flatten(1)
+        return frozen + (part - self.centre[: self.token_width]) @ self.whitening[: self.token_width]
+
+    def _class_token(self, prepared: Tensor, mask: Tensor | None) -> Tensor:
+        """Only the class token of the last block is pooled, so no other is updated there: same result, less work."""
+        tokens = prepared.shape[1] - 2 - self.statistics
+        class_token = self.last.class_token(prepared[:, tokens : tokens + 1], prepared[:, :tokens], mask)
+        return self.projection(self.norm(class_token[:, 0]))
 
     def fit_whitening(self, pooled: Tensor, ridge: float) -> None:
         """Set the whitening from unwhitened pooled outputs; `ridge`, a share of the top variance, spares the noise."""
@@ -212,6 +260,6 @@ def load_tiny(folder: Path = ASSETS) -> TinyBackbone:
     measured = hashlib.sha256(weights.read_bytes()).hexdigest()
     if measured != recipe["sha256"]:
         raise UserError(f"{weights}: not the weights that tiny.json records (sha256 {measured[:12]}); reinstall ease")
-    backbone = TinyBackbone(recipe["vocabulary"], fingerprint=measured)
+    backbone = TinyBackbone(recipe["vocabulary"], fingerprint=digest(measured, LAYOUT))
     backbone.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=True)
     return backbone.requires_grad_(False).eval()

@@ -269,6 +269,14 @@ def test_a_missing_file_is_named(checkpoint, tmp_path: Path, part: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_damaged_weights_are_one_line(checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"cannot read model\.safetensors"):
+        load_backbone(f"hf:{folder}")
+
+
 def test_weights_that_are_not_complete_are_refused(checkpoint, tmp_path: Path) -> None:
     """transformers would draw what is absent at random."""
     from safetensors.torch import load_file, save_file

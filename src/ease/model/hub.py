@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ease.errors import UserError
 from ease.storage import digest, read_json, sha256
 
-FAMILIES = ("clip", "siglip", "siglip2")
 LAYERS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
 MODEL_FILES = (".safetensors", ".json", ".txt", ".model")
 """What decides a checkpoint's embeddings: weights, configuration and vocabulary."""
@@ -167,6 +167,14 @@ class SiglipTextTower(HubTower):
         return self.head(self.norm(states[:, -1]))
 
 
+FAMILIES = {
+    "clip": (ClipImageTower, ClipTextTower),
+    "siglip": (SiglipImageTower, SiglipTextTower),
+    "siglip2": (Siglip2ImageTower, SiglipTextTower),
+}
+"""The towers of each architecture that a config.json may name."""
+
+
 class HubBackbone(nn.Module):
     def __init__(self, name: str, fingerprint: str, image: ImageTower, text: HubTower, tokenizer: Any, context: int):
         super().__init__()
@@ -219,12 +227,7 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
         model, tokenizer, processor = _parts(folder, checkpoint, name)
     vision = model.config.vision_config
     size = int(vision.num_patches**0.5) * vision.patch_size if family == "siglip2" else vision.image_size
-    towers = {
-        "clip": (ClipImageTower, ClipTextTower),
-        "siglip": (SiglipImageTower, SiglipTextTower),
-        "siglip2": (Siglip2ImageTower, SiglipTextTower),
-    }
-    image_tower, text_tower = towers[family]
+    image_tower, text_tower = FAMILIES[family]
     files = sorted(path for path in folder.iterdir() if path.suffix in MODEL_FILES)
     on_cuda = torch.device(device).type == "cuda"
     backbone = HubBackbone(
@@ -272,7 +275,7 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         part = "preprocessor_config.json"
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(_missing(checkpoint, name, part)) from error
     if loading["missing_keys"]:
         # transformers would draw these at random and go on.

@@ -2,15 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check photos bench clean
+.PHONY: demo test test-slow check photos hf bench clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
 
-test: .venv/ready
+test: .venv/hf
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-test-slow: .venv/ready
+test-slow: .venv/hf
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu and not photos"
 
 check: .venv/ready
@@ -19,6 +19,8 @@ check: .venv/ready
 	$(BIN)/mypy
 
 photos: .venv/photos
+
+hf: .venv/hf
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
@@ -32,6 +34,10 @@ bench: .venv/ready
 
 .venv/photos: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[photos]"
+	touch $@
+
+.venv/hf: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[hf,onnx]"
 	touch $@
 
 clean:

@@ -1,5 +1,6 @@
 """What many tests share: one cache for the session, small worlds, the command line, and a disk that is nearly full."""
 
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from ease.federation.simulation import Simulation
 from ease.forget import trained_of
 from ease.methods.base import Trained
 from ease.methods.calibration import measure_levels
+from ease.model.hub import quiet_transformers
 from ease.params import Block, Params
 from ease.run import Run, RunConfig, World, load_config
 
@@ -187,6 +189,80 @@ def toy_params() -> Callable[..., Params]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A randomly drawn checkpoint of a family in a folder of its own, saved as real ones are. Read it only.
+
+    Three blocks, pictures of 32 px in 16 patches, 12 tokens; the towers have different widths.
+    """
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters, folder = string.ascii_lowercase, tmp_path_factory.mktemp("checkpoints")
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    vision = {**layers, "hidden_size": 40, "patch_size": 8}
+
+    def text(size: int, **more: int) -> dict[str, int]:
+        return {**layers, "hidden_size": 32, "max_position_embeddings": 12, "vocab_size": size, **more}
+
+    def clip() -> tuple[object, ...]:
+        pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+        tokenizer = transformers.CLIPTokenizer(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[])
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        config = transformers.CLIPConfig(
+            text_config=text(len(pieces), **ends), vision_config={**vision, "image_size": 32}, projection_dim=24
+        )
+        return transformers.CLIPModel(config), tokenizer, transformers.CLIPImageProcessorPil()
+
+    def siglip() -> tuple[object, ...]:
+        words = ["<pad>", "<unk>", "a", "dog", "on", "the", "beach"]
+        backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>")
+        config = transformers.SiglipConfig(
+            text_config=text(len(words), projection_size=40, bos_token_id=None, eos_token_id=None),
+            vision_config={**vision, "image_size": 32},
+        )
+        return transformers.SiglipModel(config), tokenizer, transformers.SiglipImageProcessorPil()
+
+    def siglip2() -> tuple[object, ...]:
+        pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *letters]
+        tokenizer = transformers.Siglip2Tokenizer(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[])
+        config = transformers.Siglip2Config(
+            text_config=text(len(pieces), projection_size=40, bos_token_id=None, eos_token_id=None),
+            vision_config={**vision, "num_patches": 16},
+        )
+        processor = transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16)
+        return transformers.Siglip2Model(config), tokenizer, processor
+
+    def make(family: str) -> Path:
+        if not (folder / family).exists():
+            torch.manual_seed(0)
+            with quiet_transformers():
+                for part in {"clip": clip, "siglip": siglip, "siglip2": siglip2}[family]():
+                    part.save_pretrained(folder / family)
+        return folder / family
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def processed() -> Callable[[Path, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a checkpoint's own processor makes of uint8 pictures that have the right size already."""
+
+    def process(folder: Path, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        from transformers import AutoImageProcessor
+
+        with quiet_transformers():
+            processor = AutoImageProcessor.from_pretrained(folder)
+        given = [picture.numpy() for picture in pixels]
+        if folder.name == "siglip2":  # its resizing finds nothing to do
+            return dict(processor(images=given, return_tensors="pt"))
+        return dict(processor(images=given, return_tensors="pt", do_resize=False, do_center_crop=False))
+
+    return process
 
 
 @pytest.fixture

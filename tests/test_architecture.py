@@ -14,7 +14,7 @@ LAYERS = (
     {"subspace", "data", "model"},
     {"federation"},
     {"methods", "audit"},
-    {"run", "forget", "verdict", "commands", "requests"},
+    {"run", "forget", "verdict", "export", "commands", "requests"},
     {"cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names} | {"report": 1}

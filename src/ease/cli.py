@@ -30,6 +30,12 @@ class Scenario(StrEnum):
     sample = "sample"
 
 
+class ExportFormat(StrEnum):
+    peft = "peft"
+    safetensors = "safetensors"
+    onnx = "onnx"
+
+
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""
 
@@ -138,6 +144,27 @@ def audit(
     values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers}
     config = validate(AuditConfig, values, "ease audit")
     _finish(audit_run(run, request, config, retrain, quiet or as_json), as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory of a finished training.")],
+    request: Annotated[
+        str | None, typer.Option(help="The request whose model to take, e.g. client-3; without one, the trained model.")
+    ] = None,
+    form: Annotated[ExportFormat, typer.Option("--format", help="What to write.")] = ExportFormat.safetensors,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; by default exports/ in the run.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a model in a form that other tools read.
+
+    Example: `ease export runs/first --request client-3 --format peft --out adapter`
+    """
+    from ease.commands.export import export_run
+
+    _finish(export_run(run, request, form.value, out, quiet or as_json), as_json)
 
 
 @app.command()

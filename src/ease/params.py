@@ -99,8 +99,10 @@ class Params:
         """A block's tensors as one flat vector."""
         return torch.cat([self[name].flatten() for name in block.tensors])
 
-    def save(self, path: Path, durable: bool = True) -> None:
-        write_tensors(path, dict(self.tensors), {"blocks": [vars(block) for block in self.blocks]}, durable)
+    def save(self, path: Path, durable: bool = True, about: Mapping[str, Any] | None = None) -> None:
+        """Write the state; `about` travels in the header for other readers."""
+        blocks = [vars(block) for block in self.blocks]
+        write_tensors(path, dict(self.tensors), {**(about or {}), "blocks": blocks}, durable)
 
     @classmethod
     def load(cls, path: Path) -> "Params":

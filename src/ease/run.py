@@ -28,7 +28,7 @@ from ease.federation.history import History
 from ease.federation.local import ClientData
 from ease.federation.metered import Cost, Metered
 from ease.federation.simulation import Simulation
-from ease.model.backbones import Backbone, load_backbone
+from ease.model.backbones import Backbone, anchor_checkpoint, load_backbone
 from ease.model.dual_encoder import DualEncoder, ModelConfig, first_adapted
 from ease.params import Params
 from ease.storage import digest, exclusive, read_json, remove_leftovers, write_atomic, write_json
@@ -107,16 +107,17 @@ def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConf
 
 
 def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the paths of the data absolute; relative ones are meant from `folder`."""
-    data = table.get("data")
-    if not isinstance(data, dict):
-        return table
-    paths = {
-        key: str((folder / data[key]).resolve())
-        for key in ("path", "test_path", "images")
-        if isinstance(data.get(key), str)
-    }
-    return {**table, "data": {**data, **paths}}
+    """Make the paths of a configuration absolute; relative ones are meant from `folder`."""
+    anchored = dict(table)
+    for section, keys in (("data", ("path", "test_path", "images")), ("model", ("adapter",))):
+        values = table.get(section)
+        if isinstance(values, dict):
+            paths = {key: str((folder / values[key]).resolve()) for key in keys if isinstance(values.get(key), str)}
+            anchored[section] = {**values, **paths}
+    model = anchored.get("model")
+    if isinstance(model, dict) and isinstance(model.get("backbone"), str):
+        anchored["model"] = {**model, "backbone": anchor_checkpoint(model["backbone"], folder)}
+    return anchored
 
 
 def choose_device(name: str) -> torch.device:

@@ -186,3 +186,9 @@ def digest(*parts: Any) -> str:
     """A short hash of JSON-able values, for cache keys and config identity."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sha256(path: Path) -> str:
+    """Hash of a whole file, however large."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

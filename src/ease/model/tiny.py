@@ -203,7 +203,7 @@ class ImageTower(TinyTower):
             scaled.reshape(-1, across, PATCH, across, PATCH, 3).transpose(2, 3).reshape(-1, across**2, PATCH**2 * 3)
         )
         states = self.patches(squares)
-        first = self.class_token.to(states.dtype).expand(len(states), 1, -1)
+        first = self.class_token.to(states.dtype).expand(states.shape[0], 1, -1)
         return torch.cat([first, states], dim=1) + self.positions, None
 
 

@@ -1,0 +1,34 @@
+"""What `ease export` does: write a model in a form that other tools read, and say where."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ease.console import megabytes, status
+from ease.export import Format, export
+from ease.run import Run
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    request: str | None
+    form: Format
+    files: tuple[Path, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"request": self.request, "format": self.form, "files": [str(path) for path in self.files]}
+
+    def render(self) -> Iterator[RenderableType]:
+        for path in self.files:
+            yield f"{path}  {megabytes(path.stat().st_size)}"
+
+
+def export_run(folder: Path, request: str | None, form: Format, out: Path | None, quiet: bool) -> ExportSummary:
+    """Export the trained model of a run, or what a request left, by default into the run itself."""
+    run = Run.load(folder)
+    out = out or folder / "exports" / (request or "trained") / form
+    with status("exporting", quiet):
+        return ExportSummary(request, form, tuple(export(run, request, form, out)))

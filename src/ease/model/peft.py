@@ -1,0 +1,124 @@
+"""Adapters in the file format of PEFT: how they come from other tools and go back to them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ease.errors import UserError
+from ease.model.lora import LoraLinear
+from ease.storage import read_json, read_tensors, write_json, write_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+STOCK_NAMES = {
+    "image.tower.blocks.": "vision_model.encoder.layers.",
+    "text.tower.blocks.": "text_model.encoder.layers.",
+}
+PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""What a plain LoRA adapter says of itself; with anything else a layer is more than W + scale · B·A."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA factors by layer, under the names the layers have in the stock model."""
+
+    scale: float
+    """Factor before the product B·A."""
+    factors: dict[str, tuple[Tensor, Tensor]]
+    """A [rank, in] and B [out, rank]."""
+
+
+def stock_name(layer: str) -> str:
+    """A layer of our model under its name in the stock transformers model."""
+    for ours, theirs in STOCK_NAMES.items():
+        if layer.startswith(ours):
+            return theirs + layer.removeprefix(ours)
+    return layer
+
+
+def write_adapter(folder: Path, adapter: Adapter, checkpoint: str) -> list[Path]:
+    """Write what `PeftModel.from_pretrained` reads; `checkpoint` is the stock model it belongs on."""
+    tensors: dict[str, Tensor] = {}
+    for layer, (a, b) in adapter.factors.items():
+        tensors |= {f"{PREFIX}{layer}{A}": a, f"{PREFIX}{layer}{B}": b}
+    rank = len(next(iter(adapter.factors.values()))[0])
+    settings = {
+        **PLAIN,
+        "base_model_name_or_path": checkpoint,
+        "inference_mode": True,
+        "lora_alpha": adapter.scale * rank,
+        "lora_dropout": 0.0,
+        "r": rank,
+        "target_modules": sorted(adapter.factors),
+        "task_type": None,
+        "use_rslora": False,
+    }
+    write_tensors(folder / WEIGHTS, tensors)
+    write_json(folder / CONFIG, settings)
+    return [folder / CONFIG, folder / WEIGHTS]
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read a plain LoRA adapter; kinds whose product is more than scale · B·A are refused."""
+    settings = read_json(folder / CONFIG)
+    for key, plain in PLAIN.items():
+        value = settings.get(key, plain) if isinstance(settings, dict) else None
+        if value != plain and (value or plain):
+            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; only plain LoRA adapters can be imported")
+    tensors = read_tensors(folder / WEIGHTS)
+    layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
+    if {f"{PREFIX}{layer}{part}" for layer in layers for part in (A, B)} != set(tensors) or not layers:
+        raise UserError(f"{folder / WEIGHTS}: not the A and B of LoRA layers alone; save it again with PEFT")
+    return Adapter(
+        _scale(settings, folder / CONFIG),
+        {layer: (tensors[f"{PREFIX}{layer}{A}"].float(), tensors[f"{PREFIX}{layer}{B}"].float()) for layer in layers},
+    )
+
+
+def _scale(settings: dict[str, Any], path: Path) -> float:
+    try:
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+        return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: r and lora_alpha must be numbers; save it again with PEFT") from error
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Start a model's own adapters at the product of an imported one."""
+    adapter = read_adapter(folder)
+    layers = {stock_name(name): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    strange = sorted(layers.keys() ^ adapter.factors.keys())
+    if strange:
+        holder, other = ("it", "the model") if strange[0] in adapter.factors else ("the model", "it")
+        raise UserError(
+            f"model.adapter = {folder}: {holder} adapts {strange[0]} and {other} does not; "
+            "set model.lora_targets and model.lora_blocks to the layers of the adapter"
+        )
+    for name, layer in layers.items():
+        a, b = adapter.factors[name]
+        if a.shape != layer.A.shape or b.shape != layer.B.shape:
+            raise UserError(
+                f"model.adapter = {folder}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)}, the model "
+                f"{tuple(layer.A.shape)} and {tuple(layer.B.shape)}; set model.lora_rank = {len(a)} on its own backbone"
+            )
+        if not isinstance(layer.A, nn.Parameter):
+            a, b = orthonormal(a, b)
+        with torch.no_grad():
+            layer.A.copy_(a)
+            layer.B.copy_(b * (adapter.scale / layer.scale))
+
+
+def orthonormal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product B·A with orthonormal rows in A, which is what makes B alone stand for the product."""
+    q, r = torch.linalg.qr(a.double().T)
+    signs = torch.where(r.diagonal() < 0, -1.0, 1.0)  # an A that is orthonormal already stays as it is
+    return (q * signs).T.float(), (b.double() @ r.T * signs).float()

@@ -1,0 +1,323 @@
+"""Towers of transformers checkpoints against the stock models they are cut from."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ease.data.request import ClientRequest
+from ease.errors import UserError
+from ease.forget import evaluation_sets, forget, measure, outcome_of
+from ease.methods import make_method
+from ease.model import hub
+from ease.model.backbones import anchor_checkpoint, checkpoint_of, load_backbone
+from ease.model.dual_encoder import DualEncoder, ModelConfig
+from ease.model.losses import info_nce
+from ease.run import Run, World, load_config
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ("clip", "siglip", "siglip2")
+CAPTIONS = ["a dog", "A dog on the beach", "the dog " * 20]
+
+
+def pictures(count: int = 3, size: int = 32) -> torch.Tensor:
+    return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def stock_model(folder: Path) -> torch.nn.Module:
+    with hub.quiet_transformers():
+        return transformers.AutoModel.from_pretrained(folder).eval()
+
+
+def stock_image(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.get_image_features(**inputs).pooler_output
+
+
+def stock_text(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.get_text_features(input_ids=tokens).pooler_output
+
+
+def adapted(folder: Path, **settings) -> DualEncoder:
+    settings = {"lora_rank": 2, "lora_blocks": 2, "hidden": 8, "embedding": 4, **settings}
+    return DualEncoder(load_backbone(f"hf:{folder}"), ModelConfig(backbone=f"hf:{folder}", **settings), seed=0)
+
+
+# --- the same embeddings ---
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_towers_give_the_stock_embeddings_at_every_split(checkpoint, processed, family: str, first: int) -> None:
+    folder = checkpoint(family)
+    backbone, stock = load_backbone(f"hf:{folder}"), stock_model(folder)
+    tokens = backbone.tokenize(CAPTIONS)
+    expected = {"image": stock_image(stock, processed(folder, pictures())), "text": stock_text(stock, tokens)}
+    for modality, inputs in (("image", pictures()), ("text", tokens)):
+        tower = getattr(backbone, modality)
+        with torch.no_grad():
+            states, mask = tower.prefix(inputs, first)
+            pooled = tower(states, mask, first)
+        assert pooled.shape == (3, tower.width) and tower.depth == 3
+        assert expected[modality].std(dim=0).max() > 1e-3  # or any tower would do
+        torch.testing.assert_close(pooled, expected[modality], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_adapters_and_no_projector_leave_the_checkpoint_as_it_was(checkpoint, processed, family: str) -> None:
+    """w_0 of `projector = "none"` is the stock model: its unit-norm embeddings, in its aligned space."""
+    folder = checkpoint(family)
+    width = 24 if family == "clip" else 40
+    model, stock = adapted(folder, projector="none"), stock_model(folder)
+    tokens = load_backbone(f"hf:{folder}").tokenize(CAPTIONS)
+    expected = stock_image(stock, processed(folder, pictures())), stock_text(stock, tokens)
+    for modality, inputs, features in zip(("image", "text"), (pictures(), tokens), expected, strict=True):
+        tower = getattr(model, modality).tower
+        embedded = model.embed(model.initial().tensors, modality, *tower.prefix(inputs, 1))
+        assert embedded.shape == (3, width)
+        torch.testing.assert_close(embedded, features / features.norm(dim=-1, keepdim=True), rtol=1e-5, atol=1e-5)
+    assert all(block.kind == "lora" for block in model.blocks)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_clip_is_pooled_at_the_first_end_token(checkpoint, tmp_path: Path, legacy: bool) -> None:
+    """The end token also pads, and old configurations name a wrong one: there the largest token is the end."""
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "clip")
+    config = json.loads((folder / "config.json").read_text())
+    if legacy:
+        config["text_config"]["eos_token_id"] = hub.LEGACY_END
+        (folder / "config.json").write_text(json.dumps(config))
+    backbone, stock = load_backbone(f"hf:{folder}"), stock_model(folder)
+    tokens = backbone.tokenize(["cab", "a longer one"])
+    assert stock.config.text_config.eos_token_id == (2 if legacy else 53)
+    _, mask = backbone.text.prefix(tokens, 1)
+    assert mask.sum(1).tolist() == [5, 12]  # start, c, a, b, end; the other is cut at the context
+    states = backbone.text(*backbone.text.prefix(tokens, 1), 1)
+    torch.testing.assert_close(states, stock_text(stock, tokens), rtol=1e-5, atol=1e-5)
+
+
+# --- captions and pictures ---
+
+
+def test_captions_fill_the_context_as_each_family_was_trained(checkpoint) -> None:
+    clip, siglip, siglip2 = (load_backbone(f"hf:{checkpoint(family)}") for family in FAMILIES)
+    assert clip.tokenize(["ab", "a"]).tolist() == [[52, 0, 27, 53], [52, 26, 53, 53]]
+    assert siglip.tokenize(["A dog"]).tolist() == [[2, 3] + [0] * 10]
+    assert siglip2.tokenize(["Ab"]).tolist()[0].count(0) == 10
+    for backbone in (clip, siglip, siglip2):
+        assert backbone.tokenize(["dog " * 50]).shape == (1, 12)
+    assert clip.tokenize(["dog " * 50])[0, -1] == 53
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_sizes_are_resized_and_other_shapes_refused(checkpoint, family: str) -> None:
+    tower = load_backbone(f"hf:{checkpoint(family)}").image
+    grey = torch.full((1, 64, 64, 3), 90, dtype=torch.uint8)
+    torch.testing.assert_close(tower.prefix(grey, 3)[0], tower.prefix(grey[:, :32, :32], 3)[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="square RGB pictures, not 64 x 32 x 3"):
+        tower.prefix(grey[:, :, :32], 0)
+    with pytest.raises(UserError, match="square RGB pictures, not 64 x 64 x 1"):
+        tower.prefix(grey[..., :1], 0)
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_towers_train_full_precision_adapters(checkpoint, family: str) -> None:
+    """As on CUDA: gradients arrive in fp32 and point where those of the fp32 towers point."""
+    folder = checkpoint(family)
+    gradients = []
+    for backbone in (load_backbone(f"hf:{folder}"), load_backbone(f"hf:{folder}").halve()):
+        model = DualEncoder(backbone, ModelConfig(lora_rank=2, lora_blocks=2, hidden=8, embedding=4), seed=0)
+        tensors = {name: tensor.requires_grad_() for name, tensor in model.initial().tensors.items()}
+        inputs = {"image": pictures(), "text": backbone.tokenize(CAPTIONS)}
+        embedded = {}
+        for modality in ("image", "text"):
+            states, mask = getattr(model, modality).tower.prefix(inputs[modality], 1)
+            assert states.dtype == torch.float32
+            embedded[modality] = model.embed(tensors, modality, states, mask)
+            assert embedded[modality].dtype == torch.float32
+        info_nce(embedded["image"], embedded["text"], 0.07).backward()
+        assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in tensors.values())
+        assert all(tensor.grad.any() for tensor in tensors.values())
+        gradients.append(torch.cat([tensor.grad.flatten() for tensor in tensors.values()]))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stacked_adapters_give_what_each_gives_alone(checkpoint, family: str, halved: bool) -> None:
+    """Two models in one batch, as clients that train together."""
+    backbone = load_backbone(f"hf:{checkpoint(family)}")
+    backbone = backbone.halve() if halved else backbone
+    model = DualEncoder(backbone, ModelConfig(lora_rank=2, lora_blocks=2, projector="none", lora="full"), seed=0)
+    rng = torch.Generator().manual_seed(0)
+    one, two = (model.initial().map(lambda t: t + 0.3 * torch.randn(t.shape, generator=rng)) for _ in range(2))
+    states, mask = backbone.text.prefix(backbone.tokenize(CAPTIONS), 1)
+    twice = states.repeat(2, 1, 1), None if mask is None else mask.repeat(2, 1)
+    alone = [model.embed(each.tensors, "text", states, mask) for each in (one, two)]
+    together = model.embed({name: torch.stack([one[name], two[name]]) for name in one.tensors}, "text", *twice)
+    tolerance = 2e-2 if halved else 1e-5
+    torch.testing.assert_close(together, torch.cat(alone), rtol=tolerance, atol=tolerance)
+    assert (alone[0] - alone[1]).abs().max() > 5 * tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_cuda_the_towers_are_half_precision_and_near_the_stock_embeddings(checkpoint, family: str) -> None:
+    """bf16 keeps 8 bits of each number, so about 1 % of an embedding's length may be lost."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    exact, half = (load_backbone(f"hf:{checkpoint(family)}", device) for device in ("cpu", "cuda"))
+    assert exact.fingerprint != half.fingerprint  # or cached activations of one would be used by the other
+    assert half.image.embeddings.position_embedding.weight.dtype == torch.bfloat16
+    for modality, inputs in (("image", pictures()), ("text", exact.tokenize(CAPTIONS))):
+        with torch.no_grad():
+            expected = getattr(exact, modality)(*getattr(exact, modality).prefix(inputs, 1), 1)
+            result = getattr(half, modality)(*getattr(half, modality).prefix(inputs.cuda(), 1), 1)
+        assert result.dtype == torch.float32
+        assert (result.cpu() - expected).norm() < 0.03 * expected.norm()
+
+
+def test_all_blocks_may_carry_adapters_in_towers_of_different_depth(checkpoint, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(checkpoint("clip"))
+    config.text_config.num_hidden_layers = 2
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "uneven")
+    with hub.quiet_transformers():
+        transformers.CLIPModel(config).save_pretrained(folder)
+    roles = ("query", "key", "value", "out")
+    model = adapted(folder, lora_blocks="all", lora_targets=roles, projector="none")
+    assert len(model.blocks) == (3 + 2) * 4 and model.image.first == model.text.first == 0
+    assert model.blocks[0].name == "image.tower.blocks.0.self_attn.k_proj"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_run(checkpoint, small, tmp_path: Path, family: str) -> None:
+    """Train, forget a client, measure, over a checkpoint and scenes."""
+    projector = "none" if family == "siglip" else "mlp"
+    own = (f"model.backbone=hf:{checkpoint(family)}", f"model.projector={projector}", "model.lora_rank=2")
+    config = load_config(None, (*small, *own))
+    world, request, method = World.open(config), ClientRequest(clients=(1,)), make_method("ease")
+    run = Run.create(tmp_path / "run", config)
+    losses = [record["loss"] for record in run.train(world)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    steps = list(forget(run, world, request, method))
+    state = outcome_of(run, request, method).model()
+    assert steps and state.is_finite()
+    assert (state - run.history.state(2)).norm() > 0
+    assert measure(world, state, evaluation_sets(world, request))["gallery"] > 1
+
+
+# --- names, and what is refused ---
+
+
+def test_names_and_their_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert checkpoint_of("tiny") is checkpoint_of("photos") is None
+    assert checkpoint_of("clip-b32") and checkpoint_of("hf:some/id") == "some/id"
+    assert anchor_checkpoint("hf:model", tmp_path) == f"hf:{tmp_path / 'model'}"
+    assert anchor_checkpoint("hf:some/id", tmp_path) == "hf:some/id"
+    assert anchor_checkpoint("model", tmp_path) == "model"
+    for wrong in ("clip", "hf:"):
+        with pytest.raises(UserError, match=r"unknown backbone .*tiny, photos, clip-b32, clip-l14, siglip, hf:FOLDER"):
+            load_backbone(wrong)
+
+
+@pytest.mark.parametrize("name", ["clip-b32", "hf:nobody/has-this", "hf:/no/such/folder"])
+def test_a_checkpoint_that_is_not_here_is_one_clear_line(monkeypatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="save_pretrained") as caught:
+        load_backbone(name)
+    message = str(caught.value)
+    assert f'model.backbone = "{name}"' in message and str(checkpoint_of(name)) in message
+    assert 'model.backbone = "hf:FOLDER"' in message and "\n" not in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_made_as_the_message_says_can_be_loaded(checkpoint, tmp_path: Path, family: str) -> None:
+    with hub.quiet_transformers():
+        for part in (transformers.AutoModel, transformers.AutoProcessor):
+            part.from_pretrained(checkpoint(family)).save_pretrained(tmp_path)
+    saved, original = load_backbone(f"hf:{tmp_path}"), load_backbone(f"hf:{checkpoint(family)}")
+    assert torch.equal(saved.image.prefix(pictures(), 3)[0], original.image.prefix(pictures(), 3)[0])
+    assert torch.equal(saved.tokenize(CAPTIONS), original.tokenize(CAPTIONS))
+
+
+def test_an_id_is_found_in_the_local_hub_cache(checkpoint, monkeypatch, tmp_path: Path) -> None:
+    """The cache keeps snapshots by commit and a file that says which commit is `main`."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--some--id"
+    shutil.copytree(checkpoint("siglip"), stored / "snapshots" / "abc")
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    backbone = load_backbone("hf:some/id")
+    assert backbone.name == "hf:some/id"
+    assert backbone.fingerprint == load_backbone(f"hf:{checkpoint('siglip')}").fingerprint
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "tokenizer.json", "preprocessor_config.json", "config.json"])
+def test_a_missing_file_is_named(checkpoint, tmp_path: Path, part: str) -> None:
+    folder = shutil.copytree(checkpoint("siglip"), tmp_path / "copy")
+    (folder / part).unlink()
+    with pytest.raises(UserError, match=rf"cannot read {part} of {folder}") as caught:
+        load_backbone(f"hf:{folder}")
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_weights_are_one_line(checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"cannot read model\.safetensors"):
+        load_backbone(f"hf:{folder}")
+
+
+def test_weights_that_are_not_complete_are_refused(checkpoint, tmp_path: Path) -> None:
+    """transformers would draw what is absent at random."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    weights = load_file(folder / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lack text_projection\.weight"):
+        load_backbone(f"hf:{folder}")
+
+
+def test_another_architecture_is_refused(checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match=r"architecture 'bert'; choose a checkpoint of: clip, siglip, siglip2"):
+        load_backbone(f"hf:{folder}")
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "ease-unlearning\[hf\]"'):
+        load_backbone("siglip")
+
+
+def test_the_fingerprint_follows_the_files(checkpoint, tmp_path: Path) -> None:
+    """Activations are cached under it: other weights, other normalisation or other tokens must change it."""
+    original = load_backbone(f"hf:{checkpoint('clip')}").fingerprint
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    assert load_backbone(f"hf:{folder}").fingerprint == original
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
+    assert load_backbone(f"hf:{folder}").fingerprint != original
+
+
+def test_towers_that_end_in_different_spaces_need_a_projector() -> None:
+    with pytest.raises(UserError, match=r'model.projector = "none".*set it to "mlp"'):
+        DualEncoder(load_backbone("tiny"), ModelConfig(projector="none"), seed=0)
+
+
+def test_frozen_and_always_in_evaluation_mode(checkpoint) -> None:
+    backbone = load_backbone(f"hf:{checkpoint('clip')}")
+    assert not any(weight.requires_grad for weight in backbone.parameters())
+    assert not any(module.training for module in torch.nn.Sequential(backbone).train()[0].modules())

@@ -106,8 +106,10 @@ class Params:
 
     @classmethod
     def load(cls, path: Path) -> "Params":
+        """Read a state. The file gives its tensors in any order, and sums over them must always go the same way."""
         tensors = read_tensors(path)
-        return cls(tensors, blocks_of(path, tensors))
+        blocks = blocks_of(path, tensors)
+        return cls({name: tensors[name] for block in blocks for name in block.tensors}, blocks)
 
 
 def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:

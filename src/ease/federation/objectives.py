@@ -211,7 +211,8 @@ def sensitivity(
             sigma = rng.uniform(*NOISE)
             noise = torch.from_numpy(sigma * rng.standard_normal(tuple(states.shape), dtype=np.float32)).to(states)
             if visible is not None:
-                noise = noise * visible[..., None]
+                # Rows behind the tokens are no padding: a tower may keep more than tokens there.
+                noise[:, : visible.shape[1]] *= visible[..., None]
             with torch.no_grad():
                 noisy = model.embed(tensors, modality, states + unit * noise, visible)
             # The root of exactly 0 has no gradient.

@@ -17,6 +17,7 @@ import torch
 from pydantic import Field, field_validator
 
 from ease.audit.alignment import alignment_residual
+from ease.audit.band import prediction_band
 from ease.config import Config, override, read_toml, validate
 from ease.errors import UserError
 from ease.forget import evaluation_sets, forget, measure, outcome_of, similarities, trained_of
@@ -334,10 +335,34 @@ def results(experiment: Experiment, folder: Path) -> dict[str, Any]:
     order = {seed: number for number, seed in enumerate(experiment.seeds)}
     rows = [row for job in jobs for cell in job.cells for row in read_json(cell.path(job.folder))]
     rows.sort(key=lambda row: (experiment.scenarios.index(row["scenario"]), order[row["seed"]]))
-    found: dict[str, Any] = {"header": header(experiment), "rows": rows}
+    found: dict[str, Any] = {"header": header(experiment), "bands": bands(rows), "rows": rows}
     if experiment.kind == "subspaces":
         found["subspaces"] = [{"seed": job.config.seed, "overlap": read_json(job.overlap_path)} for job in jobs]
     return found
+
+
+def bands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each scenario (and value of a varied run setting) the band of every metric, where there are retrainings."""
+    retrained: dict[str, list[Mapping[str, Any]]] = {}
+    ordered = [row for row in rows if row["role"] == "band"]
+    for row in rows:
+        if any(_same_run(row, other) for other in ordered) and row["role"] in ("band", "retrain"):
+            retrained.setdefault(json.dumps([row["scenario"], row["seed"], row.get("at")]), []).append(row)
+    return [_band(group) for group in retrained.values()]
+
+
+def _same_run(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(row.get(key) == other.get(key) for key in ("scenario", "seed", "at"))
+
+
+def _band(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for key in group[0]["metrics"]:
+        band = prediction_band([row["metrics"][key] for row in group])
+        if band is not None:
+            found[key] = [band.low, band.high]
+    first = {key: group[0][key] for key in ("scenario", "seed", "at") if key in group[0]}
+    return {**first, "models": len(group), "metrics": found}
 
 
 def header(experiment: Experiment) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An experiment's results as Markdown and LaTeX: every figure beside retraining, the mean over seeds and its spread."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ class Sheet:
     title: str
     lines: tuple[Line, ...]
     retrain: Line
-    retrained: tuple[Line, ...]
-    """All retrainings, on the seed that has several."""
+    bands: Mapping[str, tuple[float, float]]
+    """Metric -> where a further retraining of the first seed would fall."""
 
     def gaps(self, line: Line, key: str) -> list[float]:
         """Signed gaps to retraining of the same seed."""
@@ -47,15 +47,12 @@ class Sheet:
         """Sum of the absolute gaps of forget, retain and test R@1, for each seed."""
         return [sum(map(abs, parts)) for parts in zip(*(self.gaps(line, key) for key in RANKED), strict=True)]
 
-    def inside(self, line: Line, key: str, bands: "Bands") -> bool:
+    def inside(self, line: Line, key: str) -> bool:
         """Whether a value lies in the retrain band, on the first seed, where the band was measured."""
-        band = bands.get((self.scenario, self.title, key))
-        values = list(line.values(key).values())
-        return band is not None and bool(values) and band[0] <= values[0] <= band[1]
-
-
-Bands = Mapping[tuple[str, str, str], tuple[float, float]]
-"""(scenario, sheet, metric) -> where a further retraining would fall."""
+        if key not in self.bands or not line.values(key):
+            return False
+        low, high = self.bands[key]
+        return low <= next(iter(line.values(key).values())) <= high
 
 
 @dataclass(frozen=True)
@@ -86,14 +83,14 @@ RETAIN = (
     _recalls("T", "test")[0],
     Column("up MB", "cost/bytes_up", "Up", scale=1e-6, judged="share"),
     Column("down MB", "cost/bytes_down", "Down", scale=1e-6, judged="share"),
-    Column("time s", "cost/seconds", "Time", scale=1, judged="share"),
+    Column("time s", "cost/seconds", "Time", judged="share"),
     Column("sum of gaps", "rank", r"$\Sigma|$gap$|$", judged="rank"),
 )
 SIDES = (("Forgetting", FORGET), ("Keeping, cost and rank", RETAIN))
 NOTE = (
     "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for cost, "
-    "the share of retraining's. ° inside the retrain band: a 95 % prediction interval from {models} retrainings of the "
-    "first seed. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at R@1, the rank."
+    "the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the first "
+    "seed in other orders. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at R@1, the rank."
 )
 TUNED = "† settings chosen by `ease sweep`, with the same budget for every method."
 
@@ -105,8 +102,8 @@ def sheets(results: Mapping[str, Any]) -> list[Sheet]:
     for row in results["rows"]:
         at = row.get("at")
         of_run = at is not None and at["name"] == run_setting
-        title = f"{at['name']} = {at['value']}" if of_run else ""
-        label = row["label"] if at is None or of_run else f"{row['label']}, {at['name']} = {at['value']}"
+        title = _title(at) if of_run else ""
+        label = row["label"] if at is None or of_run else f"{row['label']}, {_title(at)}"
         lines = grouped.setdefault((row["scenario"], title), {})
         lines.setdefault((row["role"], label, str(row["settings"])), []).append(row)
     found = []
@@ -114,11 +111,159 @@ def sheets(results: Mapping[str, Any]) -> list[Sheet]:
         lines = [_line(scenario, role, label, rows) for (role, label, _), rows in groups.items()]
         retrain = next(line for line in lines if line.role == "retrain")
         shown = tuple(line for line in lines if line.role != "band")
-        found.append(Sheet(scenario, title, shown, retrain, tuple(x for x in lines if x.role in ("retrain", "band"))))
+        band = next((b for b in results["bands"] if (b["scenario"], _title(b.get("at"))) == (scenario, title)), None)
+        found.append(Sheet(scenario, title, shown, retrain, band["metrics"] if band else {}))
     return found
+
+
+def _title(at: Mapping[str, Any] | None) -> str:
+    return f"{at['name']} = {at['value']}" if at else ""
 
 
 def _line(scenario: str, role: str, label: str, rows: Sequence[Mapping[str, Any]]) -> Line:
     at = rows[0].get("at")
     metrics = {row["seed"]: dict(row["metrics"]) for row in rows}
     return Line(scenario, role, label, rows[0]["tuned"], at["value"] if at else None, metrics)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One cell of a table before it is written in any language."""
+
+    value: str
+    spread: str
+    note: str
+    """Signed gap or share."""
+    inside: bool
+    best: bool
+
+
+def figures(sheet: Sheet, column: Column) -> list[Figure | None]:
+    """A column of a sheet; None where a line has no such value."""
+    return [_figure(sheet, line, column, line in best_of(sheet, column)) for line in sheet.lines]
+
+
+def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | None:
+    values = [value * column.scale for value in _values(sheet, line, column)]
+    if not values:
+        return None
+    mean = statistics.mean(values)
+    spread = f"{statistics.stdev(values):.{column.digits}f}" if len(values) > 1 else ""
+    note = ""
+    if line.role != "retrain" and column.judged == "gap":
+        gap = statistics.mean(sheet.gaps(line, column.key)) * column.scale
+        note = f"{gap:+.{column.digits}f}"
+    if line.role != "retrain" and column.judged == "share":
+        shares = [metrics[column.key.replace("cost/", "ratio/")] for metrics in line.seeds.values()]
+        note = f"{statistics.mean(shares):.0%}"
+    inside = line.role == "method" and column.judged == "gap" and sheet.inside(line, column.key)
+    return Figure(f"{mean:.{column.digits}f}", spread, note, inside, best)
+
+
+def _values(sheet: Sheet, line: Line, column: Column) -> list[float]:
+    return sheet.distance(line) if column.judged == "rank" else list(line.values(column.key).values())
+
+
+def best_of(sheet: Sheet, column: Column) -> list[Line]:
+    """The methods that a column is won by; neither the trained model nor retraining takes part."""
+    scores = {}
+    for number, line in enumerate(sheet.lines):
+        if line.role == "method" and _values(sheet, line, column):
+            gap = column.judged == "gap"
+            found = sheet.gaps(line, column.key) if gap else _values(sheet, line, column)
+            scores[number] = round(abs(statistics.mean(found)), 9)
+    least = min(scores.values(), default=0.0)
+    return [sheet.lines[number] for number, score in scores.items() if score == least]
+
+
+def columns_of(sheet: Sheet, side: Sequence[Column]) -> list[Column]:
+    """The columns that some line has values for."""
+    return [column for column in side if any(_values(sheet, line, column) for line in sheet.lines)]
+
+
+def _notes(found: Sequence[Sheet]) -> list[str]:
+    tuned = any(line.tuned for sheet in found for line in sheet.lines)
+    return [NOTE, *([TUNED] if tuned else [])]
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Two tables for each scenario: what is forgotten, and what is kept at which cost."""
+    found, header = sheets(results), results["header"]
+    seeds = len(header["experiment"]["seeds"])
+    parts = [f"# {header['title']}", "", f"`{header['command']}`, {seeds} seed{'s' if seeds > 1 else ''}.", ""]
+    parts += [line for note in _notes(found) for line in (note, "")]
+    for sheet in found:
+        title = f"{sheet.scenario.capitalize()} request" + (f", {sheet.title}" if sheet.title else "")
+        parts += [f"## {title}", ""]
+        for name, side in SIDES:
+            columns = columns_of(sheet, side)
+            parts += [f"| {name} | {' | '.join(column.title for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
+            cells = [figures(sheet, column) for column in columns]
+            for number, line in enumerate(sheet.lines):
+                label = line.label + ("†" if line.tuned else "")
+                parts.append(f"| {label} | {' | '.join(_markdown(column[number]) for column in cells)} |")
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _markdown(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    text = figure.value + (f" ± {figure.spread}" if figure.spread else "")
+    text = f"**{text}**" if figure.best else text
+    return text + (f" ({figure.note})" if figure.note else "") + ("°" if figure.inside else "")
+
+
+def latex(results: Mapping[str, Any]) -> str:
+    """The same in two parts, one above the other, with the scenarios side by side; needs booktabs and graphicx."""
+    found = sheets(results)
+    parts = []
+    for title in dict.fromkeys(sheet.title for sheet in found):
+        here = [sheet for sheet in found if sheet.title == title]
+        caption = results["header"]["title"] + (f" ({title})" if title else "")
+        parts += [r"\begin{table*}[t]", r"\centering", rf"\caption{{{_escape(caption)}. {_escape(' '.join(_notes(here)))}}}"]
+        for number, (name, side) in enumerate(SIDES):
+            parts += [r"\vspace{4pt}"] if number else []
+            parts += _tabular(here, name, side)
+        parts += [r"\end{table*}", ""]
+    return "\n".join(parts)
+
+
+def _tabular(here: Sequence[Sheet], name: str, side: Sequence[Column]) -> list[str]:
+    columns = [column for column in side if any(column in columns_of(sheet, side) for sheet in here)]
+    width, last = len(columns), len(here) * len(columns) + 1
+    groups = [rf"\multicolumn{{{width}}}{{c}}{{{sheet.scenario.capitalize()} request}}" for sheet in here]
+    rules = [rf"\cmidrule(lr){{{2 + width * n}-{1 + width * (n + 1)}}}" for n in range(len(here))]
+    lines = [r"\resizebox{\linewidth}{!}{%", rf"\begin{{tabular}}{{l{'c' * (last - 1)}}}", r"\toprule"]
+    lines += [" & ".join(["", *groups]) + r" \\", " ".join(rules)]
+    lines += [" & ".join([name, *(column.latex for _ in here for column in columns)]) + r" \\", r"\midrule"]
+    cells = [figures(sheet, column) for sheet in here for column in columns]
+    for number, line in enumerate(here[0].lines):
+        label = _escape(line.label + ("†" if line.tuned else ""))
+        lines.append(" & ".join([label, *(_latex(column[number]) for column in cells)]) + r" \\")
+    return [*lines, r"\bottomrule", r"\end{tabular}}"]
+
+
+def _latex(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    text = rf"\textbf{{{figure.value}}}" if figure.best else figure.value
+    text += rf"{{\scriptsize$\pm${figure.spread}}}" if figure.spread else ""
+    note = _escape(figure.note).replace("-", "$-$")
+    return text + (f" ({note})" if note else "") + (r"$^\circ$" if figure.inside else "")
+
+
+def _escape(text: str) -> str:
+    for plain, written in {
+        "&": r"\&",
+        "%": r"\%",
+        "#": r"\#",
+        "_": r"\_",
+        "|": r"$|$",
+        "±": r"$\pm$",
+        "°": r"$^\circ$",
+        "†": r"$^\dagger$",
+        "`": "",
+    }.items():
+        text = text.replace(plain, written)
+    return text

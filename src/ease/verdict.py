@@ -118,7 +118,8 @@ class Plan:
 
     config: RunConfig
     request: Request
-    method: Unlearner
+    method: Unlearner | None
+    """What the shadows go through after their training; None: nothing, they are left as trained."""
     start_sha256: str
     pool: int
     folder: Path
@@ -127,8 +128,8 @@ class Plan:
     @property
     def key(self) -> str:
         """Hash of all of it: another model, request, method or pool never meets these files."""
-        parts = [self.config, self.request, self.method]
-        return digest(FORMAT, self.start_sha256, self.pool, *(part.model_dump(mode="json") for part in parts))
+        parts = [part and part.model_dump(mode="json") for part in (self.config, self.request, self.method)]
+        return digest(FORMAT, self.start_sha256, self.pool, *parts)
 
     @property
     def store(self) -> Path:
@@ -176,6 +177,12 @@ class Subjects:
         return {k: v[:count] for k, v in read.items()}, {k: v[count:] for k, v in read.items()}
 
 
+def plan_of(run: Run, request: Request, method: Unlearner | None, pool: int) -> Plan:
+    history = trained_of(run).history
+    history.verify_state(0)
+    return Plan(run.config, request, method, file_hash(history.initial_path), pool, run.folder)
+
+
 def gauge_of(world: World, subjects: Subjects) -> Gauge:
     return Gauge(world.model, world.activations, subjects.pool, world.config.model.temperature, world.device)
 
@@ -215,9 +222,7 @@ class Audit:
 
     @cached_property
     def plan(self) -> Plan:
-        self.trained.history.verify_state(0)
-        start = file_hash(self.trained.history.initial_path)
-        return Plan(self.run.config, self.request, self.method, start, self.config.pool, self.run.folder)
+        return plan_of(self.run, self.request, self.method, self.config.pool)
 
     @cached_property
     def subjects(self) -> Subjects:
@@ -297,26 +302,7 @@ class Audit:
         return result
 
     def _bench(self) -> Bench:
-        """The shadows' stored statistics as the attacks take them."""
-        stored = [read_tensors(self.plan.shadow_path(n)) for n in range(self.config.shadows)]
-        expected = len(self.subjects.positions)
-        for number, tensors in enumerate(stored):
-            if any(len(tensor) != expected for tensor in tensors.values()):
-                path = self.plan.shadow_path(number)
-                raise UserError(
-                    f"{path}: measured on other pairs than this audit's; delete {path.parent} and run again"
-                )
-        table = {
-            f"{phase}/{name}": np.stack([tensors[f"{phase}/{name}"].numpy() for tensors in stored], axis=1)
-            for phase in ("trained", "unlearned")
-            for name in STATISTICS
-        }
-        trained, population = self.subjects.split({name: table[f"trained/{name}"] for name in STATISTICS})
-        unlearned, _ = self.subjects.split({name: table[f"unlearned/{name}"] for name in STATISTICS})
-        included = np.stack(
-            [self.subjects.candidates.included(n, self.run.config.seed) for n in range(self.config.shadows)], axis=1
-        )
-        return Bench(trained, unlearned, included, self.subjects.candidates.member, population, self.config.fpr)
+        return bench_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
 
     def _models(self) -> dict[str, Params]:
         further = {
@@ -516,6 +502,56 @@ class Audit:
         }
 
 
+def bench_of(plan: Plan, subjects: Subjects, shadows: int, fpr: float) -> Bench:
+    """The stored shadows' statistics as the attacks take them."""
+    stored = [read_tensors(plan.shadow_path(number)) for number in range(shadows)]
+    for number, tensors in enumerate(stored):
+        if any(len(tensor) != len(subjects.positions) for tensor in tensors.values()):
+            path = plan.shadow_path(number)
+            raise UserError(f"{path}: measured on other pairs than this audit's; delete {path.parent} and run again")
+
+    def table(phase: str) -> tuple[Readings, Readings]:
+        if f"{phase}/{STATISTICS[0]}" not in stored[0]:
+            return {}, {}
+        columns = {n: np.stack([tensors[f"{phase}/{n}"].numpy() for tensors in stored], 1) for n in STATISTICS}
+        return subjects.split(columns)
+
+    trained, population = table("trained")
+    included = np.stack([subjects.candidates.included(n, plan.config.seed) for n in range(shadows)], axis=1)
+    return Bench(trained, table("unlearned")[0], included, subjects.candidates.member, population, fpr)
+
+
+@dataclass(frozen=True)
+class QuickAttackers:
+    """Attacks by a few shadows that were never unlearned: enough to compare many answers to one request."""
+
+    subjects: Subjects
+    gauge: Gauge
+    bench: Bench
+
+    def share_called_member(self, state: Params) -> float:
+        """Share of the forget pairs that the shadow classifier calls members."""
+        return self.bench.called_member(self._read(state)[0]).value
+
+    def auc(self, state: Params) -> float:
+        """AUC of offline LiRA."""
+        return self.bench.judge("lira-offline/log_odds", *self._read(state)).auc.value
+
+    def _read(self, state: Params) -> tuple[Readings, Readings]:
+        return self.subjects.split(self.gauge.read(state, self.subjects.positions))
+
+
+def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, pool: int = 512) -> QuickAttackers:
+    """Train the shadows once for each run and request; they are kept in the run."""
+    spare = len(world.pairs.indices("validation")) + len(world.pairs.indices("test"))
+    plan = plan_of(run, request, None, min(pool, spare // 2))
+    subjects = Subjects.of(world, request, plan.pool)
+    missing = [number for number in range(shadows) if not plan.shadow_path(number).is_file()]
+    for _ in make_shadows(plan, world, missing, ()):
+        pass
+    return QuickAttackers(subjects, gauge_of(world, subjects), bench_of(plan, subjects, shadows, 0.01))
+
+
 def _measure(name: str, values: Mapping[str, float], note: str) -> Measure:
     """A line whose band comes from the retrained models' values of the same measure."""
     retrained = [value for model, value in values.items() if model.startswith("retrain")]
@@ -572,7 +608,8 @@ def _make_group(
     stops = {max(1, round(share * config.training.rounds)): share for share in (*SHARES, 1.0)}
     gauge = gauge_of(world, subjects)
     with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=cache_folder()) as scratch:
-        histories = [ShadowHistory.begin(Path(scratch) / str(n), start, plan.method) for n in shadows]
+        keep = plan.method is not None and "history" in plan.method.needs
+        histories = [ShadowHistory.begin(Path(scratch) / str(n), start, keep) for n in shadows]
         for rounds in train_federations(
             world.model,
             world.activations,
@@ -592,11 +629,14 @@ def _make_group(
             yield len(federations)
         for shadow, shards, inside, history in zip(shadows, federations, included, histories, strict=False):
             trained = Trained(history.history, config.training, config.model.temperature, config.seed)
-            request = shadow_request(plan.request, subjects.candidates, inside)
-            state = unlearn_shadow(world.model, world.activations, world.device, shards, trained, request, plan.method)
+            phases = {"trained": trained.final}
+            if plan.method is not None:
+                request = shadow_request(plan.request, subjects.candidates, inside)
+                world_of = (world.model, world.activations, world.device)
+                phases["unlearned"] = unlearn_shadow(*world_of, shards, trained, request, plan.method)
             stored = {
                 f"{phase}/{name}": torch.from_numpy(values)
-                for phase, params in (("trained", trained.final), ("unlearned", state))
+                for phase, params in phases.items()
                 for name, values in gauge.read(params, subjects.positions).items()
             }
             write_tensors(plan.shadow_path(shadow), stored)

@@ -47,7 +47,7 @@ class Bench:
     shadows: Readings
     """Of trained shadows [candidates, shadows]."""
     unlearned: Readings
-    """Of the same shadows after unlearning."""
+    """Of the same shadows after unlearning; empty when they were left as trained."""
     included: np.ndarray
     """bool [candidates, shadows]."""
     member: np.ndarray
@@ -118,7 +118,7 @@ class Bench:
 
     @cached_property
     def _left_out(self) -> dict[str, np.ndarray]:
-        names = [*self.attacks(), *(f"u-lira/{statistic}" for statistic in ("log_odds", "cosine"))]
+        names = [*self.attacks(), *(f"u-lira/{statistic}" for statistic in ("log_odds", "cosine") if self.unlearned)]
         return {name: np.concatenate(list(self._left_out_scores(name))) for name in names}
 
     def _left_out_scores(self, attack: str) -> Iterator[np.ndarray]:

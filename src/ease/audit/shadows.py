@@ -180,10 +180,10 @@ class ShadowHistory:
     with_updates: bool
 
     @classmethod
-    def begin(cls, folder: Path, start: Params, method: Unlearner) -> "ShadowHistory":
+    def begin(cls, folder: Path, start: Params, with_updates: bool) -> "ShadowHistory":
         history = History(folder, durable=False)
         start.save(history.initial_path, durable=False)
-        return cls(history, "history" in method.needs)
+        return cls(history, with_updates)
 
     def append(self, finished: Round) -> None:
         self.history.append(finished if self.with_updates else replace(finished, updates=()), {})

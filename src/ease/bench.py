@@ -40,8 +40,6 @@ MOST_PAIRS = 400
 """Pairs of a set whose similarities are kept for drawing."""
 QUICK: dict[str, Any] = {
     "seeds": [0],
-    "shadows": 2,
-    "band_retrains": 1,
     "run": {"data": {"train": 600, "validation": 200, "test": 400}, "training": {"rounds": 8}, "gallery": 150},
 }
 """What `--quick` changes in every experiment, before the experiment's own `[quick]`."""
@@ -53,8 +51,8 @@ class Entry(Config):
     method: str
     label: str = ""
     """Its name in tables and figures; by default its title."""
-    settings: dict[str, Any] = {}
-    vary: dict[str, tuple[Any, ...]] = Field({}, max_length=1)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
     """One of its settings and the values that it takes in turn."""
 
 
@@ -70,16 +68,23 @@ class Experiment(Config):
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1)
     methods: tuple[Entry, ...] = ()
     """Names, or tables with a name, a label, settings and a varied setting."""
-    vary: dict[str, tuple[Any, ...]] = Field({}, max_length=1)
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
     """One setting of the run and the values that it takes in turn."""
     tuned: Path | None = None
     """Settings that `ease sweep` chose; those in `methods` come before them."""
     band_retrains: int = Field(2, ge=0)
     """Further retrainings on the first seed: with the first they make the band."""
     shadows: int = Field(4, ge=0)
-    """Shadow models of the membership attacks, an even number; 0: no attacks."""
-    quick: dict[str, Any] = {}
+    """Shadow models of the membership attacks, an even number from 4; 0: no attacks."""
+    quick: dict[str, Any] = Field(default_factory=dict)
     """What `--quick` changes here, in the shape of this file."""
+
+    @field_validator("shadows")
+    @classmethod
+    def _pairs_of_shadows(cls, count: int) -> int:
+        if count % 2 or count == 2:
+            raise ValueError("choose an even number from 4, or 0 for no attacks")
+        return count
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -94,7 +99,7 @@ class Chosen(Config):
     score: float
     default_score: float
     budget: int
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,11 @@ class Cell:
     """The varied setting of the run and its value."""
 
     def path(self, folder: Path) -> Path:
-        return folder / "cells" / f"{self.scenario}-{digest(FORMAT, self.config.model_dump(mode='json'), *self._parts)}.json"
+        return (
+            folder
+            / "cells"
+            / f"{self.scenario}-{digest(FORMAT, self.config.model_dump(mode='json'), *self._parts)}.json"
+        )
 
     @property
     def _parts(self) -> list[Any]:
@@ -193,7 +202,9 @@ def _merge(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 def load_tuned(path: Path) -> dict[str, dict[str, Chosen]]:
     """Method -> scenario -> what a sweep chose."""
     return {
-        method: {scenario: validate(Chosen, chosen, f"{path}: {method}.{scenario}") for scenario, chosen in found.items()}
+        method: {
+            scenario: validate(Chosen, chosen, f"{path}: {method}.{scenario}") for scenario, chosen in found.items()
+        }
         for method, found in read_toml(path).items()
     }
 
@@ -374,7 +385,11 @@ def header(experiment: Experiment) -> dict[str, Any]:
         "command": " ".join(["ease", *sys.argv[1:]]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {"ease": version("ease-unlearning"), "python": platform.python_version(), "torch": torch.__version__},
+        "versions": {
+            "ease": version("ease-unlearning"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
         "machine": {"system": platform.platform(), "cores": os.cpu_count()},
     }
 

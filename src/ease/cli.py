@@ -197,11 +197,21 @@ def demo(
 
 @app.command()
 def bench(
-    experiment: Annotated[Path | None, typer.Argument(help="TOML file of an experiment, such as those in experiments/.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of runs and results. What is finished there is not done again.")] = Path("results"),
-    quick: Annotated[bool, typer.Option("--quick", help="A small version that takes minutes; its figures prove nothing.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")] = None,
-    tables: Annotated[Path | None, typer.Option(metavar="DIR", help="Only write the tables and figures of DIR/results.json anew.")] = None,
+    experiment: Annotated[
+        Path | None, typer.Argument(help="TOML file of an experiment, such as those in experiments/.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of runs and results. What is finished there is not done again.")
+    ] = Path("results"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small version that takes minutes; its figures prove nothing.")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")
+    ] = None,
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write the tables and figures of DIR/results.json anew.")
+    ] = None,
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -230,15 +240,21 @@ def bench(
 def sweep(
     source: Annotated[Path, typer.Argument(help="A run directory, or an experiment's TOML file.")],
     out: Annotated[Path, typer.Option(help="TOML file for the chosen settings.")],
-    budget: Annotated[int, typer.Option(min=1, help="Settings that are tried of every method; the first are its defaults.")] = 8,
-    work: Annotated[Path, typer.Option(help="Folder of an experiment's runs, the same as --out of `ease bench`.")] = Path("results"),
-    processes: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")] = None,
+    budget: Annotated[
+        int, typer.Option(min=1, help="Settings that are tried of every method; the first are its defaults.")
+    ] = 8,
+    work: Annotated[
+        Path, typer.Option(help="Folder of an experiment's runs, the same as --out of `ease bench`.")
+    ] = Path("results"),
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")
+    ] = None,
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Choose every method's settings with the same budget, on another request than the reported one, without retraining.
+    """Choose every method's settings with the same budget, on a request that is not reported, without retraining.
 
     Example: `ease sweep experiments/main.toml --out experiments/tuned/scenes.toml`
     """

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ease.federation.history import History
 from ease.methods.base import Trained
 from ease.methods.evidence import StoredUpdate
 from ease.subspace import gram, orthonormal_coefficients
@@ -16,8 +15,9 @@ DIRECTIONS = 10
 
 @dataclass(frozen=True)
 class Overlap:
-    """Principal cosines between every two clients' leading update directions, in one modality."""
+    """Principal cosines between every two clients' leading update directions, in one block."""
 
+    block: str
     modality: str
     clients: list[int]
     cosines: list[list[list[float]]]
@@ -25,28 +25,15 @@ class Overlap:
 
 
 def client_overlap(trained: Trained) -> list[Overlap]:
-    """The overlap in each modality, with all of its blocks as one vector."""
-    history, rounds = trained.history, trained.training.rounds
-    clients = sorted({client for _, client in history.columns(rounds)})
-    return [
-        Overlap(modality, clients, principal_cosines(_gram(history, trained, modality), _owners(history, rounds)))
-        for modality in ("image", "text")
-    ]
-
-
-def _owners(history: History, rounds: int) -> list[int]:
-    return [client for _, client in history.columns(rounds)]
-
-
-def _gram(history: History, trained: Trained, modality: str) -> Tensor:
-    """Inner products of all stored updates over a modality's blocks [columns, columns]."""
-    columns = history.columns(trained.training.rounds)
-    total = torch.zeros(len(columns), len(columns), dtype=torch.float64)
+    """The overlap in every block."""
+    columns = trained.history.columns(trained.training.rounds)
+    owners = [client for _, client in columns]
+    found = []
     for block in trained.final.blocks:
-        if block.modality == modality:
-            updates = [StoredUpdate(history, number, client).column(block) for number, client in columns]
-            total += gram(updates, updates)
-    return total
+        updates = [StoredUpdate(trained.history, number, client).column(block) for number, client in columns]
+        cosines = principal_cosines(gram(updates, updates), owners)
+        found.append(Overlap(block.name, block.modality, sorted(set(owners)), cosines))
+    return found
 
 
 def principal_cosines(square: Tensor, owners: list[int]) -> list[list[list[float]]]:

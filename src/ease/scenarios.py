@@ -27,7 +27,7 @@ def scenario_request(world: World, scenario: Scenario, seed: int) -> Request:
 
 
 def validation_request(world: World, scenario: Scenario, seed: int) -> Request:
-    """Another typical request, which shares no pair with the first: settings are chosen by it, and it is not reported."""
+    """Another typical request that shares no pair with the first: settings are chosen by it, and it is not reported."""
     request = _request(world, scenario, seed, 1)
     if request == _request(world, scenario, seed, 0):
         raise UserError(f"settings are chosen on a second {scenario}, and this run has one; train with more of them")

@@ -48,8 +48,8 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
             except queue.Empty:
                 if any(worker.exitcode not in (None, 0) for worker in workers):
                     raise UserError(
-                        "a worker process ended early (what it said stands above; if nothing, memory ran out); run the same "
-                        "command again, with --processes 1 if it happens again"
+                        "a worker process ended early (its words stand above; if there are none, memory ran out): run "
+                        "the same command again, with --processes 1 if it happens again"
                     ) from None
                 continue
             if isinstance(note, UserError):

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.markdown import Markdown
 
 from ease.bench import Experiment, bench, plan, results
-from ease.console import rounds_bar
+from ease.console import rounds_bar, table
 from ease.errors import UserError
 from ease.report.figures import draw, encode
-from ease.report.tables import latex, markdown
+from ease.report.tables import FORGET, RETAIN, columns_of, figures, latex, markdown, sheets, write_cell
 from ease.storage import read_json, write_atomic, write_json
 from ease.workers import default_processes
+
+SHOWN = [c for c in (*FORGET, *RETAIN) if not c.title.endswith(("@5", "@10")) and c.title != "down MB"]
+"""What fits a narrow screen; the files have all."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,15 @@ class BenchSummary:
         return {**self.results, "files": [str(path) for path in self.files]}
 
     def render(self) -> Iterator[RenderableType]:
-        if self.results["rows"]:
-            yield Markdown(markdown(self.results))
+        for sheet in sheets(self.results):
+            columns = columns_of(sheet, SHOWN)
+            cells = [[write_cell(figure) for figure in figures(sheet, column)] for column in columns]
+            rows = [[line.label, *(column[n] for column in cells)] for n, line in enumerate(sheet.lines)]
+            yield table(
+                f"{sheet.name}: recall in percent, in brackets the gap to retrain; for cost, the share of retrain's",
+                ["", *(column.title for column in columns)],
+                rows,
+            )
         yield f"written to {self.folder}: {', '.join(path.name for path in self.files)}"
 
 
@@ -54,9 +63,9 @@ def write_tables(folder: Path) -> BenchSummary:
     found = read_json(path)
     if not isinstance(found, dict) or not {"header", "rows", "bands"} <= found.keys():
         raise UserError(f"{path}: not the results of an experiment; run `ease bench` again")
-    written = {}
+    written = {"tables.md": markdown(found).encode()}
     if found["rows"]:
-        written = {"tables.md": markdown(found).encode(), "tables.tex": latex(found).encode()}
+        written["tables.tex"] = latex(found).encode()
     for name, figure in draw(found).items():
         written |= {f"{name}.{form}": encode(figure, form) for form in ("svg", "pdf")}
     for name, content in written.items():

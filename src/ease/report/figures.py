@@ -12,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ease.report.tables import Line, Sheet, sheets
+from ease.report.tables import Line, Sheet, mean_similarity, sheets, similarities
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 """Told apart by colour-blind readers too (Okabe and Ito)."""
 MARKERS = "os^Dv<>Pp*hXd8H"
 COLUMN_INCHES = 3.4
 """Width of one column of text for each panel; letters are as large as the text around them."""
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.spines.top": False,
@@ -96,7 +96,11 @@ def tradeoff(results: Mapping[str, Any]) -> Figure:
         for number, label in enumerate(labels):
             lines = [line for line in sheet.lines if line.role == "method" and line.label.split(",")[0] == label]
             points = [(_mean(line, "forget/recall@1"), _mean(line, "retain/recall@1")) for line in lines]
-            style = {"color": COLOURS[number % 7], "marker": MARKERS[number % len(MARKERS)], "linewidth": 1}
+            style: dict[str, Any] = {
+                "color": COLOURS[number % 7],
+                "marker": MARKERS[number % len(MARKERS)],
+                "linewidth": 1,
+            }
             panel.plot(*zip(*points, strict=True), label=label, zorder=3 if label == "EASE" else 2, **style)
         goal, before = sheet.retrain, next(line for line in sheet.lines if line.role == "trained")
         for line, marker, label in ((goal, "+", "Retrain"), (before, "x", "Trained")):
@@ -109,15 +113,15 @@ def tradeoff(results: Mapping[str, Any]) -> Figure:
 
 
 def grid(results: Mapping[str, Any]) -> Figure:
-    """Attack AUC of every method and scenario: 0.5 finds nothing, and retraining's row is the aim."""
+    """Attack AUC of every method and scenario: 0.5 finds nothing, and below it pairs show that they were pushed."""
     found = sheets(results)
     lines = found[0].lines
     values = np.array([[_mean(sheet.lines[n], "lira/auc") for sheet in found] for n in range(len(lines))])
     figure = Figure(figsize=(COLUMN_INCHES, 0.9 + 0.2 * len(lines)), layout="constrained")
     panel = figure.add_subplot()
-    image = panel.imshow(values, cmap="viridis", vmin=0.5, vmax=1, aspect="auto")
+    image = panel.imshow(values, cmap="PuOr_r", vmin=0, vmax=1, aspect="auto")
     for row, column in np.ndindex(*values.shape):
-        shade = "white" if values[row, column] < 0.8 else "black"
+        shade = "white" if abs(values[row, column] - 0.5) > 0.35 else "black"
         panel.text(column, row, f"{values[row, column]:.2f}", ha="center", va="center", color=shade)
     panel.set_xticks(range(len(found)), [sheet.scenario for sheet in found])
     panel.set_yticks(range(len(lines)), [line.label for line in lines])
@@ -134,7 +138,7 @@ def bars(results: Mapping[str, Any]) -> Figure:
     found = sheets(results)
     figure = Figure(figsize=(COLUMN_INCHES * len(found), COLUMN_INCHES + 0.4), layout="constrained")
     for number, sheet in enumerate(found):
-        panel = figure.add_subplot(1, len(found), number + 1, projection="polar")
+        panel: Any = figure.add_subplot(1, len(found), number + 1, projection="polar")
         sector = 2 * math.pi / len(metrics)
         width = 0.86 * sector / len(sheet.lines)
         for place, line in enumerate(sheet.lines):
@@ -154,7 +158,7 @@ def bars(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _fill(line: Line, place: int) -> dict[str, str]:
+def _fill(line: Line, place: int) -> dict[str, Any]:
     """Retraining is black and the trained model white with a rim; methods have the colours between."""
     if line.role == "method":
         return {"color": COLOURS[(place - 1) % 7]}
@@ -185,36 +189,42 @@ def _cloud(panel: Axes, values: np.ndarray, height: float, colour: str) -> None:
     points = np.linspace(values.min(), values.max(), 120)
     width = max(1.06 * values.std() * len(values) ** -0.2, 1e-3)
     density = np.exp(-0.5 * ((points[:, None] - values) / width) ** 2).mean(axis=1)
-    panel.fill_between(points, height + 0.08, height + 0.08 + 0.5 * density / density.max(), color=colour, alpha=0.6, lw=0)
+    panel.fill_between(
+        points, height + 0.08, height + 0.08 + 0.5 * density / density.max(), color=colour, alpha=0.6, lw=0
+    )
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     panel.plot([low, high], [height, height], color=colour, linewidth=4, solid_capstyle="butt")
     panel.plot([middle], [height], marker="|", color="white", markersize=5, markeredgewidth=1.5)
     scatter = height - 0.14 - 0.14 * np.random.default_rng(0).random(len(values))
-    panel.plot(values, scatter, ".", color=colour, markersize=1.2, alpha=0.5, rasterized=False)
+    panel.plot(values, scatter, ".", color=colour, markersize=1.2, alpha=0.5)
 
 
 def subspaces(results: Mapping[str, Any]) -> Figure:
-    """How alike the clients' update subspaces are, and the principal angles of five pairs, in each modality."""
+    """How alike the clients' update subspaces are, and the principal angles of five pairs, in each side's most
+    entangled block."""
     overlaps = results["subspaces"][0]["overlap"]
-    figure = Figure(figsize=(2 * COLUMN_INCHES, 2.5 * len(overlaps)), layout="constrained")
-    panels = figure.subplots(len(overlaps), 2, squeeze=False)
-    for (heat, angles), overlap in zip(panels, overlaps, strict=True):
-        similarity = np.array([[statistics.mean(cosines) for cosines in row] for row in overlap["cosines"]])
-        clients = overlap["clients"]
-        image = heat.imshow(similarity, cmap="viridis", vmin=0, vmax=1)
-        others = similarity[~np.eye(len(clients), dtype=bool)]
+    by_side = [[overlap for overlap in overlaps if overlap["modality"] == side] for side in ("image", "text")]
+    chosen = [max(side, key=mean_similarity) for side in by_side if side]
+    figure = Figure(figsize=(2 * COLUMN_INCHES, 2.6 * len(chosen)), layout="constrained")
+    panels = figure.subplots(len(chosen), 2, squeeze=False)
+    for (heat, angles), overlap in zip(panels, chosen, strict=True):
+        similarity, clients = similarities(overlap), overlap["clients"]
+        image = heat.imshow(np.where(np.eye(len(clients)), np.nan, similarity), cmap="viridis", vmin=0)
         heat.set_xticks(range(len(clients)), clients)
         heat.set_yticks(range(len(clients)), clients)
-        heat.set(title=f"{overlap['modality']}: similarity, mean {others.mean():.2f}", xlabel="client", ylabel="client")
+        heat.set(
+            title=f"{overlap['block'].replace('.tower.blocks', '')}\nmean similarity {mean_similarity(overlap):.2f}"
+        )
+        heat.set(xlabel="client", ylabel="client")
         heat.spines[:].set_visible(False)
         figure.colorbar(image, ax=heat, label="mean cosine")
         for number, (i, j) in enumerate(representative_pairs(similarity)):
             spectrum = np.degrees(np.arccos(np.clip(overlap["cosines"][i][j], 0, 1)))
-            label = f"{clients[i]} and {clients[j]}"
-            angles.plot(range(1, len(spectrum) + 1), spectrum, color=COLOURS[number], marker=MARKERS[number], label=label)
-        angles.set(title=f"{overlap['modality']}: principal angles", xlabel="direction", ylabel="degrees", ylim=(-3, 93))
+            style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number]}
+            angles.plot(range(1, len(spectrum) + 1), spectrum, label=f"{clients[i]} and {clients[j]}", **style)
+        angles.set(title="principal angles of five pairs", xlabel="direction", ylabel="degrees", ylim=(-3, 93))
         angles.set_yticks([0, 30, 60, 90])
-        angles.legend(title="clients", title_fontsize=7)
+        angles.legend(title="clients", title_fontsize=7, loc="lower right")
     return figure
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
 """Their absolute gaps to retraining add up to the rank."""
 
@@ -37,6 +39,10 @@ class Sheet:
     retrain: Line
     bands: Mapping[str, tuple[float, float]]
     """Metric -> where a further retraining of the first seed would fall."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.scenario.capitalize()} request" + (f", {self.title}" if self.title else "")
 
     def gaps(self, line: Line, key: str) -> list[float]:
         """Signed gaps to retraining of the same seed."""
@@ -86,11 +92,12 @@ RETAIN = (
     Column("time s", "cost/seconds", "Time", judged="share"),
     Column("sum of gaps", "rank", r"$\Sigma|$gap$|$", judged="rank"),
 )
-SIDES = (("Forgetting", FORGET), ("Keeping, cost and rank", RETAIN))
+SIDES = (("Forgetting", FORGET), ("Keeping, and what it costs", RETAIN))
 NOTE = (
-    "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for cost, "
-    "the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the first "
-    "seed in other orders. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at R@1, the rank."
+    "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
+    "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
+    "first seed in other orders. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at "
+    "R@1, by which methods are ranked. F, R, T: forget, retained and test pairs."
 )
 TUNED = "† settings chosen by `ease sweep`, with the same budget for every method."
 
@@ -104,8 +111,8 @@ def sheets(results: Mapping[str, Any]) -> list[Sheet]:
         of_run = at is not None and at["name"] == run_setting
         title = _title(at) if of_run else ""
         label = row["label"] if at is None or of_run else f"{row['label']}, {_title(at)}"
-        lines = grouped.setdefault((row["scenario"], title), {})
-        lines.setdefault((row["role"], label, str(row["settings"])), []).append(row)
+        models = grouped.setdefault((row["scenario"], title), {})
+        models.setdefault((row["role"], label, str(row["settings"])), []).append(row)
     found = []
     for (scenario, title), groups in grouped.items():
         lines = [_line(scenario, role, label, rows) for (role, label, _), rows in groups.items()]
@@ -181,32 +188,50 @@ def columns_of(sheet: Sheet, side: Sequence[Column]) -> list[Column]:
     return [column for column in side if any(_values(sheet, line, column) for line in sheet.lines)]
 
 
+def similarities(overlap: Mapping[str, Any]) -> np.ndarray:
+    """Similarity of every two clients: the mean cosine of their principal angles."""
+    return np.array([[statistics.mean(cosines) for cosines in row] for row in overlap["cosines"]])
+
+
+def mean_similarity(overlap: Mapping[str, Any]) -> float:
+    """Of two different clients."""
+    found = similarities(overlap)
+    return float(found[~np.eye(len(found), dtype=bool)].mean())
+
+
 def _notes(found: Sequence[Sheet]) -> list[str]:
     tuned = any(line.tuned for sheet in found for line in sheet.lines)
     return [NOTE, *([TUNED] if tuned else [])]
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Two tables for each scenario: what is forgotten, and what is kept at which cost."""
+    """Two tables for each scenario: what is forgotten, and what is kept at which cost; or the overlap of each block."""
     found, header = sheets(results), results["header"]
     seeds = len(header["experiment"]["seeds"])
     parts = [f"# {header['title']}", "", f"`{header['command']}`, {seeds} seed{'s' if seeds > 1 else ''}.", ""]
+    if "subspaces" in results:
+        return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
     parts += [line for note in _notes(found) for line in (note, "")]
     for sheet in found:
-        title = f"{sheet.scenario.capitalize()} request" + (f", {sheet.title}" if sheet.title else "")
-        parts += [f"## {title}", ""]
+        parts += [f"## {sheet.name}", ""]
         for name, side in SIDES:
             columns = columns_of(sheet, side)
-            parts += [f"| {name} | {' | '.join(column.title for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
+            parts += [f"{name}:", "", f"| Method | {' | '.join(column.title for column in columns)} |"]
+            parts += ["|---" * (len(columns) + 1) + "|"]
             cells = [figures(sheet, column) for column in columns]
             for number, line in enumerate(sheet.lines):
                 label = line.label + ("†" if line.tuned else "")
-                parts.append(f"| {label} | {' | '.join(_markdown(column[number]) for column in cells)} |")
+                parts.append(f"| {label} | {' | '.join(write_cell(column[number]) for column in cells)} |")
             parts.append("")
     return "\n".join(parts)
 
 
-def _markdown(figure: Figure | None) -> str:
+def _overlaps(results: Mapping[str, Any]) -> list[str]:
+    blocks = results["subspaces"][0]["overlap"]
+    return [f"| {overlap['block']} | {mean_similarity(overlap):.3f} |" for overlap in blocks]
+
+
+def write_cell(figure: Figure | None) -> str:
     if figure is None:
         return ""
     text = figure.value + (f" ± {figure.spread}" if figure.spread else "")
@@ -221,7 +246,11 @@ def latex(results: Mapping[str, Any]) -> str:
     for title in dict.fromkeys(sheet.title for sheet in found):
         here = [sheet for sheet in found if sheet.title == title]
         caption = results["header"]["title"] + (f" ({title})" if title else "")
-        parts += [r"\begin{table*}[t]", r"\centering", rf"\caption{{{_escape(caption)}. {_escape(' '.join(_notes(here)))}}}"]
+        parts += [
+            r"\begin{table*}[t]",
+            r"\centering",
+            rf"\caption{{{_escape(caption)}. {_escape(' '.join(_notes(here)))}}}",
+        ]
         for number, (name, side) in enumerate(SIDES):
             parts += [r"\vspace{4pt}"] if number else []
             parts += _tabular(here, name, side)
@@ -236,7 +265,7 @@ def _tabular(here: Sequence[Sheet], name: str, side: Sequence[Column]) -> list[s
     rules = [rf"\cmidrule(lr){{{2 + width * n}-{1 + width * (n + 1)}}}" for n in range(len(here))]
     lines = [r"\resizebox{\linewidth}{!}{%", rf"\begin{{tabular}}{{l{'c' * (last - 1)}}}", r"\toprule"]
     lines += [" & ".join(["", *groups]) + r" \\", " ".join(rules)]
-    lines += [" & ".join([name, *(column.latex for _ in here for column in columns)]) + r" \\", r"\midrule"]
+    lines += [" & ".join(["Method", *(column.latex for _ in here for column in columns)]) + r" \\", r"\midrule"]
     cells = [figures(sheet, column) for sheet in here for column in columns]
     for number, line in enumerate(here[0].lines):
         label = _escape(line.label + ("†" if line.tuned else ""))

@@ -11,12 +11,18 @@ from ease.bench import Experiment, bench, plan, results
 from ease.console import rounds_bar, table
 from ease.errors import UserError
 from ease.report.figures import draw, encode
-from ease.report.tables import FORGET, RETAIN, columns_of, figures, latex, markdown, sheets, write_cell
+from ease.report.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
 from ease.storage import read_json, write_atomic, write_json
 from ease.workers import default_processes
 
-SHOWN = [c for c in (*FORGET, *RETAIN) if not c.title.endswith(("@5", "@10")) and c.title != "down MB"]
-"""What fits a narrow screen; the files have all."""
+SHOWN = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
+"""Columns of the tables that fit a narrow screen, under shorter names; of cost, the shares alone."""
+VALUES = {"MIA %": "MIA", "LiRA AUC": "LiRA"}
+SHARES = {"up MB": "bytes", "time s": "time"}
+CAPTION = (
+    "R@1 in percent with the gap to retrain, ° inside the retrain band; bytes sent by clients and time as shares of "
+    "retrain's; sum: of the absolute gaps, less is better. The files have all."
+)
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,29 @@ class BenchSummary:
 
     def render(self) -> Iterator[RenderableType]:
         for sheet in sheets(self.results):
-            columns = columns_of(sheet, SHOWN)
-            cells = [[write_cell(figure) for figure in figures(sheet, column)] for column in columns]
-            rows = [[line.label, *(column[n] for column in cells)] for n, line in enumerate(sheet.lines)]
-            yield table(
-                f"{sheet.name}: recall in percent, in brackets the gap to retrain; for cost, the share of retrain's",
-                ["", *(column.title for column in columns)],
-                rows,
-            )
+            columns = {column.title: column for column in columns_of(sheet, (*FORGET, *RETAIN))}
+            shown: dict[str, list[str]] = {"": [line.label for line in sheet.lines]}
+            for title, name in SHOWN.items():
+                if title in columns:
+                    shown[name] = [_with_gap(figure) for figure in figures(sheet, columns[title])]
+            for title, name in VALUES.items():
+                if title in columns:
+                    shown[name] = [_bold(f.value, f) for f in figures(sheet, columns[title]) if f]
+            for title, name in SHARES.items():
+                shown[name] = [figure.note if figure else "" for figure in figures(sheet, columns[title])]
+            shown["sum"] = [_bold(f.value, f) for f in figures(sheet, columns["sum of gaps"]) if f]
+            yield table(sheet.name, shown, zip(*shown.values(), strict=True), caption=CAPTION)
         yield f"written to {self.folder}: {', '.join(path.name for path in self.files)}"
+
+
+def _with_gap(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    return _bold(f"{figure.value} {figure.note}{'°' if figure.inside else ''}".strip(), figure)
+
+
+def _bold(text: str, figure: Figure) -> str:
+    return f"[bold]{text}[/bold]" if figure.best else text
 
 
 def bench_run(experiment: Experiment, name: str, out: Path, processes: int | None, quiet: bool) -> BenchSummary:

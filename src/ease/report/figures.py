@@ -14,11 +14,15 @@ from matplotlib.lines import Line2D
 
 from ease.report.tables import Line, Sheet, mean_similarity, sheets, similarities
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Told apart by colour-blind readers too (Okabe and Ito)."""
+FIXED = {"trained": "0.6", "retrain": "black"}
+"""Colours of what methods are compared with."""
 MARKERS = "os^Dv<>Pp*hXd8H"
 COLUMN_INCHES = 3.4
-"""Width of one column of text for each panel; letters are as large as the text around them."""
+"""Width of a column of text."""
+PANEL_INCHES = 2.4
+"""Width of a panel, three of which fill a page: at that size letters are nearly as large as the text around them."""
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -97,7 +101,7 @@ def tradeoff(results: Mapping[str, Any]) -> Figure:
             lines = [line for line in sheet.lines if line.role == "method" and line.label.split(",")[0] == label]
             points = [(_mean(line, "forget/recall@1"), _mean(line, "retain/recall@1")) for line in lines]
             style: dict[str, Any] = {
-                "color": COLOURS[number % 7],
+                "color": COLOURS[number % len(COLOURS)],
                 "marker": MARKERS[number % len(MARKERS)],
                 "linewidth": 1,
             }
@@ -136,7 +140,7 @@ def bars(results: Mapping[str, Any]) -> Figure:
     metrics = [f"{part}/recall@{k}" for part in ("forget", "retain", "test") for k in (1, 5, 10)]
     names = [f"{part}\nR@{k}" for part in ("forget", "retain", "test") for k in (1, 5, 10)]
     found = sheets(results)
-    figure = Figure(figsize=(COLUMN_INCHES * len(found), COLUMN_INCHES + 0.4), layout="constrained")
+    figure = Figure(figsize=(PANEL_INCHES * len(found), PANEL_INCHES + 0.6), layout="constrained")
     for number, sheet in enumerate(found):
         panel: Any = figure.add_subplot(1, len(found), number + 1, projection="polar")
         sector = 2 * math.pi / len(metrics)
@@ -144,12 +148,12 @@ def bars(results: Mapping[str, Any]) -> Figure:
         for place, line in enumerate(sheet.lines):
             angles = [sector * m + width * (place - (len(sheet.lines) - 1) / 2) for m in range(len(metrics))]
             means = [_mean(line, key) for key in metrics]
-            panel.bar(angles, means, width, bottom=25, label=line.label, **_fill(line, place))
+            panel.bar(angles, means, width, bottom=25, label=line.label, color=_colour(line.role, place - 1))
         panel.set_theta_zero_location("N")
         panel.set_theta_direction(-1)
         panel.set_xticks([sector * m for m in range(len(metrics))], names)
         panel.set_yticks([75, 125], ["50", "100"], color="0.4")
-        panel.set_rlabel_position(math.degrees(sector * 4.5))
+        panel.set_rlabel_position(math.degrees(sector * 6))  # the bars are shortest there
         panel.set(ylim=(0, 128))
         panel.xaxis.grid(False)
         panel.set_title(f"{sheet.scenario} request", pad=14)
@@ -158,19 +162,12 @@ def bars(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _fill(line: Line, place: int) -> dict[str, Any]:
-    """Retraining is black and the trained model white with a rim; methods have the colours between."""
-    if line.role == "method":
-        return {"color": COLOURS[(place - 1) % 7]}
-    return {"color": "black"} if line.role == "retrain" else {"facecolor": "white", "edgecolor": "0.3"}
-
-
 def raincloud(results: Mapping[str, Any]) -> Figure:
     """Pair similarities: half a violin, a box and the pairs themselves for each model; above forget, below retain."""
     rows = [row for row in results["rows"] if row["role"] != "band" and "pairs" in row]
     scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    size = (COLUMN_INCHES * len(scenarios), 0.8 + 0.75 * len(labels))
+    size = (PANEL_INCHES * len(scenarios) + 0.6, 0.8 + 0.75 * len(labels))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(2, len(scenarios), squeeze=False, sharex="col", sharey=True)
     for column, scenario in enumerate(scenarios):
@@ -178,10 +175,12 @@ def raincloud(results: Mapping[str, Any]) -> Figure:
             panel = panels[row_of][column]
             for place, label in enumerate(labels):
                 here = [row["pairs"][part] for row in rows if (row["scenario"], row["label"]) == (scenario, label)]
-                _cloud(panel, np.concatenate(here), len(labels) - 1 - place, COLOURS[place % len(COLOURS)])
+                role = next(row["role"] for row in rows if row["label"] == label)
+                _cloud(panel, np.concatenate(here), len(labels) - 1 - place, _colour(role, place - 1))
             panel.set_yticks(range(len(labels)), labels[::-1])
-            panel.set_title(f"{scenario} request, {part} pairs")
+            panel.set_title(f"{scenario}: {part} pairs")
         panels[1][column].set_xlabel("cosine of image and caption")
+        panels[1][column].locator_params(axis="x", nbins=4)
     return figure
 
 
@@ -247,12 +246,16 @@ DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
 
 
 def _panels(count: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(2.3 * count + 1.1, height + 0.5), layout="constrained")
+    figure = Figure(figsize=(PANEL_INCHES * count + 0.3, height + 0.5), layout="constrained")
     return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
 def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5 if len(figure.axes) > 1 else 3))
+
+
+def _colour(role: str, number: int) -> str:
+    return FIXED.get(role) or COLOURS[number % len(COLOURS)]
 
 
 def _mean(line: Line, key: str) -> float:

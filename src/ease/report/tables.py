@@ -159,7 +159,7 @@ def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | No
     note = ""
     if line.role != "retrain" and column.judged == "gap":
         gap = statistics.mean(sheet.gaps(line, column.key)) * column.scale
-        note = f"{gap:+.{column.digits}f}"
+        note = f"{round(gap, column.digits) + 0.0:+.{column.digits}f}"  # + 0.0: never -0.0
     if line.role != "retrain" and column.judged == "share":
         shares = [metrics[column.key.replace("cost/", "ratio/")] for metrics in line.seeds.values()]
         note = f"{statistics.mean(shares):.0%}"
@@ -221,7 +221,7 @@ def markdown(results: Mapping[str, Any]) -> str:
             cells = [figures(sheet, column) for column in columns]
             for number, line in enumerate(sheet.lines):
                 label = line.label + ("†" if line.tuned else "")
-                parts.append(f"| {label} | {' | '.join(write_cell(column[number]) for column in cells)} |")
+                parts.append(f"| {label} | {' | '.join(_markdown(column[number]) for column in cells)} |")
             parts.append("")
     return "\n".join(parts)
 
@@ -231,7 +231,7 @@ def _overlaps(results: Mapping[str, Any]) -> list[str]:
     return [f"| {overlap['block']} | {mean_similarity(overlap):.3f} |" for overlap in blocks]
 
 
-def write_cell(figure: Figure | None) -> str:
+def _markdown(figure: Figure | None) -> str:
     if figure is None:
         return ""
     text = figure.value + (f" ± {figure.spread}" if figure.spread else "")
@@ -240,7 +240,7 @@ def write_cell(figure: Figure | None) -> str:
 
 
 def latex(results: Mapping[str, Any]) -> str:
-    """The same in two parts, one above the other, with the scenarios side by side; needs booktabs and graphicx."""
+    """The same in two parts, with the scenarios side by side; needs the packages amsmath, booktabs and graphicx."""
     found = sheets(results)
     parts = []
     for title in dict.fromkeys(sheet.title for sheet in found):

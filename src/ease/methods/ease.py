@@ -30,8 +30,8 @@ class Ease(Unlearner):
     source: ClassVar[str] = "EASE: entanglement-aware subspace excision, as described in docs/method.md"
     needs: ClassVar[frozenset[Need]] = frozenset({"history", "forget data", "leaving client"})
     tuned: ClassVar[Space] = {
+        "delta": ("auto", 0.3, 0.6),
         "displacement": (0.3, 0.6, 1.2),
-        "excision_rate": (0.75, 1.5, 3.0),
         "energy": (0.9, 0.95, 0.99),
     }
     method: Literal["ease"] = "ease"

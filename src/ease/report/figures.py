@@ -37,6 +37,8 @@ STYLE: Any = {
     "figure.dpi": 150,
 }
 RECALL = "R@1 (%)"
+LEAST_SPAN = 12.0
+"""Points of recall that an axis shows at least, so that small differences look small."""
 
 
 def draw(results: Mapping[str, Any]) -> dict[str, Figure]:
@@ -110,7 +112,9 @@ def tradeoff(results: Mapping[str, Any]) -> Figure:
         for line, marker, label in ((goal, "+", "Retrain"), (before, "x", "Trained")):
             at = _mean(line, "forget/recall@1"), _mean(line, "retain/recall@1")
             panel.plot(*at, marker=marker, color="black", markersize=9, markeredgewidth=2, linestyle="", label=label)
-        panel.set(title=f"{sheet.scenario} request", xlabel=f"forget {RECALL}")
+        low, high = panel.get_ylim()
+        missing = max(0.0, LEAST_SPAN - (high - low)) / 2
+        panel.set(title=f"{sheet.scenario} request", xlabel=f"forget {RECALL}", ylim=(low - missing, high + missing))
     panels[0].set_ylabel(f"retain {RECALL}")
     _legend(figure, *panels[0].get_legend_handles_labels())
     return figure

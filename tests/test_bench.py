@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ease.bench
-from ease.bench import Experiment, bands, bench, load_experiment, plan, results
+from ease.bench import Experiment, bands, bench, load_experiment, load_tuned, plan, results
 from ease.errors import UserError
 from ease.methods import METHODS
 
@@ -72,6 +72,7 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ('methods = ["magic"]', "magic: unknown method"),
         ('methods = [{ method = "ease", settings = { delta = 7 } }]', "delta"),
         ('vary = { "training.epoch" = [1] }', "training.epoch: unknown key"),
+        ('vary = { seed = [1] }\nmethods = [{ method = "ease", vary = { delta = [1] } }]', "vary one setting"),
     ],
 )
 def test_mistakes_are_told_before_any_work(tmp_path, line, words) -> None:
@@ -93,7 +94,9 @@ def test_one_job_for_each_run_directory(small_experiment, tmp_path) -> None:
 
 
 def test_a_varied_run_setting_makes_a_run_for_each_value(small_experiment, tmp_path) -> None:
-    experiment = load_experiment(small_experiment, ['vary={"partition.clients" = [2, 3]}', "seeds=[0]"])
+    experiment = load_experiment(
+        small_experiment, ['vary={"partition.clients" = [2, 3]}', "seeds=[0]", 'methods=["ease"]']
+    )
     jobs = plan(experiment, tmp_path)
     assert sorted((job.config.partition.clients, job.config.partition.scheme) for job in jobs) == [
         (2, "iid"), (2, "uniform"), (3, "iid"), (3, "uniform")
@@ -114,12 +117,19 @@ def test_tuned_settings_are_used_and_marked(small_experiment, tmp_path) -> None:
     assert not other[0].tuned and other[0].method.share == 0.2
 
 
+@pytest.mark.parametrize("text", ["[magic.client]\nscore = 1", "ease = 1", "[ease.client]\nscore = 1"])
+def test_a_file_of_no_sweep_is_refused(tmp_path, text) -> None:
+    (tmp_path / "tuned.toml").write_text(text)
+    with pytest.raises(UserError, match=r"tuned\.toml: (magic|ease)"):
+        load_tuned(tmp_path / "tuned.toml")
+
+
 @pytest.mark.slow
 def test_rows_of_a_grid_and_resuming(small_experiment, tmp_path, monkeypatch) -> None:
     experiment = load_experiment(small_experiment, ["seeds=[3]"])
     notes = list(bench(experiment, tmp_path, 1))
     # Each of two runs: trained, retrain, one more order, fine-tune and EASE twice.
-    assert len(notes) == 2 * 6 == len(set(notes)) + 2  # EASE's two values have one label
+    assert len(notes) == 2 * 6 == len(set(notes))
     found = results(experiment, tmp_path)
     client = [row for row in found["rows"] if row["scenario"] == "client"]
     assert [row["role"] for row in client] == ["trained", "method", "method", "method", "band", "retrain"]

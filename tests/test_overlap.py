@@ -15,6 +15,14 @@ def test_two_lines_in_the_plane() -> None:
     assert cosines[0][1] == pytest.approx([2**-0.5]) and cosines[0][0] == pytest.approx([1.0])
 
 
+def test_only_leading_directions_count(monkeypatch) -> None:
+    """Client 0 moves far along x and a little along y, client 1 along y: of one direction each they share nothing."""
+    columns = torch.tensor([[10.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    assert principal_cosines(columns @ columns.T, [0, 0, 1])[0][1] == pytest.approx([1.0])
+    monkeypatch.setattr("ease.overlap.DIRECTIONS", 1)
+    assert principal_cosines(columns @ columns.T, [0, 0, 1])[0][1] == pytest.approx([0.0])
+
+
 def test_the_same_as_scipy_on_dense_columns() -> None:
     rng = np.random.default_rng(0)
     columns = rng.normal(size=(9, 6))

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
 from ease.config import Config, override, read_toml, validate
 from ease.errors import UserError
 from ease.forget import evaluation_sets, forget, measure, outcome_of, similarities, trained_of
-from ease.methods import make_method
+from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
 from ease.overlap import client_overlap
 from ease.params import Params
@@ -86,6 +86,12 @@ class Experiment(Config):
             raise ValueError("choose an even number from 4, or 0 for no attacks")
         return count
 
+    @model_validator(mode="after")
+    def _one_varied(self) -> "Experiment":
+        if self.vary and any(entry.vary for entry in self.methods):
+            raise ValueError("vary one setting: of the run, or of methods")
+        return self
+
     @field_validator("methods", mode="before")
     @classmethod
     def _names(cls, entries: Any) -> Any:
@@ -141,12 +147,13 @@ class Cell:
 
     @property
     def answers(self) -> int:
-        return len(self.entrants) + 1 + self.band_retrains
+        """Models that are made: those of the methods, of retraining and, counted as one, of the attackers."""
+        return len(self.entrants) + 1 + self.band_retrains + (self.shadows > 0)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one run directory has to do: train, then its cells. One process works on a run at a time."""
+    """What one run directory has to do: train, then its cells. Only one process may work on a run."""
 
     folder: Path
     config: RunConfig
@@ -201,12 +208,12 @@ def _merge(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_tuned(path: Path) -> dict[str, dict[str, Chosen]]:
     """Method -> scenario -> what a sweep chose."""
-    return {
-        method: {
-            scenario: validate(Chosen, chosen, f"{path}: {method}.{scenario}") for scenario, chosen in found.items()
-        }
-        for method, found in read_toml(path).items()
-    }
+    chosen: dict[str, dict[str, Chosen]] = {}
+    for method, found in read_toml(path).items():
+        if method not in METHODS or not isinstance(found, dict):
+            raise UserError(f"{path}: {method}: not a method's table; write the file with `ease sweep`")
+        chosen[method] = {name: validate(Chosen, table, f"{path}: {method}.{name}") for name, table in found.items()}
+    return chosen
 
 
 def run_folder(folder: Path, config: RunConfig) -> Path:
@@ -290,10 +297,13 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
                 pass
         except UserError as error:
             raise UserError(f"{cell.scenario} request, seed {seed}, {entrant.label}: {error}") from error
-        yield f"{cell.scenario} request, seed {seed}: {entrant.label}"
+        value = f", {entrant.at[0]} = {entrant.at[1]}" if entrant.at else ""
+        yield f"{cell.scenario} request, seed {seed}: {entrant.label}{value}"
 
     trained, sets = trained_of(run).final, evaluation_sets(world, request)
     attackers = quick_attackers(run, world, request, cell.shadows) if cell.shadows else None
+    if attackers is not None:
+        yield f"{cell.scenario} request, seed {seed}: attackers"
     reference = outcome_of(run, request, retrained[0].method)
     before = similarities(world, trained, sets["forget"])
     goal = similarities(world, reference.model(), sets["forget"])

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import queue
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,10 @@ Work = Callable[[Job], Iterator[str]]
 WATCH_SECONDS = 1.0
 
 
-def default_processes() -> int:
+def default_processes(device: str) -> int:
+    """One for each core; a GPU is not shared."""
+    if device != "cpu":
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -66,6 +70,7 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
 
 def _worker(work: Work[Any], waiting: Any, notes: Any) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     parent = multiprocessing.parent_process()
     try:
         while (job := waiting.get()) is not None:

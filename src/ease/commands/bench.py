@@ -66,9 +66,8 @@ def _bold(text: str, figure: Figure) -> str:
 def bench_run(experiment: Experiment, name: str, out: Path, processes: int | None, quiet: bool) -> BenchSummary:
     """Run what is missing of an experiment, then write everything anew."""
     missing = sum(job.notes for job in plan(experiment, out))
-    processes = processes or (default_processes() if experiment.run.device == "cpu" else 1)
     with rounds_bar(name, missing, quiet=quiet) as bar:
-        for note in bench(experiment, out, processes):
+        for note in bench(experiment, out, processes or default_processes(experiment.run.device)):
             bar.step(done=note)
     folder = out / name
     write_json(folder / "results.json", results(experiment, out))

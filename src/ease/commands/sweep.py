@@ -56,7 +56,7 @@ def sweep_run(
     searches = _searches(source, budget, work, assignments)
     total = sum(search.notes for search in searches)
     with rounds_bar("sweep", total, quiet=quiet) as bar:
-        for note in sweep(searches, processes or default_processes()):
+        for note in sweep(searches, processes or default_processes(searches[0].config.device)):
             bar.step(done=note)
     chosen = choose(searches)
     write_atomic(out, chosen_toml(chosen, source.as_posix()).encode())

@@ -58,7 +58,7 @@ def encode(figure: Figure, form: str) -> bytes:
 
 
 def curves(results: Mapping[str, Any]) -> Figure:
-    """Recall over the varied setting, one panel for each scenario: methods in lines, retraining dashed."""
+    """Recall over the varied setting, one panel for each scenario: the first method in lines, retraining dashed."""
     found = sheets(results)
     setting = next(row["at"]["name"] for row in results["rows"] if "at" in row)
     scenarios = list(dict.fromkeys(sheet.scenario for sheet in found))

@@ -37,8 +37,9 @@ class Sheet:
     title: str
     lines: tuple[Line, ...]
     retrain: Line
+    band_seed: int | None
     bands: Mapping[str, tuple[float, float]]
-    """Metric -> where a further retraining of the first seed would fall."""
+    """Metric -> where a further retraining of that seed would fall."""
 
     @property
     def name(self) -> str:
@@ -54,11 +55,12 @@ class Sheet:
         return [sum(map(abs, parts)) for parts in zip(*(self.gaps(line, key) for key in RANKED), strict=True)]
 
     def inside(self, line: Line, key: str) -> bool:
-        """Whether a value lies in the retrain band, on the first seed, where the band was measured."""
-        if key not in self.bands or not line.values(key):
+        """Whether a value lies in the retrain band, on the seed where the band was measured."""
+        value = line.values(key).get(self.band_seed) if self.band_seed is not None else None
+        if value is None or key not in self.bands:
             return False
         low, high = self.bands[key]
-        return low <= next(iter(line.values(key).values())) <= high
+        return low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def sheets(results: Mapping[str, Any]) -> list[Sheet]:
         retrain = next(line for line in lines if line.role == "retrain")
         shown = tuple(line for line in lines if line.role != "band")
         band = next((b for b in results["bands"] if (b["scenario"], _title(b.get("at"))) == (scenario, title)), None)
-        found.append(Sheet(scenario, title, shown, retrain, band["metrics"] if band else {}))
+        seed, metrics = (band["seed"], band["metrics"]) if band else (None, {})
+        found.append(Sheet(scenario, title, shown, retrain, seed, metrics))
     return found
 
 

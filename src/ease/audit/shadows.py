@@ -11,7 +11,7 @@ from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
-from ease.federation.cohort import TOGETHER, Cohort, Pupil, pupil, train_together
+from ease.federation.cohort import Cohort, Pupil, pupil, train_in_groups
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.local import examples_at
@@ -160,13 +160,10 @@ def train_federations(
                 pupils.append((index, present[client], pupil(states[index], rows, captions, job, rng)))
         pupils.sort(key=lambda entry: len(entry[2].batches))  # pupils of a group should end together
         updates: list[list[Update]] = [[] for _ in federations]
-        together = TOGETHER[device.type]
-        for first in range(0, len(pupils), together):
-            group = pupils[first : first + together]
-            lessons = train_together(model, examples, [one for _, _, one in group], job)
-            for (index, shard, _), lesson in zip(group, lessons, strict=True):
-                values = {"loss": lesson.loss.cpu()}
-                updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
+        lessons = train_in_groups(model, examples, [one for _, _, one in pupils], job)
+        for (index, shard, _), lesson in zip(pupils, lessons, strict=True):
+            values = {"loss": lesson.loss.cpu()}
+            updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
         rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
         states = [finished.state for finished in rounds]
         yield rounds

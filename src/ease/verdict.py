@@ -5,6 +5,7 @@ import os
 import queue
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -650,8 +651,9 @@ def _in_processes(plan: Plan, shares: Sequence[tuple[list[int], list[int]]]) -> 
     workers = [
         context.Process(target=_worker, args=(plan, shadows, orders, ticks), daemon=True) for shadows, orders in shares
     ]
-    for worker in workers:
-        worker.start()
+    with _keeping_memory():
+        for worker in workers:
+            worker.start()
     running = len(workers)
     try:
         while running:
@@ -674,6 +676,22 @@ def _in_processes(plan: Plan, shares: Sequence[tuple[list[int], list[int]]]) -> 
         for worker in workers:
             worker.terminate()
             worker.join()
+
+
+@contextmanager
+def _keeping_memory() -> Iterator[None]:
+    """Processes started here keep freed memory instead of giving it back after every step, which costs a tenth."""
+    changes = {name: str(1 << 32) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _worker(plan: Plan, shadows: list[int], orders: list[int], ticks: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.seeding import generator
 
+Enrolled = tuple[int, Shard, Pupil]
+"""A local training to be done: for which federation, for which of its clients, and what."""
 MOST_MISMATCH = 0.1
 """Total variation distance allowed between the class mix of the forget pairs and that of the non-members."""
 
@@ -150,7 +153,7 @@ def train_federations(
     captions = examples.text.shape[1]
     states = [start] * len(federations)
     for number in range(1, training.rounds + 1):
-        pupils: list[tuple[int, Shard, Pupil]] = []
+        pupils: list[Enrolled] = []
         for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
             job = training.job(number, seed, temperature, stream)
             present = {shard.client: shard for shard in shards if len(shard.train) >= MINIMUM_PAIRS}
@@ -158,15 +161,23 @@ def train_federations(
                 rows = np.searchsorted(positions, present[client].train)
                 rng = generator(seed, stream, number, client)
                 pupils.append((index, present[client], pupil(states[index], rows, captions, job, rng)))
-        pupils.sort(key=lambda entry: len(entry[2].batches))  # pupils of a group should end together
         updates: list[list[Update]] = [[] for _ in federations]
-        lessons = train_in_groups(model, examples, [one for _, _, one in pupils], job)
-        for (index, shard, _), lesson in zip(pupils, lessons, strict=True):
-            values = {"loss": lesson.loss.cpu()}
-            updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
+        for group in _groups(pupils, device):
+            lessons = train_in_groups(model, examples, [one for _, _, one in group], job)
+            for (index, shard, _), lesson in zip(group, lessons, strict=True):
+                values = {"loss": lesson.loss.cpu()}
+                updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
         rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
         states = [finished.state for finished in rounds]
         yield rounds
+
+
+def _groups(pupils: list[Enrolled], device: torch.device) -> list[list[Enrolled]]:
+    """On a CPU the same client of all federations, whose batches are alike and need no padding; on a GPU everything."""
+    if device.type != "cpu":
+        return [pupils]
+    ordered = sorted(pupils, key=lambda entry: entry[1].client)
+    return [list(group) for _, group in groupby(ordered, key=lambda entry: entry[1].client)]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 """Positions in the examples, and the caption chosen for each."""
 
 
-TOGETHER = {"cpu": 8, "cuda": 512}
+TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
 
 

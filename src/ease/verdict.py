@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import queue
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.seeding import generator
-from ease.storage import LEFTOVER, cache_folder, digest, read_json, read_tensors, write_json, write_tensors
+from ease.storage import LEFTOVER, digest, read_json, read_note, read_tensors, write_json, write_tensors
 
 FORMAT = 1
 """Of the stored shadows; raise it when the same settings give other numbers."""
@@ -120,15 +121,17 @@ class Plan:
     request: Request
     method: Unlearner
     start_sha256: str
+    data: str
+    """Fingerprint of the pairs."""
     pool: int
     folder: Path
     """Of the run."""
 
     @property
     def key(self) -> str:
-        """Hash of all of it: another model, request, method or pool never meets these files."""
-        parts = [self.config, self.request, self.method]
-        return digest(FORMAT, self.start_sha256, self.pool, *(part.model_dump(mode="json") for part in parts))
+        """Hash of all of it: another model, data set, request, method or pool never meets these files."""
+        parts = [part.model_dump(mode="json") for part in (self.config, self.request, self.method)]
+        return digest(FORMAT, self.start_sha256, self.data, self.pool, *parts)
 
     @property
     def store(self) -> Path:
@@ -217,7 +220,8 @@ class Audit:
     def plan(self) -> Plan:
         self.trained.history.verify_state(0)
         start = file_hash(self.trained.history.initial_path)
-        return Plan(self.run.config, self.request, self.method, start, self.config.pool, self.run.folder)
+        data = self.world.pairs.fingerprint
+        return Plan(self.run.config, self.request, self.method, start, data, self.config.pool, self.run.folder)
 
     @cached_property
     def subjects(self) -> Subjects:
@@ -242,6 +246,8 @@ class Audit:
 
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
+        for scratch in self.plan.store.glob(f"{LEFTOVER}*/"):
+            shutil.rmtree(scratch)  # updates of clients that a killed process left behind
         shadows, orders = self.missing()
         workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
         if workers == 1:
@@ -298,14 +304,7 @@ class Audit:
 
     def _bench(self) -> Bench:
         """The shadows' stored statistics as the attacks take them."""
-        stored = [read_tensors(self.plan.shadow_path(n)) for n in range(self.config.shadows)]
-        expected = len(self.subjects.positions)
-        for number, tensors in enumerate(stored):
-            if any(len(tensor) != expected for tensor in tensors.values()):
-                path = self.plan.shadow_path(number)
-                raise UserError(
-                    f"{path}: measured on other pairs than this audit's; delete {path.parent} and run again"
-                )
+        stored = [read_shadow(self.plan.shadow_path(n)) for n in range(self.config.shadows)]
         table = {
             f"{phase}/{name}": np.stack([tensors[f"{phase}/{name}"].numpy() for tensors in stored], axis=1)
             for phase in ("trained", "unlearned")
@@ -569,9 +568,10 @@ def _make_group(
     streams = [f"shadow-{shadow}" for shadow in shadows] + [f"retrain-{order}" for order in orders]
     if not federations:
         return
-    stops = {max(1, round(share * config.training.rounds)): share for share in (*SHARES, 1.0)}
+    stops = {share: max(1, round(share * config.training.rounds)) for share in (*SHARES, 1.0)}
     gauge = gauge_of(world, subjects)
-    with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=cache_folder()) as scratch:
+    plan.store.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=plan.store) as scratch:
         histories = [ShadowHistory.begin(Path(scratch) / str(n), start, plan.method) for n in shadows]
         for rounds in train_federations(
             world.model,
@@ -587,8 +587,9 @@ def _make_group(
             for history, finished in zip(histories, rounds, strict=False):  # retrainings keep none
                 history.append(finished)
             for order, finished in zip(orders, rounds[len(shadows) :], strict=True):
-                if finished.number in stops:
-                    finished.state.save(plan.retrain_path(order, stops[finished.number]))
+                for share, last in stops.items():
+                    if finished.number == last:
+                        finished.state.save(plan.retrain_path(order, share))
             yield len(federations)
         for shadow, shards, inside, history in zip(shadows, federations, included, histories, strict=False):
             trained = Trained(history.history, config.training, config.model.temperature, config.seed)
@@ -599,8 +600,29 @@ def _make_group(
                 for phase, params in (("trained", trained.final), ("unlearned", state))
                 for name, values in gauge.read(params, subjects.positions).items()
             }
-            write_tensors(plan.shadow_path(shadow), stored)
+            write_shadow(plan.shadow_path(shadow), stored)
             yield 1
+
+
+def write_shadow(path: Path, values: dict[str, torch.Tensor]) -> None:
+    write_tensors(path, values, note=_content(values))
+
+
+def read_shadow(path: Path) -> dict[str, torch.Tensor]:
+    """A shadow's stored statistics; a flipped bit would bend every attack and be seen by nobody."""
+    damaged = f"{path}: this stored shadow is damaged; delete it and run the same command again"
+    try:
+        values = read_tensors(path)
+        intact = read_note(path) == _content(values)
+    except UserError as error:
+        raise UserError(damaged) from error
+    if not intact:
+        raise UserError(damaged)
+    return values
+
+
+def _content(values: Mapping[str, torch.Tensor]) -> str:
+    return digest({name: tensor.tolist() for name, tensor in values.items()})
 
 
 def _in_processes(plan: Plan, shares: Sequence[tuple[list[int], list[int]]]) -> Iterator[int]:

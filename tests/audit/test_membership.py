@@ -414,7 +414,7 @@ def toy() -> dict[str, Leaky]:
 
 
 def contrastive_toy(seed: int) -> dict[str, Leaky]:
-    """The toy of the research note: 64 linear dual encoders trained at once, each on half of 1024 pairs."""
+    """A toy: 64 linear dual encoders trained at once, each on half of 1024 pairs."""
     rng = torch_generator(seed, "toy")
     meaning = torch.randn(PAIRS + POPULATION + POOL, WIDTH, generator=rng)
     image, text = (
@@ -475,7 +475,7 @@ def mean_strength(world: Leaky, online: bool, variance: str = "shared", tail: st
 
 
 def test_toy_online_lira_finds_members_by_every_statistic(toy):
-    """Research note 1.4: AUC / TPR .923/.201 by loss, .965/.319 by cosine, .933/.261 by log-odds."""
+    """Measured on a similar toy: AUC / TPR .923/.201 by loss, .965/.319 by cosine, .933/.261 by log-odds."""
     strength = {name: mean_strength(world, online=True) for name, world in toy.items()}
     for area, rate in strength.values():
         assert 0.90 < area < 0.99
@@ -484,7 +484,7 @@ def test_toy_online_lira_finds_members_by_every_statistic(toy):
 
 
 def test_toy_two_sided_offline_lira_misses_what_the_one_sided_finds(toy):
-    """Research note 1.1: TPR at 1 % FPR 0.000 against .150 by loss, .048 against .273 by log-odds."""
+    """Measured on a similar toy: TPR at 1 % FPR 0.000 against .150 by loss, .048 against .273 by log-odds."""
     for name in ("loss", "log-odds"):
         one_sided = mean_strength(toy[name], online=False)
         two_sided = mean_strength(toy[name], online=False, tail="reference")
@@ -494,7 +494,7 @@ def test_toy_two_sided_offline_lira_misses_what_the_one_sided_finds(toy):
 
 
 def test_toy_log_odds_are_nearly_gaussian_and_the_loss_is_not(toy):
-    """Research note 1.4: the OUT statistics of 85 % of pairs pass Shapiro by log-odds, 75 % by cosine, 14 % by loss."""
+    """Measured on a similar toy: by log-odds 85 % of pairs pass Shapiro when OUT, by cosine 75 %, by loss 14 %."""
     normal = {
         name: np.mean([shapiro(world.statistics[i, ~world.members[i]]).pvalue > 0.05 for i in range(300)])
         for name, world in toy.items()

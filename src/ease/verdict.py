@@ -46,7 +46,7 @@ from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.run import Run, RunConfig, World
-from ease.seeding import generator
+from ease.seeding import generator, stream_seed
 from ease.storage import LEFTOVER, digest, read_json, read_note, read_tensors, write_json, write_tensors
 
 FORMAT = 1
@@ -633,7 +633,9 @@ def _make_group(
                         finished.state.save(plan.retrain_path(order, share))
             yield len(federations)
         for shadow, shards, inside, history in zip(shadows, federations, included, histories, strict=False):
-            trained = Trained(history.history, config.training, config.model.temperature, config.seed)
+            # Its own random numbers: with the target's, a method that starts afresh would end in the target itself.
+            seed = stream_seed(config.seed, "shadow", shadow)
+            trained = Trained(history.history, config.training, config.model.temperature, seed)
             request = shadow_request(plan.request, subjects.candidates, inside)
             state = unlearn_shadow(world.model, world.activations, world.device, shards, trained, request, plan.method)
             stored = {

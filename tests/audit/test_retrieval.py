@@ -336,7 +336,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 @pytest.mark.slow
-def test_a_gallery_of_5000_images_and_25000_captions_stays_under_two_gibibytes() -> None:
-    """One fp64 matrix of all scores alone would take 0.93 GiB, and its comparisons several times that."""
+def test_a_gallery_of_5000_images_and_25000_captions_is_never_one_matrix() -> None:
+    """Measured: a third of a GiB in chunks, 1.8 GiB in one piece; the promise is less than 2."""
     ended = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
-    assert int(ended.stdout) < 2 * 2**30
+    assert int(ended.stdout) < 2**30

@@ -102,9 +102,9 @@ class Verdict(_Shows):
     summary: AuditSummary = field(compare=False)
 
     @property
-    def inside(self) -> bool:
-        """Whether every measure lies where a retrained model's would."""
-        return not self.summary.verdict["outside"]
+    def passed(self) -> bool:
+        """Whether the measures lie where a retrained model's would, but for what chance allows."""
+        return self.summary.verdict["verdict"].startswith(self.summary.verdict["words"])
 
     @property
     def measures(self) -> list[dict[str, Any]]:

@@ -156,11 +156,13 @@ def train_federations(
         pupils: list[Enrolled] = []
         for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
             job = training.job(number, seed, temperature, stream)
-            present = {shard.client: shard for shard in shards if len(shard.train) >= MINIMUM_PAIRS}
-            for client in participants(sorted(present), training, seed, number):
-                rows = np.searchsorted(positions, present[client].train)
+            clients = {shard.client: shard for shard in shards}
+            for client in participants(sorted(clients), training, seed, number):
+                if len(clients[client].train) < MINIMUM_PAIRS:
+                    continue  # drawn and abstaining, as it would alone
+                rows = np.searchsorted(positions, clients[client].train)
                 rng = generator(seed, stream, number, client)
-                pupils.append((index, present[client], pupil(states[index], rows, captions, job, rng)))
+                pupils.append((index, clients[client], pupil(states[index], rows, captions, job, rng)))
         updates: list[list[Update]] = [[] for _ in federations]
         for group in _groups(pupils, device):
             lessons = train_in_groups(model, examples, [one for _, _, one in group], job)

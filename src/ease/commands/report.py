@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from torch import Tensor
 
@@ -84,6 +84,10 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
 
 def _find(folder: Path) -> tuple[list[Path], Path]:
     """The request folders that a folder stands for, and their run."""
+    if (folder / "record.json").is_file():
+        raise UserError(
+            f"{folder}: is one answer; name its request, {folder.parent}, which has the reference beside it"
+        )
     if any(folder.glob("*/record.json")):
         return [folder], folder.parent.parent
     if any((folder / name).exists() for name in ("run.json", "requests", "results.json")):
@@ -128,8 +132,7 @@ def with_thumbnails(run: Run, outcomes: list[Outcome], answers: list[Answer]) ->
 
 
 def _illustrated(world: World, trained: Params, outcome: Outcome, answer: Answer) -> Answer:
-    request: Request = TypeAdapter(Request).validate_python(answer.record["request"])
-    sets = evaluation_sets(world, request)
+    sets = evaluation_sets(world, _request(answer))
     rng = generator(world.config.seed, "thumbnails")
     forget = np.sort(rng.permutation(sets["forget"])[:MOST_RANKED])
     gallery = np.concatenate([forget, np.sort(rng.permutation(sets["test"])[: len(forget)])])
@@ -154,6 +157,15 @@ def _illustrated(world: World, trained: Params, outcome: Outcome, answer: Answer
         for i in chosen
     ]
     return replace(answer, pairs=pairs, gallery=len(gallery))
+
+
+def _request(answer: Answer) -> Request:
+    try:
+        return TypeAdapter(Request).validate_python(answer.record.get("request"))
+    except ValidationError as error:
+        raise UserError(
+            f"{answer.source}/record.json: request: not one that this version knows; delete the folder and forget again"
+        ) from error
 
 
 def own_ranks(image: Tensor, text: Tensor) -> np.ndarray:

@@ -352,7 +352,7 @@ def _threshold(read: CheckedAnswer) -> tuple[float, str]:
     if len(done) < len(blocks):
         return 0.5, ""
     grid = [step / 100 for step in range(101)]
-    same = next((delta for delta in grid if charts.forget_energy(blocks, delta) >= fmean(done)), 1.0)
+    same = next((delta for delta in grid if charts.forget_energy(blocks, delta) >= fmean(done) - 1e-9), 1.0)
     depth = "" if notes.depth is None else f", all to a depth of {notes.depth:.2f}"
     told = (
         f"This answer used no threshold: each direction went by 1 − cosine²{depth}, together {fmean(done):.2f} of the "

@@ -82,6 +82,26 @@ def test_a_good_verdict_and_none(record: Make, audit: Make) -> None:
     assert 'class="verdict unknown"' in html and "No verdict. No signal to lose." in text_of(html)
 
 
+def test_without_bands_nothing_is_judged(record: Make, audit: Make) -> None:
+    bare = [{"name": "rho", "value": 0.2, "retrain": 0.1}]
+    html = page(alone(record(), audit(outside=[], measures=bare)))
+    assert "No verdict. No measure has a band of retrained models." in text_of(html) and "no band" in text_of(html)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words", "flags"),
+    [
+        ({"clients": [3]}, "Forgetting client 3 by finetune", "--client 3 --method"),
+        ({"clients": [1, 2]}, "Forgetting clients 1, 2 by finetune", "--client 1 --client 2 --method"),
+        ({"classes": [4, 5]}, "Forgetting classes 4, 5 by finetune", "--class 4 --class 5 --method"),
+        ({"ids": ["a", "b"]}, "Forgetting 2 single pairs by finetune", "--samples ids.txt --method"),
+    ],
+)
+def test_the_request_in_words_and_as_a_command(record: Make, request_: dict[str, Any], words: str, flags: str) -> None:
+    text = text_of(page(alone(record("finetune", blocks=False) | {"request": request_})))
+    assert words in text and flags in text
+
+
 def test_a_measure_stands_beside_retrain_and_the_model_before(contents: Make) -> None:
     html = page(contents())
     cells = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", html) if ">R@1<" in row]
@@ -135,6 +155,7 @@ def test_an_audit_may_lack_any_picture(record: Make, audit: Make, part: str) -> 
     ("file", "spoil", "said"),
     [
         ("record", {"rounds": []}, r"here/ease/record\.json: rounds: "),
+        ("record", {"request": {"clients": 3}}, r"here/ease/record\.json: request\.clients: "),
         ("record", {"metrics": 3}, r"here/ease/record\.json: metrics: "),
         ("audit", {"measures": [{"name": "rho"}]}, r"here/ease/audit\.json: measures\.0\.value: field required"),
         ("audit", {"verdict": None}, r"here/ease/audit\.json: verdict: "),

@@ -141,19 +141,17 @@ def answer_section(read: CheckedAnswer, number: int, folder: str, why_no_pairs: 
 def asked(record: Record) -> str:
     """The request in words."""
     request = record.request
-    numbers = [str(n) for n in (*request.get("clients", ()), *request.get("classes", ()))]
-    if request.get("ids"):
-        return f"Forgetting {len(request['ids'])} single pairs"
-    kind = {"client": "client", "class": "class"}.get(str(request.get("scope")), "")
-    plural = {"client": "clients", "class": "classes"}.get(kind, "")
-    return f"Forgetting {kind if len(numbers) == 1 else plural} {', '.join(numbers)}".strip()
+    for one, several, numbers in (("client", "clients", request.clients), ("class", "classes", request.classes)):
+        if numbers:
+            return f"Forgetting {one if len(numbers) == 1 else several} {', '.join(map(str, numbers))}"
+    return f"Forgetting {len(request.ids)} single pairs"
 
 
 def _flags(record: Record) -> str:
     """The request as the command line takes it."""
-    named = [("--client", number) for number in record.request.get("clients", ())]
-    named += [("--class", number) for number in record.request.get("classes", ())]
-    return " ".join(f"{flag} {number}" for flag, number in named) or "--samples ids.txt"
+    named = [f"--client {number}" for number in record.request.clients]
+    named += [f"--class {number}" for number in record.request.classes]
+    return " ".join(named) or "--samples ids.txt"
 
 
 def _verdict(audit: Audit) -> Markup:
@@ -161,6 +159,8 @@ def _verdict(audit: Audit) -> Markup:
     judged = sum(measure.inside is not None for measure in audit.measures)
     if audit.verdict.startswith("no "):
         kind, mark, headline, sentence = "unknown", "?", "No verdict.", _sentence(audit.verdict.partition(": ")[2])
+    elif not judged:
+        kind, mark, headline, sentence = "unknown", "?", "No verdict.", "No measure has a band of retrained models."
     elif audit.outside:
         names = ", ".join(_in_words(name) for name in audit.outside)
         kind, mark, headline = "bad", "!", "Not like retraining yet."

@@ -108,10 +108,10 @@ def legend(entries: Mapping[str, str]) -> Markup:
     """Kind of line -> name, beside each other above the picture's upper right corner."""
     marks, right = [], RIGHT
     for kind, name in reversed(list(entries.items())):
-        right -= round(6.3 * len(name))
+        right -= round(6.8 * len(name))
         marks.append(tag("text", name, x=right, y=12, class_="tick"))
         marks.append(tag("path", d=f"M{right - 25} 8H{right - 5}", class_=f"line {kind}"))
-        right -= 36
+        right -= 33
     return join(*marks)
 
 

@@ -147,7 +147,7 @@ def _bench(bench: Bench) -> Markup:
     """Means over seeds, one row for each request and method."""
     cells: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in bench.rows:
-        cells.setdefault((row.scenario, row.method), []).append(row.metrics)
+        cells.setdefault((row.scenario or "", row.method), []).append(row.metrics)
     known = {key for row in bench.rows for key, value in row.metrics.items() if isinstance(value, int | float)}
     columns = [key for key in COLUMNS if key in known] or sorted(known)[:6]
 

@@ -46,17 +46,29 @@ class RoundRecord(Stored):
     notes: Notes = Notes()
 
 
+class Asked(Stored):
+    """What was to be forgotten; one of these."""
+
+    clients: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
+    ids: tuple[str, ...] = ()
+
+
+class Method(Stored):
+    method: str
+
+
 class Record(Stored):
     """A method's answer to a request."""
 
-    request: dict[str, Any]
-    method: dict[str, Any]
+    request: Asked
+    method: Method
     rounds: tuple[RoundRecord, ...] = Field(min_length=1)
     metrics: dict[str, float]
 
     @property
     def method_name(self) -> str:
-        return str(self.method.get("method", "unknown"))
+        return self.method.method
 
 
 class Measure(Stored):
@@ -122,9 +134,8 @@ class Audit(Stored):
 
 
 class BenchRow(Stored):
-    scenario: str = ""
+    scenario: str | None = None
     method: str
-    seed: int | None = None
     metrics: dict[str, Any] = Field(default_factory=dict)
 
 

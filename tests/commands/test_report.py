@@ -74,6 +74,19 @@ def test_generated_pictures_are_shown_and_the_page_is_small(run: Path) -> None:
     assert summary.size == len(html.encode()) < 1_500_000
 
 
+def test_only_some_answers_have_pictures_and_audited_ones_come_first(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two like answers the second is audited, and one alone may be illustrated."""
+    other = Path(shutil.copytree(answer(run).folder, answer(run).folder.parent / "other"))
+    audit = {"model_sha256": file_hash(other / "model.safetensors"), "verdict": "", "outside": [], "measures": []}
+    (other / "audit.json").write_text(json.dumps(audit))
+    monkeypatch.setattr("ease.commands.report.MOST_ILLUSTRATED", 1)
+    html = report_run(run, None, None, quiet=True).path.read_text()
+    assert html.count("<img ") == MOVED + RESISTED
+    assert html.index("<img ") < html.index("has not been audited")
+
+
 def test_pictures_can_be_left_out(run: Path) -> None:
     html = report_run(run, None, False, quiet=True).path.read_text()
     assert "<img " not in html and PRIVATE not in html

@@ -30,6 +30,8 @@ from ease.verdict import stored_verdict
 
 MOST_RANKED = 500
 """Forget pairs among which the thumbnails are chosen."""
+MOST_ILLUSTRATED = 8
+"""Answers with thumbnails; more would make a page too heavy to send."""
 MOVED, RESISTED = 8, 4
 """Thumbnails of pairs that came down most and least."""
 EDGE = 96
@@ -119,14 +121,18 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def with_thumbnails(run: Run, outcomes: list[Outcome], answers: list[Answer]) -> list[Answer]:
-    """The same answers, each but retraining with some of the pairs it forgot."""
-    if not any(outcome.model_path.is_file() and outcome.folder.name != Retrain.name for outcome in outcomes):
+    """The same answers, some with pairs they forgot: audited ones first, and retraining never."""
+    able = [
+        (answer.audit is None, answer.name)
+        for outcome, answer in zip(outcomes, answers, strict=True)
+        if outcome.model_path.is_file() and not answer.is_reference
+    ]
+    chosen = {name for _, name in sorted(able)[:MOST_ILLUSTRATED]}
+    if not chosen:
         return answers
     world, trained = World.open(run.config), trained_of(run).final
     return [
-        answer
-        if outcome.folder.name == Retrain.name or not outcome.model_path.is_file()
-        else _illustrated(world, trained, outcome, answer)
+        _illustrated(world, trained, outcome, answer) if answer.name in chosen else answer
         for outcome, answer in zip(outcomes, answers, strict=True)
     ]
 

@@ -1,6 +1,5 @@
 """One answer on the report page: the verdict, the measures, and the pictures behind them."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -161,13 +160,15 @@ def _verdict(audit: Audit) -> Markup:
         kind, mark, headline, sentence = "unknown", "?", "No verdict.", _sentence(audit.verdict.partition(": ")[2])
     elif not judged:
         kind, mark, headline, sentence = "unknown", "?", "No verdict.", "No measure has a band of retrained models."
-    elif audit.outside:
-        names = ", ".join(_in_words(name) for name in audit.outside)
-        kind, mark, headline = "bad", "!", "Not like retraining yet."
-        sentence = f"{len(audit.outside)} of {judged} measures lie outside the band of retrained models: {names}."
     else:
-        kind, mark, headline = "good", "✓", "Like retraining, as far as it was measured."
+        passed = audit.verdict.startswith(audit.words)
+        kind, mark = ("good", "✓") if passed else ("bad", "!")
+        headline = "Like retraining, as far as it was measured." if passed else "Not like retraining yet."
         sentence = f"All {judged} measures lie where a retrained model’s would: {audit.words}."
+        if audit.outside:
+            names = ", ".join(_in_words(name) for name in audit.outside)
+            sentence = f"{len(audit.outside)} of {judged} measures lie outside the band of retrained models: {names}."
+            sentence += " No more than chance allows." if passed else ""
     return tag(
         "p",
         tag("span", mark, class_="mark", aria_hidden="true"),
@@ -188,12 +189,6 @@ def _label(name: str) -> str:
 def _in_words(name: str) -> str:
     """What a measure is called where no heading says what it belongs to."""
     return LABELS[name][1] if name in LABELS else name.replace("/recall@", " R@")
-
-
-def _before(measure: Measure) -> float | None:
-    """The trained model's value, which an audit tells in the measure's note."""
-    found = re.search(r"\bbefore (-?\d+(?:\.\d+)?)", measure.note)
-    return float(found[1]) if found else None
 
 
 def _measures(audit: Audit) -> Markup:
@@ -236,7 +231,7 @@ def _measures(audit: Audit) -> Markup:
 
 def _measure_row(measure: Measure) -> Markup:
     digits = 1 if "recall@" in measure.name else 3
-    numbers = [f"{value:.{digits}f}" if value is not None else "" for value in (_before(measure), measure.value)]
+    numbers = [f"{value:.{digits}f}" if value is not None else "" for value in (measure.before, measure.value)]
     word = {True: "inside", False: "outside", None: "no band"}[measure.inside]
     said = f"{numbers[1]} against retrain’s {measure.retrain:.{digits}f}"
     if measure.high is not None:
@@ -267,7 +262,7 @@ def _rounds(read: CheckedAnswer, audit_command: str) -> Markup:
     retrain = None if read.retrain is None else read.retrain.metrics.get("forget/recall@1")
     if read.audit is not None:
         measures = {name: read.audit.measure(f"{name}/recall@1") for name in lines}
-        before = {n: value for n, m in measures.items() if m is not None and (value := _before(m)) is not None}
+        before = {n: m.before for n, m in measures.items() if m is not None and m.before is not None}
         forget = measures.get("forget")
         if forget is not None and forget.low is not None and forget.high is not None:
             band, retrain = (forget.low, forget.high), forget.retrain

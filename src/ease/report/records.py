@@ -75,6 +75,8 @@ class Measure(Stored):
     name: str
     value: float
     retrain: float
+    before: float | None = None
+    """Of the trained model."""
     low: float | None = None
     """None with a `high`: the band is open below."""
     high: float | None = None

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check photos hf bench clean
+.PHONY: demo test test-slow check photos hf bench bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -24,6 +24,12 @@ hf: .venv/hf
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
+
+# Every experiment that needs no data from outside, in a small version: about 20 minutes on 2 cores.
+bench-quick: .venv/ready
+	for file in $(filter-out %flickr8k.toml %transfer.toml,$(wildcard experiments/*.toml)); do \
+		OMP_NUM_THREADS=1 $(BIN)/ease bench $$file --quick --out results || exit 1; \
+	done
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

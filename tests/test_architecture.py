@@ -14,8 +14,8 @@ LAYERS = (
     {"subspace", "data", "model"},
     {"federation"},
     {"methods", "audit"},
-    {"run", "forget", "verdict", "export", "commands", "requests", "api"},
-    {"cli"},
+    {"run", "forget", "verdict", "export", "scenarios", "overlap", "workers", "bench", "sweep", "commands", "requests"},
+    {"api", "cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names} | {"report": 1}
 SHOWS = {"api", "cli", "commands", "data", "report"}

@@ -220,6 +220,74 @@ def demo(
 
 
 @app.command()
+def bench(
+    experiment: Annotated[
+        Path | None, typer.Argument(help="TOML file of an experiment, such as those in experiments/.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of runs and results. What is finished there is not done again.")
+    ] = Path("results"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small version that takes minutes; its figures prove nothing.")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")
+    ] = None,
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write the tables and figures of DIR/results.json anew.")
+    ] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run an experiment: a grid of methods, requests and seeds, with tables and figures beside retraining.
+
+    Examples: `ease bench experiments/main.toml --quick`, `ease bench experiments/main.toml --set seeds=[0]`,
+    `ease bench --tables results/main`
+    """
+    from ease.bench import load_experiment
+    from ease.commands.bench import bench_run, write_tables
+
+    if (experiment is None) == (tables is None):
+        raise UserError("name an experiment's TOML file, or a folder of results with --tables")
+    if experiment is None:
+        assert tables is not None  # seen above
+        _finish(write_tables(tables), as_json)
+        return
+    name = experiment.stem + ("-quick" if quick else "")
+    loaded = load_experiment(experiment, tuple(settings or ()), quick)
+    _finish(bench_run(loaded, name, out, processes, quiet or as_json), as_json)
+
+
+@app.command()
+def sweep(
+    source: Annotated[Path, typer.Argument(help="A run directory, or an experiment's TOML file.")],
+    out: Annotated[Path, typer.Option(help="TOML file for the chosen settings.")],
+    budget: Annotated[
+        int, typer.Option(min=1, help="Settings that are tried of every method; the first are its defaults.")
+    ] = 8,
+    work: Annotated[
+        Path, typer.Option(help="Folder of an experiment's runs, the same as --out of `ease bench`.")
+    ] = Path("results"),
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")
+    ] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Choose every method's settings with the same budget, on a request that is not reported, without retraining.
+
+    Example: `ease sweep experiments/main.toml --out experiments/tuned/scenes.toml`
+    """
+    from ease.commands.sweep import sweep_run
+
+    _finish(sweep_run(source, out, budget, work, processes, tuple(settings or ()), quiet or as_json), as_json)
+
+
+@app.command()
 def methods(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the manual's page, with all settings.")] = False,
     as_json: Json = False,

@@ -103,13 +103,13 @@ class RunConfig(Config):
 
 def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConfig:
     """Read a TOML file and `--set` assignments; with no file, the defaults."""
-    table = _anchor(read_toml(path), path.parent) if path is not None else {}
+    table = anchor_paths(read_toml(path), path.parent) if path is not None else {}
     source = " with ".join(([str(path)] if path else []) + (["--set"] if assignments else []))
     # Only now can what `--set` gave still be relative: it is meant from where the user stands.
-    return validate(RunConfig, _anchor(override(table, assignments), Path.cwd()), source)
+    return validate(RunConfig, anchor_paths(override(table, assignments), Path.cwd()), source)
 
 
-def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+def anchor_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make the paths of a configuration absolute; relative ones are meant from `folder`."""
     anchored = dict(table)
     for section, keys in (("data", ("path", "test_path", "images")), ("model", ("adapter",))):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
@@ -29,14 +29,11 @@ from ease.forget import (
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.run import Run, RunConfig, World, match_class
-from ease.seeding import generator
+from ease.scenarios import Scenario, scenario_config, scenario_request
 
-Scenario = Literal["client", "class", "sample"]
 TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
 BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 12
-SAMPLE_SHARE = 0.1
-"""Share of the pairs that the demo's sample request names."""
 
 
 @dataclass(frozen=True)
@@ -216,28 +213,6 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record['locked'] else 'free'}")
     folder_of = continuation(outcome, rounds, locked).folder
     return ForgetSummary(folder_of, request, record, outcome.record()["metrics"], labels)
-
-
-def scenario_request(world: World, scenario: Scenario, seed: int) -> Request:
-    """A typical request of each kind: the client or class of middle size, or a tenth of all pairs."""
-    if scenario == "client":
-        by_size = sorted(world.shards, key=lambda shard: len(shard.train))
-        return ClientRequest(clients=(by_size[len(by_size) // 2].client,))
-    if scenario == "class":
-        counts = np.bincount(
-            np.concatenate([shard.train_classes for shard in world.shards]), minlength=len(world.centroids)
-        )
-        return ClassRequest(classes=(int(counts.argsort(kind="stable")[len(counts) // 2]),))
-    ids = [pair_id for shard in world.shards for pair_id in shard.train_ids]
-    chosen = generator(seed, "sample request").choice(ids, max(1, round(SAMPLE_SHARE * len(ids))), replace=False)
-    return SampleRequest(ids=tuple(sorted(map(str, chosen))))
-
-
-def scenario_config(config: RunConfig, scenario: Scenario) -> RunConfig:
-    """For a class request every client should hold some of every class."""
-    if scenario != "class":
-        return config
-    return config.model_copy(update={"partition": config.partition.model_copy(update={"scheme": "uniform"})})
 
 
 def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> Comparison:

@@ -1,7 +1,7 @@
 """What every unlearning method is: a value with hyperparameters, and one generator that yields a state per round."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -53,6 +53,10 @@ Need = Literal["history", "forget data", "leaving client"]
 """What a method asks for beyond retained data: stored updates, the forget pairs, the client that withdraws online."""
 
 
+Space = Mapping[str, tuple[Any, ...]]
+"""Settings and the values that `ease sweep` may choose, the default among them."""
+
+
 class Unlearner(Config, ABC):
     """A method: hyperparameters only. Data goes to the call."""
 
@@ -63,6 +67,8 @@ class Unlearner(Config, ABC):
     """Authors, venue and year."""
     needs: ClassVar[frozenset[Need]] = frozenset()
     """A method touches nothing that it does not list here; the contract tests watch it."""
+    tuned: ClassVar[Space] = {}
+    """What a fair comparison may change: at most three settings."""
 
     @abstractmethod
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:

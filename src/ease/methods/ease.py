@@ -12,7 +12,7 @@ from ease.data.request import ClientRequest, Request
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, LocalJob, Lock
-from ease.methods.base import Need, Step, Trained, Unlearner, retained_clients
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients
 from ease.methods.calibration import Gap, choose_depth, density_targets, level_targets, measure_levels, membership_gap
 from ease.methods.evidence import Evidence, block_spectrum, canonical_basis, from_history, from_probe
 from ease.methods.lock import client_lock, importance_lock
@@ -29,6 +29,11 @@ class Ease(Unlearner):
     title: ClassVar[str] = "EASE"
     source: ClassVar[str] = "EASE: entanglement-aware subspace excision, as described in docs/method.md"
     needs: ClassVar[frozenset[Need]] = frozenset({"history", "forget data", "leaving client"})
+    tuned: ClassVar[Space] = {
+        "delta": ("auto", 0.3, 0.6),
+        "displacement": (0.3, 0.6, 1.2),
+        "energy": (0.9, 0.95, 0.99),
+    }
     method: Literal["ease"] = "ease"
     reference: Literal["initial", "trained"] = "initial"
     """State to which excised directions return: before training, or (the literal reading of the paper) after it."""

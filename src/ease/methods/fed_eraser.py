@@ -12,7 +12,7 @@ from torch import Tensor
 from ease.data.request import ClientRequest, Request
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation, reject_reason
-from ease.methods.base import Need, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, step_of
 from ease.params import Params
 
 SMALLEST_NORM = 1e-12
@@ -34,6 +34,7 @@ class FedEraser(Unlearner):
     title: ClassVar[str] = "FedEraser"
     source: ClassVar[str] = "Liu et al., IWQoS 2021"
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
+    tuned: ClassVar[Space] = {"calibration_ratio": (0.5, 1.0), "interval": (1, 2, 3, 4)}
     method: Literal["fed_eraser"] = "fed_eraser"
     calibration_ratio: float = Field(0.5, gt=0, le=1)
     """Local epochs of a calibration, as a share of those of training."""

@@ -10,7 +10,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
 from ease.params import Params, weighted_mean
 
 
@@ -26,6 +26,11 @@ class FedOsd(Unlearner):
     title: ClassVar[str] = "FedOSD"
     source: ClassVar[str] = "Pan et al., AAAI 2025"
     needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    tuned: ClassVar[Space] = {
+        "rate": (0.3, 1.0, 3.0),
+        "forget_share": (0.1, 0.2, 0.4),
+        "recovery_share": (0.1, 0.2, 0.4),
+    }
     method: Literal["fed_osd"] = "fed_osd"
     forget_share: float = Field(0.2, gt=0)
     """Rounds of orthogonal descent, as a share of the training rounds."""

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation, Update
-from ease.methods.base import Need, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, step_of
 from ease.methods.lbfgs import Secant, hessian_product, make_secant
 from ease.params import Params
 
@@ -46,6 +46,11 @@ class FedRecover(Unlearner):
     title: ClassVar[str] = "FedRecover"
     source: ClassVar[str] = "Cao et al., IEEE S&P 2023"
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
+    tuned: ClassVar[Space] = {
+        "warm_up": (3, 5, 8),
+        "correction_interval": (3, 6, 12),
+        "final_rounds": (1, 2, 4),
+    }
     method: Literal["fed_recover"] = "fed_recover"
     warm_up: int = Field(3, ge=1)
     """First rounds, in which clients are asked; more than `secants`."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
 
 
 class Ferrari(Unlearner):
@@ -23,6 +23,11 @@ class Ferrari(Unlearner):
     title: ClassVar[str] = "Ferrari"
     source: ClassVar[str] = "Gu et al., NeurIPS 2024"
     needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    tuned: ClassVar[Space] = {
+        "rate": (3.0, 10.0, 30.0, 100.0),
+        "forget_rounds": (1, 3, 6),
+        "finetune_share": (0.1, 0.2, 0.4),
+    }
     method: Literal["ferrari"] = "ferrari"
     forget_rounds: int = Field(3, ge=1)
     """Rounds at the holders of forget pairs, one local epoch each."""

@@ -11,7 +11,7 @@ from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Update
 from ease.federation.ternary import LEAST_SCALE, decode
-from ease.methods.base import Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, step_of
 
 
 class Ffmu(Unlearner):
@@ -26,6 +26,7 @@ class Ffmu(Unlearner):
     name: ClassVar[str] = "ffmu"
     title: ClassVar[str] = "FFMU-style"
     source: ClassVar[str] = "after Che et al., ICML 2023"
+    tuned: ClassVar[Space] = {"threshold": (0.25, 0.5, 1.0), "noise": (0.05, 0.1, 0.2), "share": (0.2, 0.4)}
     method: Literal["ffmu"] = "ffmu"
     threshold: float = Field(0.5, ge=0)
     """Values smaller than this many root mean squares of their tensor become 0."""

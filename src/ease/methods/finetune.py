@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Step, Trained, Unlearner, fine_tuning, share_of
+from ease.methods.base import Space, Step, Trained, Unlearner, fine_tuning, share_of
 
 
 class Finetune(Unlearner):
@@ -17,6 +17,7 @@ class Finetune(Unlearner):
     name: ClassVar[str] = "finetune"
     title: ClassVar[str] = "Fine-tune"
     source: ClassVar[str] = "the floor: more training on retained data"
+    tuned: ClassVar[Space] = {"share": (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)}
     method: Literal["finetune"] = "finetune"
     share: float = Field(0.2, gt=0)
     """Rounds, as a share of the training rounds."""

@@ -10,7 +10,7 @@ from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Update
 from ease.federation.sparse import Sparse
-from ease.methods.base import Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, step_of
 from ease.params import Block, Params
 from ease.subspace import Factors, displacement
 
@@ -27,6 +27,7 @@ class Fused(Unlearner):
     name: ClassVar[str] = "fused"
     title: ClassVar[str] = "FUSED"
     source: ClassVar[str] = "Zhong et al., CVPR 2025"
+    tuned: ClassVar[Space] = {"layers": (2, 4, 8), "density": (0.03, 0.1, 0.3), "share": (0.2, 0.4)}
     method: Literal["fused"] = "fused"
     layers: int = Field(4, ge=2)
     """Layers that get an adapter."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Step, Trained, Unlearner, share_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
 
 
@@ -24,6 +24,7 @@ class MultiDelete(Unlearner):
     title: ClassVar[str] = "MultiDelete"
     source: ClassVar[str] = "Cheng and Amiri, ECCV 2024"
     needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    tuned: ClassVar[Space] = {"decoupling": (0.1, 0.3, 1.0, 3.0, 10.0), "share": (0.1, 0.2, 0.4)}
     method: Literal["multi_delete"] = "multi_delete"
     decoupling: float = Field(1.0, gt=0)
     """Weight of the decoupling of forget pairs against the retention of others."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Step, Trained, Unlearner, share_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
 
 
@@ -23,6 +23,7 @@ class NegGradPlus(Unlearner):
     title: ClassVar[str] = "NegGrad+"
     source: ClassVar[str] = "Kurmanji et al., SCRUB, NeurIPS 2023"
     needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    tuned: ClassVar[Space] = {"balance": (0.8, 0.9, 0.95, 0.98), "share": (0.1, 0.2, 0.4)}
     method: Literal["neg_grad_plus"] = "neg_grad_plus"
     balance: float = Field(0.95, gt=0, lt=1)
     """Weight of retained pairs; the rest is that of the ascent."""

@@ -9,7 +9,7 @@ from ease.data.request import Request
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.protocol import Federation
-from ease.methods.base import Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, step_of
 from ease.params import Block, Params
 
 
@@ -23,6 +23,7 @@ class NoT(Unlearner):
     name: ClassVar[str] = "not"
     title: ClassVar[str] = "NoT"
     source: ClassVar[str] = "Khalil et al., CVPR 2025"
+    tuned: ClassVar[Space] = {"share": (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)}
     method: Literal["not"] = "not"
     layers: tuple[str, ...] = ()
     """Layers or single tensors to negate; empty: the first layer of both projectors. Those whose negation changes

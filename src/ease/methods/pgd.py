@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import ClientRequest, Request
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
 from ease.params import Params
 
 
@@ -25,6 +25,7 @@ class Pgd(Unlearner):
     title: ClassVar[str] = "PGD"
     source: ClassVar[str] = "Halimi et al., 2022"
     needs: ClassVar[frozenset[Need]] = frozenset({"history", "forget data", "leaving client"})
+    tuned: ClassVar[Space] = {"rate": (0.3, 1.0, 3.0), "radius": (0.1, 1 / 3, 1.0), "finetune_share": (0.1, 0.2, 0.4)}
     method: Literal["pgd"] = "pgd"
     epochs: int = Field(5, ge=1)
     """Local epochs of ascent, all in one round."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation, Optimiser
-from ease.methods.base import Need, Step, Trained, Unlearner, share_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
 
 
@@ -25,6 +25,7 @@ class Soul(Unlearner):
     title: ClassVar[str] = "SOUL"
     source: ClassVar[str] = "Jia et al., EMNLP 2024"
     needs: ClassVar[frozenset[Need]] = frozenset({"forget data", "leaving client"})
+    tuned: ClassVar[Space] = {"learning_rate": (1e-4, 3e-4, 1e-3, 3e-3), "retain": (1.0, 2.0, 4.0)}
     method: Literal["soul"] = "soul"
     retain: float = Field(2.0, ge=0)
     """Weight of the loss of retained pairs against that of forget pairs."""

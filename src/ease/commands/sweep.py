@@ -1,0 +1,72 @@
+"""What `ease sweep` does: try every method's settings with the same budget, and keep the best as TOML."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ease.bench import Chosen, load_experiment
+from ease.console import rounds_bar, table
+from ease.methods import METHODS
+from ease.storage import write_atomic
+from ease.sweep import FORMULA, Search, choose, chosen_toml, searches_for, searches_in, sweep
+from ease.workers import default_processes
+
+
+@dataclass(frozen=True)
+class SweepSummary:
+    """The chosen settings of every method."""
+
+    path: Path
+    chosen: dict[str, dict[str, Chosen]]
+
+    def as_json(self) -> dict[str, Any]:
+        found = {m: {s: c.model_dump(mode="json") for s, c in by.items()} for m, by in self.chosen.items()}
+        return {"file": str(self.path), "chosen": found}
+
+    def render(self) -> Iterator[RenderableType]:
+        rows = [
+            [
+                METHODS[name].title,
+                scenario,
+                ", ".join(f"{key} = {value}" for key, value in found.settings.items()) or "defaults",
+                f"{found.default_score:.2f}",
+                f"{found.score:.2f}",
+            ]
+            for name, scenarios in sorted(self.chosen.items())
+            for scenario, found in scenarios.items()
+        ]
+        columns = ["method", "request", "chosen", "defaults' score", "score"]
+        yield table("Chosen settings", columns, rows, caption=FORMULA, text_columns=3)
+        yield f'written to {self.path}; use it with tuned = "..." in an experiment'
+
+
+def sweep_run(
+    source: Path,
+    out: Path,
+    budget: int,
+    work: Path,
+    processes: int | None,
+    assignments: Sequence[str],
+    quiet: bool,
+) -> SweepSummary:
+    """Search on a run directory, or on the first seed of an experiment."""
+    searches = _searches(source, budget, work, assignments)
+    total = sum(search.notes for search in searches)
+    with rounds_bar("sweep", total, quiet=quiet) as bar:
+        for note in sweep(searches, processes or default_processes()):
+            bar.step(done=note)
+    chosen = choose(searches)
+    write_atomic(out, chosen_toml(chosen, source.as_posix()).encode())
+    return SweepSummary(out, chosen)
+
+
+def _searches(source: Path, budget: int, work: Path, assignments: Sequence[str]) -> list[Search]:
+    if source.is_dir():
+        return searches_in(source, [name for name, kind in METHODS.items() if kind.tuned], budget)
+    experiment = load_experiment(source, assignments)
+    named = dict.fromkeys(entry.method for entry in experiment.methods)
+    config = experiment.run.model_copy(update={"seed": experiment.seeds[0]})
+    return searches_for(config, experiment.scenarios, [n for n in named if METHODS[n].tuned], budget, work)

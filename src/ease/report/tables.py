@@ -1,0 +1,298 @@
+"""An experiment's results as Markdown and LaTeX: every figure beside retraining, the mean over seeds and its spread."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
+"""Their absolute gaps to retraining add up to the rank."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One model of one scenario over all seeds."""
+
+    scenario: str
+    role: str
+    """`trained`, `method`, `band` (a retraining in another order) or `retrain`."""
+    label: str
+    tuned: bool
+    at: Any
+    """Value of the varied setting, if there is one."""
+    seeds: dict[int, dict[str, float]]
+    """Seed -> metrics."""
+
+    def values(self, key: str) -> dict[int, float]:
+        return {seed: metrics[key] for seed, metrics in self.seeds.items() if key in metrics}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One scenario at one value of the run's varied setting: the lines that may be compared, and their reference."""
+
+    scenario: str
+    title: str
+    lines: tuple[Line, ...]
+    retrain: Line
+    bands: Mapping[str, tuple[float, float]]
+    """Metric -> where a further retraining of the first seed would fall."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.scenario.capitalize()} request" + (f", {self.title}" if self.title else "")
+
+    def gaps(self, line: Line, key: str) -> list[float]:
+        """Signed gaps to retraining of the same seed."""
+        reference = self.retrain.values(key)
+        return [value - reference[seed] for seed, value in line.values(key).items() if seed in reference]
+
+    def distance(self, line: Line) -> list[float]:
+        """Sum of the absolute gaps of forget, retain and test R@1, for each seed."""
+        return [sum(map(abs, parts)) for parts in zip(*(self.gaps(line, key) for key in RANKED), strict=True)]
+
+    def inside(self, line: Line, key: str) -> bool:
+        """Whether a value lies in the retrain band, on the first seed, where the band was measured."""
+        if key not in self.bands or not line.values(key):
+            return False
+        low, high = self.bands[key]
+        return low <= next(iter(line.values(key).values())) <= high
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: what it is called, where its values come from and how they are told."""
+
+    title: str
+    key: str
+    latex: str
+    digits: int = 1
+    scale: float = 1.0
+    judged: str = "gap"
+    """`gap`: the best is nearest to retraining; `low`: the smallest; `share`: the smallest, told as a share too."""
+
+
+def _recalls(side: str, part: str) -> tuple[Column, ...]:
+    return tuple(Column(f"{side}-R@{k}", f"{part}/recall@{k}", rf"${side}\text{{-}}R@{k}$") for k in (1, 5, 10))
+
+
+FORGET = (
+    *_recalls("F", "forget"),
+    Column("MIA %", "mia", r"MIA \%", scale=100),
+    Column("LiRA AUC", "lira/auc", "LiRA", digits=2),
+    Column("rho", "rho", r"$\rho$", digits=2, judged="low"),
+)
+RETAIN = (
+    *_recalls("R", "retain"),
+    _recalls("T", "test")[0],
+    Column("up MB", "cost/bytes_up", "Up", scale=1e-6, judged="share"),
+    Column("down MB", "cost/bytes_down", "Down", scale=1e-6, judged="share"),
+    Column("time s", "cost/seconds", "Time", judged="share"),
+    Column("sum of gaps", "rank", r"$\Sigma|$gap$|$", judged="rank"),
+)
+SIDES = (("Forgetting", FORGET), ("Keeping, and what it costs", RETAIN))
+NOTE = (
+    "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
+    "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
+    "first seed in other orders. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at "
+    "R@1, by which methods are ranked. F, R, T: forget, retained and test pairs."
+)
+TUNED = "† settings chosen by `ease sweep`, with the same budget for every method."
+
+
+def sheets(results: Mapping[str, Any]) -> list[Sheet]:
+    """Group the rows: over seeds into lines, and lines that share a retraining into sheets."""
+    grouped: dict[tuple[str, str], dict[tuple[str, str, str], list[Mapping[str, Any]]]] = {}
+    run_setting = next(iter(results["header"]["experiment"]["vary"]), None)
+    for row in results["rows"]:
+        at = row.get("at")
+        of_run = at is not None and at["name"] == run_setting
+        title = _title(at) if of_run else ""
+        label = row["label"] if at is None or of_run else f"{row['label']}, {_title(at)}"
+        models = grouped.setdefault((row["scenario"], title), {})
+        models.setdefault((row["role"], label, str(row["settings"])), []).append(row)
+    found = []
+    for (scenario, title), groups in grouped.items():
+        lines = [_line(scenario, role, label, rows) for (role, label, _), rows in groups.items()]
+        retrain = next(line for line in lines if line.role == "retrain")
+        shown = tuple(line for line in lines if line.role != "band")
+        band = next((b for b in results["bands"] if (b["scenario"], _title(b.get("at"))) == (scenario, title)), None)
+        found.append(Sheet(scenario, title, shown, retrain, band["metrics"] if band else {}))
+    return found
+
+
+def _title(at: Mapping[str, Any] | None) -> str:
+    return f"{at['name']} = {at['value']}" if at else ""
+
+
+def _line(scenario: str, role: str, label: str, rows: Sequence[Mapping[str, Any]]) -> Line:
+    at = rows[0].get("at")
+    metrics = {row["seed"]: dict(row["metrics"]) for row in rows}
+    return Line(scenario, role, label, rows[0]["tuned"], at["value"] if at else None, metrics)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One cell of a table before it is written in any language."""
+
+    value: str
+    spread: str
+    note: str
+    """Signed gap or share."""
+    inside: bool
+    best: bool
+
+
+def figures(sheet: Sheet, column: Column) -> list[Figure | None]:
+    """A column of a sheet; None where a line has no such value."""
+    return [_figure(sheet, line, column, line in best_of(sheet, column)) for line in sheet.lines]
+
+
+def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | None:
+    values = [value * column.scale for value in _values(sheet, line, column)]
+    if not values:
+        return None
+    mean = statistics.mean(values)
+    spread = f"{statistics.stdev(values):.{column.digits}f}" if len(values) > 1 else ""
+    note = ""
+    if line.role != "retrain" and column.judged == "gap":
+        gap = statistics.mean(sheet.gaps(line, column.key)) * column.scale
+        note = f"{round(gap, column.digits) + 0.0:+.{column.digits}f}"  # + 0.0: never -0.0
+    if line.role != "retrain" and column.judged == "share":
+        shares = [metrics[column.key.replace("cost/", "ratio/")] for metrics in line.seeds.values()]
+        note = f"{statistics.mean(shares):.0%}"
+    inside = line.role == "method" and column.judged == "gap" and sheet.inside(line, column.key)
+    return Figure(f"{mean:.{column.digits}f}", spread, note, inside, best)
+
+
+def _values(sheet: Sheet, line: Line, column: Column) -> list[float]:
+    return sheet.distance(line) if column.judged == "rank" else list(line.values(column.key).values())
+
+
+def best_of(sheet: Sheet, column: Column) -> list[Line]:
+    """The methods that a column is won by; neither the trained model nor retraining takes part."""
+    scores = {}
+    for number, line in enumerate(sheet.lines):
+        if line.role == "method" and _values(sheet, line, column):
+            gap = column.judged == "gap"
+            found = sheet.gaps(line, column.key) if gap else _values(sheet, line, column)
+            scores[number] = round(abs(statistics.mean(found)), 9)
+    least = min(scores.values(), default=0.0)
+    return [sheet.lines[number] for number, score in scores.items() if score == least]
+
+
+def columns_of(sheet: Sheet, side: Sequence[Column]) -> list[Column]:
+    """The columns that some line has values for."""
+    return [column for column in side if any(_values(sheet, line, column) for line in sheet.lines)]
+
+
+def similarities(overlap: Mapping[str, Any]) -> np.ndarray:
+    """Similarity of every two clients: the mean cosine of their principal angles."""
+    return np.array([[statistics.mean(cosines) for cosines in row] for row in overlap["cosines"]])
+
+
+def mean_similarity(overlap: Mapping[str, Any]) -> float:
+    """Of two different clients."""
+    found = similarities(overlap)
+    return float(found[~np.eye(len(found), dtype=bool)].mean())
+
+
+def _notes(found: Sequence[Sheet]) -> list[str]:
+    tuned = any(line.tuned for sheet in found for line in sheet.lines)
+    return [NOTE, *([TUNED] if tuned else [])]
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Two tables for each scenario: what is forgotten, and what is kept at which cost; or the overlap of each block."""
+    found, header = sheets(results), results["header"]
+    seeds = len(header["experiment"]["seeds"])
+    parts = [f"# {header['title']}", "", f"`{header['command']}`, {seeds} seed{'s' if seeds > 1 else ''}.", ""]
+    if "subspaces" in results:
+        return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
+    parts += [line for note in _notes(found) for line in (note, "")]
+    for sheet in found:
+        parts += [f"## {sheet.name}", ""]
+        for name, side in SIDES:
+            columns = columns_of(sheet, side)
+            parts += [f"{name}:", "", f"| Method | {' | '.join(column.title for column in columns)} |"]
+            parts += ["|---" * (len(columns) + 1) + "|"]
+            cells = [figures(sheet, column) for column in columns]
+            for number, line in enumerate(sheet.lines):
+                label = line.label + ("†" if line.tuned else "")
+                parts.append(f"| {label} | {' | '.join(_markdown(column[number]) for column in cells)} |")
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _overlaps(results: Mapping[str, Any]) -> list[str]:
+    blocks = results["subspaces"][0]["overlap"]
+    return [f"| {overlap['block']} | {mean_similarity(overlap):.3f} |" for overlap in blocks]
+
+
+def _markdown(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    text = figure.value + (f" ± {figure.spread}" if figure.spread else "")
+    text = f"**{text}**" if figure.best else text
+    return text + (f" ({figure.note})" if figure.note else "") + ("°" if figure.inside else "")
+
+
+def latex(results: Mapping[str, Any]) -> str:
+    """The same in two parts, with the scenarios side by side; needs the packages amsmath, booktabs and graphicx."""
+    found = sheets(results)
+    parts = []
+    for title in dict.fromkeys(sheet.title for sheet in found):
+        here = [sheet for sheet in found if sheet.title == title]
+        caption = results["header"]["title"] + (f" ({title})" if title else "")
+        parts += [
+            r"\begin{table*}[t]",
+            r"\centering",
+            rf"\caption{{{_escape(caption)}. {_escape(' '.join(_notes(here)))}}}",
+        ]
+        for number, (name, side) in enumerate(SIDES):
+            parts += [r"\vspace{4pt}"] if number else []
+            parts += _tabular(here, name, side)
+        parts += [r"\end{table*}", ""]
+    return "\n".join(parts)
+
+
+def _tabular(here: Sequence[Sheet], name: str, side: Sequence[Column]) -> list[str]:
+    columns = [column for column in side if any(column in columns_of(sheet, side) for sheet in here)]
+    width, last = len(columns), len(here) * len(columns) + 1
+    groups = [rf"\multicolumn{{{width}}}{{c}}{{{sheet.scenario.capitalize()} request}}" for sheet in here]
+    rules = [rf"\cmidrule(lr){{{2 + width * n}-{1 + width * (n + 1)}}}" for n in range(len(here))]
+    lines = [r"\resizebox{\linewidth}{!}{%", rf"\begin{{tabular}}{{l{'c' * (last - 1)}}}", r"\toprule"]
+    lines += [" & ".join(["", *groups]) + r" \\", " ".join(rules)]
+    lines += [" & ".join(["Method", *(column.latex for _ in here for column in columns)]) + r" \\", r"\midrule"]
+    cells = [figures(sheet, column) for sheet in here for column in columns]
+    for number, line in enumerate(here[0].lines):
+        label = _escape(line.label + ("†" if line.tuned else ""))
+        lines.append(" & ".join([label, *(_latex(column[number]) for column in cells)]) + r" \\")
+    return [*lines, r"\bottomrule", r"\end{tabular}}"]
+
+
+def _latex(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    text = rf"\textbf{{{figure.value}}}" if figure.best else figure.value
+    text += rf"{{\scriptsize$\pm${figure.spread}}}" if figure.spread else ""
+    note = _escape(figure.note).replace("-", "$-$")
+    return text + (f" ({note})" if note else "") + (r"$^\circ$" if figure.inside else "")
+
+
+def _escape(text: str) -> str:
+    for plain, written in {
+        "&": r"\&",
+        "%": r"\%",
+        "#": r"\#",
+        "_": r"\_",
+        "|": r"$|$",
+        "±": r"$\pm$",
+        "°": r"$^\circ$",
+        "†": r"$^\dagger$",
+        "`": "",
+    }.items():
+        text = text.replace(plain, written)
+    return text

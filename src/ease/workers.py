@@ -1,0 +1,78 @@
+"""Independent jobs spread over processes: results go to files, and only short notes of progress come back."""
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ease.errors import UserError
+
+Job = TypeVar("Job")
+Work = Callable[[Job], Iterator[str]]
+"""Does one job and yields a note after each part of it; a function of a module, so that it can be sent."""
+WATCH_SECONDS = 1.0
+
+
+def default_processes() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str]:
+    """Do all jobs, the first ones first, and yield their notes. One process does them here.
+
+    Processes are spawned, with one thread each: small matrices gain nothing from more.
+    """
+    if min(processes, len(jobs)) < 2:
+        for job in jobs:
+            yield from work(job)
+        return
+    context = multiprocessing.get_context("spawn")
+    waiting, notes = context.Queue(), context.Queue()
+    for job in jobs:
+        waiting.put(job)
+    workers = [
+        context.Process(target=_worker, args=(work, waiting, notes), daemon=True)
+        for _ in range(min(processes, len(jobs)))
+    ]
+    for worker in workers:
+        waiting.put(None)
+        worker.start()
+    running = len(workers)
+    try:
+        while running:
+            try:
+                note = notes.get(timeout=WATCH_SECONDS)
+            except queue.Empty:
+                if any(worker.exitcode not in (None, 0) for worker in workers):
+                    raise UserError(
+                        "a worker process ended early (its words stand above; if there are none, memory ran out): run "
+                        "the same command again, with --processes 1 if it happens again"
+                    ) from None
+                continue
+            if isinstance(note, UserError):
+                raise note
+            if note is None:
+                running -= 1
+            else:
+                yield note
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _worker(work: Work[Any], waiting: Any, notes: Any) -> None:
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    try:
+        while (job := waiting.get()) is not None:
+            for note in work(job):
+                notes.put(note)
+                if parent is not None and not parent.is_alive():  # killed: the run is to be free for the next attempt
+                    return
+        notes.put(None)
+    except UserError as error:
+        notes.put(error)

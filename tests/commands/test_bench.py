@@ -1,0 +1,100 @@
+"""`ease bench` and `ease sweep` as a user meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ease.bench import load_tuned
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TINY = [
+    "run.data.train=60",
+    "run.data.validation=10",
+    "run.data.test=20",
+    "run.gallery=20",
+    "run.partition.clients=3",
+    "run.partition.classes=3",
+    "run.partition.scheme=iid",
+    "run.partition.validation_share=0.3",
+    "run.training.rounds=3",
+    "run.training.batch_size=8",
+    "run.model.hidden=16",
+    "run.model.embedding=8",
+    "seeds=[0]",
+]
+
+
+def changed(*assignments: str) -> list[str]:
+    return [word for assignment in (*TINY, *assignments) for word in ("--set", assignment)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "processes"), [("compute", 2), ("subspaces", 1)])
+def test_an_experiment_from_end_to_end(ease, tmp_path, name, processes) -> None:
+    command = ["bench", EXPERIMENTS / f"{name}.toml", "--quick", "--out", tmp_path, "--processes", processes]
+    result = ease(*command, *changed())
+    assert result.code == 0, result.err
+    folder = tmp_path / f"{name}-quick"
+    assert f"written to {folder}" in result.out.replace("\n", "")
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    figures = {"subspaces.svg", "subspaces.pdf"} if name == "subspaces" else {"tables.tex"}
+    assert written.keys() == {"results.json", "tables.md", *figures}
+    found = json.loads(written["results.json"])
+    assert found["header"]["command"].startswith(f"ease bench {EXPERIMENTS}")
+    assert {row["scenario"] for row in found["rows"]} == (
+        set() if name == "subspaces" else {"client", "class", "sample"}
+    )
+
+    for path in folder.iterdir():
+        if path.name != "results.json":
+            path.unlink()
+    assert ease("bench", "--tables", folder).code == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == written
+
+    again = ease(*command, *changed(), "--json")
+    assert again.code == 0 and again.err == "" and json.loads(again.out)["rows"] == found["rows"]
+
+
+@pytest.mark.slow
+def test_a_sweep_feeds_an_experiment(ease, tmp_path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('title = "x"\nscenarios = ["client"]\nshadows = 0\nband_retrains = 0\nmethods = ["finetune"]\n')
+    tuned = tmp_path / "tuned.toml"
+    result = ease("sweep", path, "--out", tuned, "--budget", 2, "--work", tmp_path / "results", *changed())
+    assert result.code == 0, result.err
+    assert load_tuned(tuned)["finetune"]["client"].budget == 2
+
+    result = ease("bench", path, "--out", tmp_path / "results", *changed(f"tuned={tuned}"), "--json")
+    assert result.code == 0, result.err
+    rows = {row["label"]: row for row in json.loads(result.out)["rows"]}
+    assert rows["Fine-tune"]["tuned"] and "Fine-tune†" in (tmp_path / "results" / "x" / "tables.md").read_text()
+    assert len(list((tmp_path / "results" / "runs").iterdir())) == 1  # both worked on one run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name an experiment's TOML file"),
+        (["none.toml"], "none.toml: no such file"),
+        (["--tables", "nowhere"], "nowhere/results.json: no such file"),
+        ([EXPERIMENTS / "main.toml", "--set", "shadows=3"], "shadows: choose an even number"),
+        ([EXPERIMENTS / "main.toml", "--set", "tuned=gone.toml"], "gone.toml: no such file"),
+    ],
+)
+def test_mistakes_are_one_line(ease, tmp_path, monkeypatch, arguments, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = ease("bench", *arguments)
+    assert result.code == 2 and result.out == "" and result.err.startswith("error: ") and words in result.err
+    assert result.err.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_results_of_something_else_are_refused(ease, tmp_path) -> None:
+    (tmp_path / "results.json").write_text("[]")
+    result = ease("bench", "--tables", tmp_path)
+    assert result.code == 2 and "not the results of an experiment" in result.err
+
+
+def test_a_sweep_of_nothing_is_refused(ease, tmp_path) -> None:
+    result = ease("sweep", tmp_path, "--out", tmp_path / "tuned.toml")
+    assert result.code == 2 and "no run here" in result.err

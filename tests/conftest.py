@@ -6,22 +6,26 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pytest
 import torch
 
 from ease.cli import main
-from ease.data.request import Request, forget_mask
+from ease.data.request import ClientRequest, Request, forget_mask
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.local import ClientData
-from ease.federation.protocol import LocalJob, Optimiser
+from ease.federation.protocol import Federation, LocalJob, Optimiser
 from ease.federation.simulation import Simulation
-from ease.forget import trained_of
-from ease.methods.base import Trained
+from ease.forget import forget, outcome_of, trained_of
+from ease.methods import make_method
+from ease.methods.base import Step, Trained, Unlearner
 from ease.methods.calibration import measure_levels
+from ease.methods.retrain import Retrain
 from ease.model.hub import quiet_transformers
 from ease.params import Block, Params
 from ease.run import Run, RunConfig, World, load_config
+from ease.verdict import Audit, AuditConfig
 
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
@@ -69,6 +73,39 @@ class Learnt:
         """Mean log-odds of the pairs a request names."""
         levels = measure_levels(self.trained, state, request, self.world.federation, "test")
         return float(torch.cat([values["forget"] for values in levels.values()]).mean())
+
+
+class Nothing(Unlearner):
+    """A method that forgets nothing and says that it has."""
+
+    name: ClassVar[str] = "nothing"
+    title: ClassVar[str] = "Nothing"
+    source: ClassVar[str] = "a test"
+    method: Literal["nothing"] = "nothing"
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        yield Step(trained.final, "nothing")
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 1
+
+
+class Perfect(Retrain):
+    """Retraining in an order that neither the reference nor the band uses: no method can do better."""
+
+    name: ClassVar[str] = "perfect"
+    method: Literal["perfect"] = "perfect"  # type: ignore[assignment]
+    order: int = 77
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A run whose client 1 was forgotten in three ways, with a finished audit of each."""
+
+    run: Run
+    world: World
+    audits: dict[str, Audit]
+    verdicts: dict[str, dict[str, Any]]
 
 
 class Result(NamedTuple):
@@ -138,6 +175,27 @@ def poison() -> Callable[[World, Request], Simulation]:
     return lambda world, request: Simulation(
         world.model, {client: spoil(data, request) for client, data in world.federation.data.items()}
     )
+
+
+@pytest.fixture(scope="session")
+def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Audited:
+    """Audits of a method that leaks, one that cannot be better and fine-tuning. Takes most of a minute: mark `slow`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        config = load_config(None, (*LEARNT, "data.test=160"))
+        world = World.open(config)
+    run = Run.create(tmp_path_factory.mktemp("audited") / "run", config)
+    list(run.train(world))
+    request = ClientRequest(clients=(1,))
+    settings = AuditConfig(shadows=4, retrains=3, pool=32, fpr=0.1, workers=1)
+    list(forget(run, world, request, Retrain(), observe=False))
+    audits, verdicts = {}, {}
+    for method in (make_method("finetune"), Nothing(), Perfect()):
+        list(forget(run, world, request, method, observe=False))
+        audit = Audit(run, world, outcome_of(run, request, method), request, method, settings)
+        list(audit.shadows())
+        audits[method.name], verdicts[method.name] = audit, audit.verdict()
+    return Audited(run, world, audits, verdicts)
 
 
 @pytest.fixture

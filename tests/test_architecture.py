@@ -15,10 +15,10 @@ LAYERS = (
     {"federation"},
     {"methods", "audit"},
     {"run", "forget", "verdict", "export", "scenarios", "overlap", "workers", "bench", "sweep", "commands", "requests"},
-    {"cli"},
+    {"api", "cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names} | {"report": 1}
-SHOWS = {"cli", "commands", "data", "report"}
+SHOWS = {"api", "cli", "commands", "data", "report"}
 """Who may talk to the user's screen; `data` shows the progress of long preparations."""
 MODULES = sorted(
     path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts != ("__init__.py",)

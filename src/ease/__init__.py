@@ -1,0 +1,43 @@
+"""Federated unlearning for image-text models: train, forget, and show that it is forgotten."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ease.api import Answer, TrainedRun, Verdict, open_run, train
+    from ease.errors import UserError
+    from ease.methods.base import Step, Trained, Unlearner
+    from ease.run import RunConfig, load_config
+
+_HOMES = {
+    "ease.api": ("Answer", "TrainedRun", "Verdict", "open_run", "train"),
+    "ease.errors": ("UserError",),
+    "ease.methods.base": ("Step", "Trained", "Unlearner"),
+    "ease.run": ("RunConfig", "load_config"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Answer",
+    "RunConfig",
+    "Step",
+    "Trained",
+    "TrainedRun",
+    "Unlearner",
+    "UserError",
+    "Verdict",
+    "load_config",
+    "open_run",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: `import ease` alone must not load torch."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ease' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

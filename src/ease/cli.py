@@ -147,6 +147,30 @@ def audit(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory, or one request folder in it.")],
+    out: Annotated[Path | None, typer.Option(help="The page; by default report.html in DIR.")] = None,
+    thumbnails: Annotated[
+        bool | None,
+        typer.Option(
+            "--thumbnails/--no-thumbnails",
+            help="Show some of the forgotten pictures; by default only generated ones: a page is easily passed on.",
+        ),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write one self-contained HTML page: the verdict, every measure, and the pictures behind them.
+
+    Example: `ease report runs/first --out report.html`
+    """
+    from ease.commands.report import report_run
+
+    _finish(report_run(folder, out, thumbnails, quiet or as_json), as_json)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory of a finished training.")],
     request: Annotated[

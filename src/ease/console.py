@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from io import StringIO
 from itertools import count
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,6 +24,14 @@ from ease.errors import UserError
 SECONDS_BEFORE_PROGRESS = 2.0
 
 Item = TypeVar("Item")
+
+
+class Shown(Protocol):
+    """What a command ends with, as people read it."""
+
+    def render(self) -> Iterator[RenderableType]: ...
+
+
 screen = Console()
 errors = Console(stderr=True)
 
@@ -134,3 +143,21 @@ def megabytes(count: float) -> str:
 def status(text: str, quiet: bool) -> AbstractContextManager[object]:
     """A spinner while something takes a moment."""
     return nullcontext() if quiet else errors.status(text)
+
+
+def as_text(shown: Shown) -> str:
+    """A summary as plain text."""
+    recorder = Console(width=100, record=True, file=StringIO())
+    return _recorded(recorder, shown).export_text().rstrip()
+
+
+def as_html(shown: Shown) -> str:
+    """A summary as HTML for a notebook."""
+    recorder = Console(width=100, record=True, file=StringIO())
+    return _recorded(recorder, shown).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _recorded(recorder: Console, shown: Shown) -> Console:
+    for part in shown.render():
+        recorder.print(part, soft_wrap=isinstance(part, str))
+    return recorder

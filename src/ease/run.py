@@ -23,6 +23,7 @@ from ease.data.scenes import load_scenes
 from ease.data.table import folder_rows, table_rows
 from ease.data.textcaps import textcaps_rows
 from ease.errors import UserError
+from ease.federation.cohort import Cohort
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
 from ease.federation.local import ClientData
@@ -84,6 +85,8 @@ class RunConfig(Config):
 
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "cpu"
+    engine: Literal["auto", "loop", "cohort"] = "auto"
+    """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU."""
     gallery: int = Field(500, ge=2)
     """Pairs in a retrieval gallery; the same for every set that is compared."""
     data: DataConfig = DataConfig()
@@ -178,6 +181,9 @@ class World:
 
     @cached_property
     def federation(self) -> Simulation:
+        engine = self.config.engine
+        if engine == "cohort" or (engine == "auto" and self.device.type == "cuda"):
+            return Cohort.of(self.model, self.shards, self.activations, self.device)
         return Simulation(self.model, {s.client: ClientData.of(s, self.activations, self.device) for s in self.shards})
 
     def classes_of(self, positions: np.ndarray) -> np.ndarray:

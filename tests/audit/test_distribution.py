@@ -39,7 +39,7 @@ def test_the_interval_of_ks_covers_the_closed_form(shift):
 
 
 def test_a_p_value_measures_the_sample_and_the_distance_does_not():
-    """The same shift of a fifth of a standard deviation: the research note's warning."""
+    """The same shift of a fifth of a standard deviation."""
     rng = generator(0, "power")
     few, many = (ks_distance(rng.normal(0.2, 1, n), rng.normal(0, 1, n), rng, 200) for n in (100, 3000))
     assert few.p_value > 0.01

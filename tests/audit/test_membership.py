@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
-from scipy.stats import norm, shapiro
+from scipy.stats import norm
 from sklearn.metrics import roc_auc_score, roc_curve
-from torch import Tensor
-from torch.func import grad, vmap
-from torch.nn.functional import cross_entropy, normalize
 
 from ease.audit import membership
 from ease.audit.membership import (
@@ -30,7 +26,7 @@ from ease.audit.membership import (
     unscored,
 )
 from ease.errors import UserError
-from ease.seeding import generator, torch_generator
+from ease.seeding import generator
 
 EFFECT = 1.5
 
@@ -403,113 +399,3 @@ def test_far_below_a_half_is_leakage_too():
     assert attack_strength_note(Estimate(0.1, 0.05, 0.15)).startswith("inverted signal: AUC 0.100 [0.050, 0.150]")
     assert attack_strength_note(Estimate(0.8, 0.75, 0.85)).startswith("signal: AUC 0.800")
     assert attack_strength_note(Estimate(0.52, 0.5, 0.54)).startswith("no signal: AUC 0.520")
-
-
-MODELS, PAIRS, POPULATION, POOL, WIDTH, EMBEDDING, TEMPERATURE = 64, 1024, 256, 512, 96, 48, 0.1
-
-
-@pytest.fixture(scope="module")
-def toy() -> dict[str, Leaky]:
-    return contrastive_toy(seed=0)
-
-
-def contrastive_toy(seed: int) -> dict[str, Leaky]:
-    """The toy of the research note: 64 linear dual encoders trained at once, each on half of 1024 pairs."""
-    rng = torch_generator(seed, "toy")
-    meaning = torch.randn(PAIRS + POPULATION + POOL, WIDTH, generator=rng)
-    image, text = (
-        normalize(meaning + 0.5 * torch.randn(meaning.shape, generator=rng), dim=-1) * WIDTH**0.5 / 4 for _ in range(2)
-    )
-    members = torch.from_numpy(half_in(PAIRS, MODELS, generator(seed, "toy")))
-    weights = trained(torch.randn(2, MODELS, WIDTH, EMBEDDING, generator=rng) / WIDTH**0.5, image, text, members, rng)
-    return {
-        name: Leaky(values[:PAIRS], members.numpy(), values[PAIRS:])
-        for name, values in statistics(weights, image, text)
-    }
-
-
-def trained(weights: Tensor, image: Tensor, text: Tensor, members: Tensor, rng: torch.Generator) -> Tensor:
-    """80 steps of Adam with InfoNCE on batches of 64 of each model's own pairs."""
-
-    def loss(weights: Tensor, rows: Tensor) -> Tensor:
-        first, second = normalize(image[rows] @ weights[0], dim=-1), normalize(text[rows] @ weights[1], dim=-1)
-        scores, own = first @ second.T / TEMPERATURE, torch.arange(len(rows))
-        return cross_entropy(scores, own) + cross_entropy(scores.T, own)
-
-    gradient = vmap(grad(loss), in_dims=(1, 0), out_dims=1)
-    inside = [column.nonzero()[:, 0] for column in members.T]
-    weights = weights.requires_grad_()
-    optimiser = torch.optim.Adam([weights], lr=0.01, betas=(0.9, 0.99))
-    for _ in range(80):
-        rows = torch.stack([own[torch.randperm(len(own), generator=rng)[:64]] for own in inside])
-        weights.grad = gradient(weights.detach(), rows)
-        optimiser.step()
-    return weights.detach()
-
-
-def statistics(weights: Tensor, image: Tensor, text: Tensor) -> list[tuple[str, np.ndarray]]:
-    """Cosine, two-way log-odds against the pool, and minus the InfoNCE loss, each [pairs, models]."""
-    first = normalize(torch.einsum("nd,mde->mne", image, weights[0]), dim=-1)
-    second = normalize(torch.einsum("nd,mde->mne", text, weights[1]), dim=-1)
-    kept, pool = slice(PAIRS + POPULATION), slice(PAIRS + POPULATION, None)
-    own = (first * second).sum(-1)[:, kept] / TEMPERATURE
-    wrong = [
-        (queries[:, kept] @ items[:, pool].transpose(1, 2) / TEMPERATURE).logsumexp(-1)
-        for queries, items in ((first, second), (second, first))
-    ]
-    odds = own - sum(wrong) / 2
-    loss = own - sum(torch.logaddexp(own, side) for side in wrong) / 2
-    named = {"cosine": own * TEMPERATURE, "log-odds": odds, "loss": loss}
-    return [(name, values.T.double().numpy()) for name, values in named.items()]
-
-
-def mean_strength(world: Leaky, online: bool, variance: str = "shared", tail: str = "one-sided") -> tuple[float, float]:
-    """AUC and TPR at 1 % FPR of LiRA, averaged over 6 targets."""
-    found = []
-    for model in range(6):
-        target, shadows, members, truth = world.held_out(model)
-        scores = lira(target, shadows, members, online, variance, tail)
-        point = tpr_at_fpr(scores[truth], scores[~truth], force=True)
-        found.append((auc(scores[truth], scores[~truth]).value, point.tpr.value))
-    return tuple(np.mean(found, 0))
-
-
-def test_toy_online_lira_finds_members_by_every_statistic(toy):
-    """Research note 1.4: AUC / TPR .923/.201 by loss, .965/.319 by cosine, .933/.261 by log-odds."""
-    strength = {name: mean_strength(world, online=True) for name, world in toy.items()}
-    for area, rate in strength.values():
-        assert 0.90 < area < 0.99
-        assert 0.15 < rate < 0.55
-    assert strength["cosine"][0] > strength["loss"][0]
-
-
-def test_toy_two_sided_offline_lira_misses_what_the_one_sided_finds(toy):
-    """Research note 1.1: TPR at 1 % FPR 0.000 against .150 by loss, .048 against .273 by log-odds."""
-    for name in ("loss", "log-odds"):
-        one_sided = mean_strength(toy[name], online=False)
-        two_sided = mean_strength(toy[name], online=False, tail="reference")
-        assert one_sided[1] > 0.12
-        assert two_sided[1] < one_sided[1] / 3
-        assert two_sided[0] < one_sided[0] - 0.05
-
-
-def test_toy_log_odds_are_nearly_gaussian_and_the_loss_is_not(toy):
-    """Research note 1.4: the OUT statistics of 85 % of pairs pass Shapiro by log-odds, 75 % by cosine, 14 % by loss."""
-    normal = {
-        name: np.mean([shapiro(world.statistics[i, ~world.members[i]]).pvalue > 0.05 for i in range(300)])
-        for name, world in toy.items()
-    }
-    assert min(normal["log-odds"], normal["cosine"]) > 0.65
-    assert normal["loss"] < 0.4
-
-
-def test_toy_cheap_attacks_find_members_too(toy):
-    world = toy["log-odds"]
-    target, shadows, members, truth = world.held_out(0)
-    tuned = tune_offline_a(shadows, members, world.population[:, 1:])
-    scores = rmia(target, shadows, members, world.population[:, 0], world.population[:, 1:], tuned)
-    assert auc(scores[truth], scores[~truth]).low > 0.75
-    features = np.stack([toy[name].statistics for name in ("loss", "log-odds", "cosine")], -1)
-    classifier = shadow_classifier(features[:, 1:], members)
-    called_in, called_out = (share_called_member(classifier, features[side, 0]) for side in (truth, ~truth))
-    assert called_in.low > called_out.high

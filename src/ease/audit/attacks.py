@@ -15,6 +15,7 @@ from ease.audit.membership import (
     auc,
     lira,
     operating_point,
+    refuse_copy,
     rmia,
     shadow_classifier,
     share_called_member,
@@ -77,6 +78,7 @@ class Bench:
         mode, _, statistic = attack.partition("/")
         if mode == "u-lira":
             values = self.unlearned[statistic][:, kept]
+            refuse_copy(target[statistic], values)
             seen, unseen = (np.where(side, values, np.nan) for side in (included, ~included))
             return ulira(seen, unseen, target[statistic], variance="shared")
         return lira(target[statistic], self.shadows[statistic][:, kept], included, online=mode == "lira-online")

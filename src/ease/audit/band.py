@@ -30,8 +30,12 @@ def prediction_band(values: Sequence[float], at_most: bool = False) -> Band | No
     found = np.asarray(values, dtype=float)
     if len(found) < 2:
         return None
-    spread = found.std(ddof=1) * math.sqrt(1 + 1 / len(found))
+    centre = float(found.mean())
+    away = reach(len(found), at_most) * float(found.std(ddof=1))
+    return Band(-math.inf if at_most else centre - away, centre + away, len(found))
+
+
+def reach(models: int, at_most: bool = False) -> float:
+    """How many standard deviations of so many values lie between their mean and an end of the band."""
     tail = CONFIDENCE if at_most else (1 + CONFIDENCE) / 2
-    reach = float(student.ppf(tail, len(found) - 1) * spread)
-    low = -math.inf if at_most else float(found.mean()) - reach
-    return Band(low, float(found.mean()) + reach, len(found))
+    return float(student.ppf(tail, models - 1)) * math.sqrt(1 + 1 / models)

@@ -190,6 +190,13 @@ def share_called_member(classifier: Pipeline, features: np.ndarray) -> Estimate:
     return proportion(int(called.sum()), len(called))
 
 
+def refuse_copy(target: np.ndarray, shadows: np.ndarray) -> None:
+    """An attack that is fitted to its own target, statistics [n] among the shadows' [n, m], knows the answer."""
+    copies = np.flatnonzero(np.abs(shadows - target[:, None]).max(0) <= COPY_TOLERANCE * target.std())
+    if len(copies):
+        raise UserError(f"shadow {copies[0]} is the target model itself: leave it out, or the attack fits its answer")
+
+
 def unscored(scores: np.ndarray) -> int:
     """How many pairs an attack could not score."""
     return int(np.isnan(scores).sum())
@@ -282,9 +289,7 @@ def _attack_inputs(
     if target.shape != shadows.shape[:1]:
         raise UserError(f"the target's statistics must be [{len(shadows)}] like the shadows', not {list(target.shape)}")
     _refuse_non_finite("target statistics", target)
-    copies = np.flatnonzero(np.abs(shadows - target[:, None]).max(0) <= COPY_TOLERANCE * target.std())
-    if len(copies):
-        raise UserError(f"shadow {copies[0]} is the target model itself: leave it out, or the attack fits its answer")
+    refuse_copy(target, shadows)
     return target, shadows, members
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
-from ease.federation.cohort import TOGETHER, Cohort, Pupil, pupil, train_together
+from ease.federation.cohort import Cohort, Pupil, pupil, train_in_groups
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.local import examples_at
@@ -21,6 +22,8 @@ from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.seeding import generator
 
+Enrolled = tuple[int, Shard, Pupil]
+"""A local training to be done: for which federation, for which of its clients, and what."""
 MOST_MISMATCH = 0.1
 """Total variation distance allowed between the class mix of the forget pairs and that of the non-members."""
 
@@ -150,26 +153,33 @@ def train_federations(
     captions = examples.text.shape[1]
     states = [start] * len(federations)
     for number in range(1, training.rounds + 1):
-        pupils: list[tuple[int, Shard, Pupil]] = []
+        pupils: list[Enrolled] = []
         for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
             job = training.job(number, seed, temperature, stream)
-            present = {shard.client: shard for shard in shards if len(shard.train) >= MINIMUM_PAIRS}
-            for client in participants(sorted(present), training, seed, number):
-                rows = np.searchsorted(positions, present[client].train)
+            clients = {shard.client: shard for shard in shards}
+            for client in participants(sorted(clients), training, seed, number):
+                if len(clients[client].train) < MINIMUM_PAIRS:
+                    continue  # drawn and abstaining, as it would alone
+                rows = np.searchsorted(positions, clients[client].train)
                 rng = generator(seed, stream, number, client)
-                pupils.append((index, present[client], pupil(states[index], rows, captions, job, rng)))
-        pupils.sort(key=lambda entry: len(entry[2].batches))  # pupils of a group should end together
+                pupils.append((index, clients[client], pupil(states[index], rows, captions, job, rng)))
         updates: list[list[Update]] = [[] for _ in federations]
-        together = TOGETHER[device.type]
-        for first in range(0, len(pupils), together):
-            group = pupils[first : first + together]
-            lessons = train_together(model, examples, [one for _, _, one in group], job)
+        for group in _groups(pupils, device):
+            lessons = train_in_groups(model, examples, [one for _, _, one in group], job)
             for (index, shard, _), lesson in zip(group, lessons, strict=True):
                 values = {"loss": lesson.loss.cpu()}
                 updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
         rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
         states = [finished.state for finished in rounds]
         yield rounds
+
+
+def _groups(pupils: list[Enrolled], device: torch.device) -> list[list[Enrolled]]:
+    """On a CPU the same client of all federations, whose batches are alike and need no padding; on a GPU everything."""
+    if device.type != "cpu":
+        return [pupils]
+    ordered = sorted(pupils, key=lambda entry: entry[1].client)
+    return [list(group) for _, group in groupby(ordered, key=lambda entry: entry[1].client)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ease.console import megabytes, status, table, ticks_bar
 from ease.forget import find_outcome
 from ease.methods.retrain import Retrain
 from ease.run import Run, World
-from ease.verdict import Audit, AuditConfig
+from ease.verdict import Audit, AuditConfig, Subjects
 
 LABELS = {
     "mia/share": "called member",
@@ -23,9 +23,9 @@ LABELS = {
     "lira/tpr": "LiRA, members found",
     "u-lira/tpr": "U-LiRA, members found",
     "ks/distance": "KS distance to retrain",
-    "rho": "alignment residual rho",
-    "relearn/forget/share": "back after forget pairs",
-    "relearn/retain/share": "back after retained pairs",
+    "rho": "alignment rho",
+    "relearn/forget/share": "back by forget pairs",
+    "relearn/retain/share": "back by retained",
 }
 
 
@@ -42,7 +42,10 @@ class AuditSummary:
 
     def render(self) -> Iterator[RenderableType]:
         found = self.verdict
-        good = not found["outside"] and not found["verdict"].startswith("no ")
+        gallery = found["gallery"]
+        shown = [entry for entry in found["measures"] if entry["inside"] is False or "recall@5" not in entry["name"]]
+        noted = [entry for entry in shown if entry["note"] and "recall" not in entry["name"]]
+        good = found["verdict"].startswith(found["words"])
         yield Panel(
             found["verdict"][0].upper() + found["verdict"][1:],
             title=f"Audit of {self.name} ({found['method']['method']})",
@@ -51,10 +54,13 @@ class AuditSummary:
         )
         yield table(
             "Each measure beside retraining",
-            ["", "answer", "retrain", "band", "", "more"],
-            [_row(measure) for measure in found["measures"] if not measure["name"].endswith("recall@5")],
-            caption="band: where one more retrained model would fall (95 %). Recall in percent, both directions.",
+            ["", "before", "answer", "retrain", "band", ""],
+            [_row(measure) for measure in shown],
+            caption="band: where one more retrained model would fall (95 %)",
         )
+        chance = ", ".join(f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in gallery["chance"].items())
+        yield f"[dim]recall:[/] in percent, both ways, in galleries of {gallery['pairs']} pairs; by chance {chance}"
+        yield from (f"[dim]{_label(measure)}:[/] {measure['note']}" for measure in noted)
         yield table(
             "Cost", ["", "answer", "retrain", "ratio"], [_cost(*entry) for entry in found["costs"]["totals"].items()]
         )
@@ -67,18 +73,23 @@ class AuditSummary:
                 for share, row in matched.items()
             ],
         )
-        yield from (f"[yellow]note[/] {warning}" for warning in found["warnings"])
-        yield "not tested: " + "; ".join(found["not_tested"])
+        yield from (f"[yellow]note:[/] {warning}" for warning in found["warnings"])
+        yield from (f"[dim]not tested:[/] {gap}" for gap in found["not_tested"])
         yield f"{found['words'].capitalize()} is the most such measures can show. Kept in {self.folder / 'audit.json'}"
 
 
+def _label(measure: dict[str, Any]) -> str:
+    return LABELS.get(measure["name"]) or measure["name"].replace("/recall@", " R@")
+
+
 def _row(measure: dict[str, Any]) -> list[str]:
-    name, digits = measure["name"], 1 if "recall" in measure["name"] else 3
-    low = "" if measure["low"] is None else f"{measure['low']:.{digits}f}"
-    band = "" if measure["high"] is None else f"{low} .. {measure['high']:.{digits}f}"
+    digits = 1 if "recall" in measure["name"] else 3
+    before, answer, retrain, low, high = (
+        "" if measure[key] is None else f"{measure[key]:.{digits}f}"
+        for key in ("before", "value", "retrain", "low", "high")
+    )
     mark = {True: "[green]inside[/]", False: "[red]outside[/]", None: "[dim]no band[/]"}[measure["inside"]]
-    label = LABELS.get(name) or name.replace("/recall@", " R@")
-    return [label, f"{measure['value']:.{digits}f}", f"{measure['retrain']:.{digits}f}", band, mark, measure["note"]]
+    return [_label(measure), before, answer, retrain, f"{low}..{high}" if high else "", mark]
 
 
 def _cost(name: str, entry: dict[str, float]) -> list[str]:
@@ -99,6 +110,7 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
     _, request, _ = find_outcome(run, name)
     with status("preparing data and backbone", quiet):
         world = World.open(run.config)
+    Subjects.of(world, request, config.pool)  # refuses too large a pool before the long work begins
     if retrain:
         answer(run, world, request, Retrain(), quiet)
     audit = Audit.of(run, world, name, config)

@@ -141,7 +141,9 @@ def bars(cosines: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
 
 
-def parse_request(world: World, clients: Sequence[int], classes: Sequence[str], samples: Path | None) -> Request:
+def parse_request(
+    world: World, clients: Sequence[int], classes: Sequence[str], samples: Path | Sequence[str] | None
+) -> Request:
     """The request the options name: exactly one kind of thing is forgotten at a time."""
     if sum(map(bool, (clients, classes, samples))) != 1:
         raise UserError("name what to forget with one of --client, --class or --samples")
@@ -151,17 +153,28 @@ def parse_request(world: World, clients: Sequence[int], classes: Sequence[str], 
         found = {int(text) if text.isdecimal() else match_class(world, text) for text in classes}
         return ClassRequest(classes=tuple(sorted(found)), text=", ".join(classes))
     assert samples is not None  # counted above
-    try:
-        ids = {line.strip() for line in samples.read_text().splitlines()} - {""}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--samples {samples}: cannot be read as a list of ids, one a line ({error})") from error
-    if not ids:
-        raise UserError(f"--samples {samples}: holds no id; write one id a line")
+    ids = read_ids(samples) if isinstance(samples, Path) else set(samples)
     return SampleRequest(ids=tuple(sorted(ids)))
 
 
+def read_ids(path: Path) -> set[str]:
+    """The ids of a file, one a line."""
+    try:
+        ids = {line.strip() for line in path.read_text().splitlines()} - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--samples {path}: cannot be read as a list of ids, one a line ({error})") from error
+    if not ids:
+        raise UserError(f"--samples {path}: holds no id; write one id a line")
+    return ids
+
+
 def forget_run(
-    folder: Path, clients: Sequence[int], classes: Sequence[str], samples: Path | None, method: Unlearner, quiet: bool
+    folder: Path,
+    clients: Sequence[int],
+    classes: Sequence[str],
+    samples: Path | Sequence[str] | None,
+    method: Unlearner,
+    quiet: bool,
 ) -> ForgetSummary:
     """Answer a request on a finished run."""
     run = Run.load(folder)

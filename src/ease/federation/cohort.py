@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
+from ease.errors import UserError
 from ease.federation.local import ClientData, Examples, batches, examples_at, learning_rates
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.simulation import Simulation
@@ -23,7 +24,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 """Positions in the examples, and the caption chosen for each."""
 
 
-TOGETHER = {"cpu": 8, "cuda": 512}
+TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
 
 
@@ -83,6 +84,28 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
         delta = Params({name: stack[name][rank] - before[name][rank] for name in stack}, pupils[index].start.blocks)
         lessons[index] = Lesson(delta, losses[rank] / max(1, len(pupils[index].batches)))
     return [lessons[index] for index in range(len(pupils))]
+
+
+def train_in_groups(
+    model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob, together: int | None = None
+) -> Iterator[Lesson]:
+    """Train pupils in groups that keep the device busy, and in smaller ones where its memory does not suffice."""
+    together = together or TOGETHER[examples.image.device.type]
+    for first in range(0, len(pupils), together):
+        group = pupils[first : first + together]
+        try:
+            lessons = train_together(model, examples, group, job)
+        except torch.OutOfMemoryError as error:
+            if len(group) == 1:
+                raise UserError(
+                    f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
+                    f"{examples.image.device}; choose a smaller one"
+                ) from error
+            lessons = []
+        if lessons:
+            yield from lessons
+        else:  # outside of the handler, which would keep the failed attempt's tensors alive
+            yield from train_in_groups(model, examples, group, job, (len(group) + 1) // 2)
 
 
 def _padded(
@@ -177,12 +200,9 @@ class Cohort(Simulation):
                 continue
             rng = generator(job.seed, job.stream, job.round, client)
             able.append((client, len(positions), pupil(params, self.offsets[client] + positions, captions, job, rng)))
-        together = TOGETHER[self.pool.image.device.type]
-        for first in range(0, len(able), together):
-            group = able[first : first + together]
-            lessons = train_together(self.model, self.pool, [one for _, _, one in group], job)
-            for (client, pairs, _), lesson in zip(group, lessons, strict=True):
-                yield Update(client, pairs, lesson.delta.to("cpu"), {"loss": lesson.loss.cpu()})
+        lessons = train_in_groups(self.model, self.pool, [one for _, _, one in able], job)
+        for (client, pairs, _), lesson in zip(able, lessons, strict=True):
+            yield Update(client, pairs, lesson.delta.to("cpu"), {"loss": lesson.loss.cpu()})
 
 
 def _plain(job: LocalJob) -> bool:

@@ -1,0 +1,184 @@
+"""A federated round on one GPU: clients one after the other against all in one pass, for real CLIP architectures.
+
+    python benchmarks/gpu.py [--model clip-b32 clip-l14 siglip] [--clients 10] [--batch 64] [--out results.json]
+
+Weights are drawn at random: speed does not depend on them. Times are taken with device events.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
+
+from ease.federation.cohort import Pupil, train_together
+from ease.federation.local import Examples
+from ease.federation.objectives import align
+from ease.federation.protocol import LocalJob, Optimiser
+from ease.model.dual_encoder import DualEncoder, ModelConfig
+from ease.model.hub import ClipImageTower, ClipTextTower, HubBackbone, SiglipImageTower, SiglipTextTower
+from ease.params import Params
+
+LARGE_VISION = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+}
+LARGE_TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+
+
+def architecture(name: str, device: torch.device) -> HubBackbone:
+    """The towers of a published architecture with random weights, frozen, in bf16."""
+    if name == "siglip":
+        model = SiglipModel(SiglipConfig())
+        towers: tuple[Any, ...] = (SiglipImageTower, SiglipTextTower)
+    else:
+        large = name == "clip-l14"
+        settings = {"vision_config": LARGE_VISION, "text_config": LARGE_TEXT, "projection_dim": 768} if large else {}
+        model = CLIPModel(CLIPConfig(**settings))
+        towers = (ClipImageTower, ClipTextTower)
+    model.set_attn_implementation("sdpa")
+    text = model.config.text_config
+    image_tower = towers[0](model, model.config.vision_config.image_size, (0.5,) * 3, (0.5,) * 3)
+    backbone = HubBackbone(name, "random", image_tower, towers[1](model), None, text.max_position_embeddings)
+    return backbone.halve().to(device)
+
+
+def draw_examples(model: DualEncoder, backbone: HubBackbone, pairs: int, device: torch.device) -> Examples:
+    """Random pictures and captions of full length, through the frozen prefix."""
+    rng = torch.Generator().manual_seed(0)
+    size, vocabulary = backbone.image_size, backbone.text.embeddings.token_embedding.num_embeddings
+    pixels = torch.randint(0, 256, (pairs, size, size, 3), generator=rng, dtype=torch.uint8)
+    tokens = torch.randint(3, vocabulary - 2, (pairs, backbone.context), generator=rng)
+    if isinstance(backbone.text, ClipTextTower):
+        tokens[:, -1] = backbone.text.end if backbone.text.end != 2 else vocabulary - 1
+    states: dict[str, list[torch.Tensor]] = {"image": [], "text": [], "mask": []}
+    with torch.no_grad():
+        for start in range(0, pairs, 64):
+            states["image"].append(
+                model.image.tower.prefix(pixels[start : start + 64].to(device), model.image.first)[0]
+            )
+            text, mask = model.text.tower.prefix(tokens[start : start + 64].to(device), model.text.first)
+            states["text"].append(text)
+            states["mask"] += [] if mask is None else [mask]
+    mask = torch.cat(states["mask"])[:, None] if states["mask"] else None
+    nothing = torch.zeros(pairs, 1, device=device)
+    return Examples(torch.cat(states["image"]), torch.cat(states["text"])[:, None], mask, nothing, nothing)
+
+
+def seconds(work: Callable[[], Any], repeats: int) -> float:
+    """Median over repeats, by device events, after two rounds of warming up."""
+    for _ in range(2):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(np.median(times))
+
+
+def measure(name: str, clients: int, batch: int, steps: int, repeats: int, device: torch.device) -> dict[str, float]:
+    backbone = architecture(name, device)
+    config = ModelConfig(backbone=name, lora_blocks="all", projector="none" if name != "siglip" else "mlp")
+    model = DualEncoder(backbone, config, 0).to(device)
+    start = model.initial()
+    examples = draw_examples(model, backbone, clients * batch, device)
+    job = LocalJob(
+        round=1, seed=0, stream="bench", optimiser=Optimiser(learning_rate=0.01), epochs=1, batch_size=batch,
+        temperature=0.07,
+    )  # fmt: skip
+    positions = np.arange(clients * batch).reshape(clients, batch)
+    pupils = [Pupil(start, ((own, np.zeros(batch, dtype=np.int64)),) * steps) for own in positions]
+
+    def together() -> None:
+        train_together(model, examples, pupils, job)
+
+    def loop() -> None:
+        for one in pupils:
+            train_together(model, examples, [replace(one, batches=one.batches[:1])], job)
+
+    def forward() -> None:
+        with torch.no_grad():
+            for own in np.array_split(np.arange(clients * batch), 1):
+                rows = torch.from_numpy(own).to(device)
+                model.embed(start.tensors, "image", examples.image[rows])
+                mask = None if examples.text_mask is None else examples.text_mask[rows, 0]
+                model.embed(start.tensors, "text", examples.text[rows, 0], mask)
+
+    torch.cuda.reset_peak_memory_stats()
+    round_seconds = seconds(together, repeats)
+    peak = torch.cuda.max_memory_allocated()
+    pairs = clients * batch
+    operations = count_flops(model, start, examples, batch) * pairs
+    return {
+        "pairs_per_second_together": pairs * steps / round_seconds,
+        "pairs_per_second_loop": pairs / seconds(loop, repeats),
+        "pairs_per_second_forward": pairs / seconds(forward, repeats),
+        "teraflops_together": operations * steps / round_seconds / 1e12,
+        "peak_gib": peak / 2**30,
+        "megabytes_per_client": start.bytes / 1e6,
+    }
+
+
+def count_flops(model: DualEncoder, start: Params, examples: Examples, batch: int) -> float:
+    """Operations for each pair of one training step, forward and backward, as torch counts them."""
+    from types import SimpleNamespace
+
+    tensors = {name: tensor.detach().requires_grad_() for name, tensor in start.tensors.items()}
+    client: Any = SimpleNamespace(train=examples)
+    job: Any = SimpleNamespace(temperature=0.07)
+    with FlopCounterMode(display=False) as counter:
+        align(model, tensors, client, np.arange(batch), job, np.random.default_rng(0)).backward()
+    return counter.get_total_flops() / batch
+
+
+def matmul_teraflops(repeats: int, device: torch.device, size: int = 8192) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, repeats) / 1e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["clip-b32", "clip-l14", "siglip"])
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    results: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "matmul_teraflops": matmul_teraflops(20, device),
+    }
+    print(results, flush=True)
+    for name in args.model:
+        found = measure(name, args.clients, args.batch, args.steps, args.repeats, device)
+        found["share_of_matmul"] = found["teraflops_together"] / results["matmul_teraflops"]
+        found["ratio"] = found["pairs_per_second_together"] / found["pairs_per_second_loop"]
+        results[name] = found
+        print(name, {key: round(value, 3) for key, value in found.items()}, flush=True)
+        torch.cuda.empty_cache()
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The whole job from Python, as short as on the command line: train, forget, audit."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from ease.commands.audit import AuditSummary, audit_run
+from ease.commands.forget import ForgetSummary, forget_run
+from ease.commands.train import TrainSummary, train_run
+from ease.config import validate
+from ease.console import Shown, as_html, as_text
+from ease.forget import Outcome, request_id, trained_of
+from ease.methods import make_method
+from ease.params import Params
+from ease.run import Run, RunConfig, load_config
+from ease.verdict import AuditConfig
+
+
+class _Shows:
+    """Prints as the command does, in a terminal and, as HTML, in a notebook."""
+
+    summary: Shown
+
+    def __repr__(self) -> str:
+        return as_text(self.summary)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.summary)
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun(_Shows):
+    """A finished training in its folder."""
+
+    folder: Path
+    summary: TrainSummary = field(compare=False)
+
+    @property
+    def config(self) -> RunConfig:
+        return Run.load(self.folder).config
+
+    @property
+    def model(self) -> Params:
+        """The trained state."""
+        return trained_of(Run.load(self.folder)).final
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.summary.as_json()["metrics"]
+
+    def forget(
+        self,
+        *,
+        client: int | Sequence[int] = (),
+        concept: str | Sequence[str] = (),
+        samples: Sequence[str] = (),
+        method: str = "ease",
+        settings: Mapping[str, Any] | None = None,
+        quiet: bool = False,
+    ) -> "Answer":
+        """Forget clients, a concept (words for a kind of pair) or single pairs by their ids."""
+        clients = [client] if isinstance(client, int) else list(client)
+        classes = [concept] if isinstance(concept, str) else list(concept)
+        unlearner = make_method(method, table=dict(settings or {}))
+        summary = forget_run(self.folder, clients, classes, list(samples) or None, unlearner, quiet)
+        return Answer(self.folder, summary)
+
+
+@dataclass(frozen=True, repr=False)
+class Answer(_Shows):
+    """One method's answer to one request."""
+
+    run: Path
+    summary: ForgetSummary = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """As `ease audit --request` takes it."""
+        return f"{request_id(self.summary.request)}/{self.summary.folder.name}"
+
+    @property
+    def model(self) -> Params:
+        return Outcome(self.summary.folder).model()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.summary.record["metrics"]
+
+    def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
+        """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`."""
+        config = validate(AuditConfig, settings, "audit")
+        return Verdict(audit_run(self.run, self.name, config, retrain, quiet))
+
+
+@dataclass(frozen=True, repr=False)
+class Verdict(_Shows):
+    """What an audit found."""
+
+    summary: AuditSummary = field(compare=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the measures lie where a retrained model's would, but for what chance allows."""
+        return self.summary.verdict["verdict"].startswith(self.summary.verdict["words"])
+
+    @property
+    def measures(self) -> list[dict[str, Any]]:
+        return self.summary.verdict["measures"]
+
+
+def train(
+    config: RunConfig | str | Path | None = None,
+    out: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> TrainedRun:
+    """Train from a configuration, a TOML file or the defaults; `settings` such as {"training.rounds": 5} change it.
+
+    Without `out` the run goes to a new temporary folder.
+    """
+    if not isinstance(config, RunConfig):
+        changes = tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items())
+        config = load_config(None if config is None else Path(config), changes)
+    folder = Path(out) if out is not None else Path(mkdtemp(prefix="ease-")) / "run"
+    return TrainedRun(folder, train_run(config, folder, quiet))
+
+
+def open_run(folder: str | Path, quiet: bool = True) -> TrainedRun:
+    """A run that was trained before; one that was interrupted is finished."""
+    run = Run.load(Path(folder))
+    return TrainedRun(run.folder, train_run(run.config, run.folder, quiet))

@@ -1,0 +1,194 @@
+"""What `ease report` does: gather the records of a run, and a few of its pairs, into one page."""
+
+import base64
+import io
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import TypeAdapter, ValidationError
+from rich.console import RenderableType
+from torch import Tensor
+
+from ease.audit.evaluate import embed_pairs
+from ease.console import status
+from ease.data.request import Request
+from ease.errors import UserError
+from ease.forget import Outcome, evaluation_sets, trained_of
+from ease.methods.retrain import Retrain
+from ease.params import Params
+from ease.report.answer import Answer, Pair
+from ease.report.page import Contents, page
+from ease.run import Run, World
+from ease.seeding import generator
+from ease.storage import read_json, write_atomic
+from ease.verdict import stored_verdict
+
+MOST_RANKED = 500
+"""Forget pairs among which the thumbnails are chosen."""
+MOST_ILLUSTRATED = 8
+"""Answers with thumbnails; more would make a page too heavy to send."""
+MOVED, RESISTED = 8, 4
+"""Thumbnails of pairs that came down most and least."""
+EDGE = 96
+"""Pixels of a thumbnail."""
+PRIVATE = (
+    "No pictures are shown: these are the very pairs that were to be forgotten, and a page is easily passed on. "
+    "With --thumbnails they are."
+)
+NO_RUN = "No pictures are shown: the folder has no run.json, which says where the pairs come from."
+
+
+@dataclass(frozen=True)
+class ReportSummary:
+    """Where the page is and what it shows."""
+
+    path: Path
+    answers: int
+    audited: int
+    size: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "answers": self.answers, "audited": self.audited, "bytes": self.size}
+
+    def render(self) -> Iterator[RenderableType]:
+        yield f"{self.answers} answers, {self.audited} of them audited"
+        yield f"Open {self.path} ({self.size / 1e3:.0f} kB, self-contained)"
+
+
+def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: bool) -> ReportSummary:
+    """Write the page of a run, or of one of its requests; pictures only of generated scenes unless asked for."""
+    requests, home = _find(folder)
+    outcomes = [Outcome(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))]
+    answers = [_answer(outcome) for outcome in outcomes]
+    bench = _table(folder / "results.json") if (folder / "results.json").is_file() else None
+    why_no_pairs = ""
+    if (home / "run.json").is_file():
+        run = Run.load(home)
+        if thumbnails is None:
+            thumbnails = run.config.data.name == "scenes"
+            why_no_pairs = "" if thumbnails else PRIVATE
+        if thumbnails:
+            with status("ranking forgotten pairs", quiet):
+                answers = with_thumbnails(run, outcomes, answers)
+    else:
+        why_no_pairs = NO_RUN if thumbnails is not False else ""
+    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, bench, why_no_pairs)
+    out = out or folder / "report.html"
+    content = page(contents).encode()
+    write_atomic(out, content)
+    return ReportSummary(out, len(answers), sum(answer.audit is not None for answer in answers), len(content))
+
+
+def _find(folder: Path) -> tuple[list[Path], Path]:
+    """The request folders that a folder stands for, and their run."""
+    if (folder / "record.json").is_file():
+        raise UserError(
+            f"{folder}: is one answer; name its request, {folder.parent}, which has the reference beside it"
+        )
+    if any(folder.glob("*/record.json")):
+        return [folder], folder.parent.parent
+    if any((folder / name).exists() for name in ("run.json", "requests", "results.json")):
+        return sorted(folder.glob("requests/*")), folder
+    raise UserError(f"{folder}: no run and no request here; name a run directory, e.g. runs/first")
+
+
+def _answer(outcome: Outcome) -> Answer:
+    name = f"{outcome.folder.parent.name}/{outcome.folder.name}"
+    answer = Answer(name, str(outcome.folder), _table(outcome.record_path))
+    if not (outcome.folder / "audit.json").is_file():
+        return answer
+    audit = _table(outcome.folder / "audit.json")
+    if outcome.model_path.is_file() and stored_verdict(outcome) is None:
+        return replace(
+            answer, why_no_audit="The model has changed since it was audited, so the verdict no longer holds."
+        )
+    return replace(answer, audit=audit)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: damaged: a JSON object is expected; delete it and run again")
+    return found
+
+
+# Thumbnails
+
+
+def with_thumbnails(run: Run, outcomes: list[Outcome], answers: list[Answer]) -> list[Answer]:
+    """The same answers, some with pairs they forgot: audited ones first, and retraining never."""
+    able = [
+        (answer.audit is None, answer.name)
+        for outcome, answer in zip(outcomes, answers, strict=True)
+        if outcome.model_path.is_file() and not answer.is_reference
+    ]
+    chosen = {name for _, name in sorted(able)[:MOST_ILLUSTRATED]}
+    if not chosen:
+        return answers
+    world, trained = World.open(run.config), trained_of(run).final
+    return [
+        _illustrated(world, trained, outcome, answer) if answer.name in chosen else answer
+        for outcome, answer in zip(outcomes, answers, strict=True)
+    ]
+
+
+def _illustrated(world: World, trained: Params, outcome: Outcome, answer: Answer) -> Answer:
+    sets = evaluation_sets(world, _request(answer))
+    rng = generator(world.config.seed, "thumbnails")
+    forget = np.sort(rng.permutation(sets["forget"])[:MOST_RANKED])
+    gallery = np.concatenate([forget, np.sort(rng.permutation(sets["test"])[: len(forget)])])
+    models = {"trained": trained, "unlearned": outcome.model()}
+    reference = Outcome(outcome.folder.parent / Retrain.name)
+    if reference.done:
+        models["retrain"] = reference.model()
+    ranks = {
+        name: own_ranks(*embed_pairs(world.model, state, world.activations, gallery, world.device))[: len(forget)]
+        for name, state in models.items()
+    }
+    order = (ranks["trained"] - ranks["unlearned"]).argsort(kind="stable")
+    moved, resisted = order[:MOVED], order[MOVED:][::-1][:RESISTED]
+    pairs = [
+        Pair(
+            image=data_address(world.pairs.pixels[forget[i]]),
+            caption=world.pairs.captions[forget[i]][0],
+            ranks={name: float(values[i]) for name, values in ranks.items()},
+            resisted=held,
+        )
+        for chosen, held in ((moved, False), (resisted, True))
+        for i in chosen
+    ]
+    return replace(answer, pairs=pairs, gallery=len(gallery))
+
+
+def _request(answer: Answer) -> Request:
+    try:
+        return TypeAdapter(Request).validate_python(answer.record.get("request"))
+    except ValidationError as error:
+        raise UserError(
+            f"{answer.source}/record.json: request: not one that this version knows; delete the folder and forget again"
+        ) from error
+
+
+def own_ranks(image: Tensor, text: Tensor) -> np.ndarray:
+    """Rank of each picture's own captions among those of all pairs, by the best caption of each pair [n].
+
+    Ties count half: in a collapsed model, where all are alike, every pair has the middle rank and not the first.
+    """
+    scores = (image @ text.flatten(0, 1).T).view(len(image), *text.shape[:2]).amax(2)
+    own = scores.diagonal()[:, None]
+    ties = (scores == own).sum(1) - 1
+    return (1 + (scores > own).sum(1) + ties / 2).numpy()
+
+
+def data_address(pixels: np.ndarray) -> str:
+    """A small JPEG as text, so that the page needs no other file."""
+    picture = Image.fromarray(np.asarray(pixels))
+    picture.thumbnail((EDGE, EDGE))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

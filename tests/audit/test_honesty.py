@@ -1,0 +1,191 @@
+"""Fifteen ways in which an audit can flatter, one test each: every one is impossible here, refused, or printed."""
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ease.audit.attacks import Bench
+from ease.audit.membership import Estimate, attack_strength_note, auc, leakage
+from ease.audit.shadows import Candidates, choose_candidates
+from ease.data.partition import Shard
+from ease.data.request import ClientRequest, forget_mask
+from ease.errors import UserError
+from ease.forget import outcome_of
+from ease.methods import make_method
+from ease.run import Run
+from ease.seeding import generator
+from ease.verdict import NOT_TESTED, Audit, AuditConfig, _measure, _words, read_shadow, write_shadow
+
+CLIENT = ClientRequest(clients=(1,))
+
+
+@pytest.fixture(scope="module")
+def careless(audited, tmp_path_factory) -> dict[str, Any]:
+    """An audit that asks too much: few non-members, one retraining, copies in the retained data, unbalanced shadows."""
+    run = Run.load(shutil.copytree(audited.run.folder, tmp_path_factory.mktemp("careless") / "run"))
+    audit = audited.audits["finetune"]
+    config = audit.config.model_copy(update={"fpr": 0.001, "retrains": 1})
+    included = Candidates.included
+
+    def unbalanced(self: Candidates, shadow: int, seed: int) -> np.ndarray:
+        return included(self, shadow, seed) | (np.arange(len(self)) == 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ease.verdict.near_duplicates", lambda *_: 3)
+        patch.setattr(Candidates, "included", unbalanced)
+        outcome = outcome_of(run, audit.request, audit.method)
+        return Audit(run, audited.world, outcome, audit.request, audit.method, config).verdict()
+
+
+def warned(verdict: dict[str, Any], *parts: str) -> bool:
+    """Whether one warning holds all parts."""
+    return any(all(part in warning for part in parts) for warning in verdict["warnings"])
+
+
+def test_1_non_members_come_from_the_members_distribution() -> None:
+    """Line 1: non-members from another distribution. Here a statistic tells classes apart and knows no member."""
+    rng = generator(0, "honest")
+    labels = rng.permutation(np.repeat([0, 1], [160, 40]))
+    none = np.zeros(0, dtype=np.int64)
+    shard = Shard(1, np.arange(200), none, tuple(map(str, range(200))), labels, none)
+    others, other_classes = np.arange(200, 800), rng.permutation(np.repeat([0, 1], [120, 480]))
+    statistic = np.concatenate([labels, other_classes]) + rng.normal(size=800)
+    assert not auc(statistic[:200], statistic[200:]).contains(0.5)
+    candidates = choose_candidates([shard], CLIENT, others, other_classes, list(map(str, range(800))), 0)
+    found = statistic[candidates.positions]
+    assert auc(found[candidates.member], found[~candidates.member]).contains(0.5)
+
+
+@pytest.mark.slow
+def test_1_how_far_the_distributions_differ_is_printed(audited) -> None:
+    """Line 1, what is left of it."""
+    assert warned(audited.verdicts["finetune"], "members and", "class mixes differ by 0.0")
+
+
+@pytest.mark.slow
+def test_2_a_target_among_the_shadows_stops_the_audit(audited, tmp_path) -> None:
+    """Line 2: the attack is fitted to its own answer."""
+    run = Run.load(shutil.copytree(audited.run.folder, tmp_path / "run"))
+    audit = audited.audits["finetune"]
+    copied = Audit(run, audited.world, outcome_of(run, CLIENT, audit.method), CLIENT, audit.method, audit.config)
+    path = copied.plan.shadow_path(1)
+    stored = read_shadow(path)
+    target = copied.gauge.read(copied.trained.final, copied.subjects.positions)
+    write_shadow(path, {**stored, **{f"trained/{k}": stored[f"trained/{k}"].new_tensor(v) for k, v in target.items()}})
+    with pytest.raises(UserError, match="shadow 1 is the target model itself"):
+        copied.verdict()
+
+
+@pytest.mark.slow
+def test_3_one_threshold_serves_every_model(audited) -> None:
+    """Line 3: a threshold chosen on the judged pairs would differ from model to model."""
+    for attack, models in audited.verdicts["finetune"]["attacks"].items():
+        assert len({found["tpr"]["threshold"] for found in models.values()}) == 1, attack
+
+
+@pytest.mark.slow
+def test_4_too_few_non_members_give_no_rate_and_a_reason(careless) -> None:
+    """Line 4: at 0.1 % it takes 5 / 0.001 = 5000 non-members to expect 5 false positives."""
+    assert not [measure for measure in careless["measures"] if "tpr" in measure["name"]]
+    assert all(found["tpr"] is None for models in careless["attacks"].values() for found in models.values())
+    assert warned(careless, "TPR at 0.10% FPR is not given", "it takes 5000 non-member scores")
+
+
+def test_5_an_attack_that_was_weak_before_proves_nothing() -> None:
+    """Line 5: no signal before unlearning is no success afterwards."""
+    weak = attack_strength_note(Estimate(0.52, 0.45, 0.58))
+    assert _words([], 20, weak).startswith("no verdict: no signal")
+    assert _words(["rho"], 20, weak).startswith("no verdict")
+    strong = attack_strength_note(Estimate(0.9, 0.8, 0.95))
+    # Of 20 bands of 95 %, more than 3 fail in one case of 60 (binomial): 3 are let pass.
+    assert _words(["a", "b", "c"], 20, strong).startswith("evidence of approximate erasure")
+    assert _words(["a", "b", "c", "d"], 20, strong).startswith("not enough evidence")
+    assert _words([], 20, attack_strength_note(Estimate(0.9, 0.8, 0.95))).startswith("evidence of approximate erasure")
+
+
+def test_6_far_below_a_half_is_outside_too() -> None:
+    """Line 6: pairs pushed far below the unseen ones stand out as much as members."""
+    values = {"trained": 0.98, "unlearned": 0.02, "retrain": 0.5, "retrain-1": 0.52, "retrain-2": 0.49}
+    assert _measure("lira/auc", values).inside is False
+    assert _measure("lira/auc", {**values, "unlearned": 0.51}).inside is True
+    assert leakage(0.02) == leakage(0.98) == 0.98
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"), [((), "with its default settings"), (("delta=0.5",), "with delta = 0.5:")], ids=str
+)
+def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(learnt, settings, told: str) -> None:
+    """Lines 7 and 8: settings tuned on these measures, and baselines that nobody tuned."""
+    method = make_method("ease", settings)
+    audit = Audit(learnt.run, learnt.world, outcome_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())
+    note = audit._settings_note()
+    assert note.startswith("ease with") and told in note
+    assert "chosen by these measures or against retrain" in note and "tuned less" in note
+
+
+@pytest.mark.slow
+def test_9_kept_statistics_and_verdicts_belong_to_one_model(audited) -> None:
+    """Line 9: stale caches. Each method of the same request has shadows of its own, and a verdict names its model."""
+    assert len({audit.plan.key for audit in audited.audits.values()}) == len(audited.audits)
+    assert len({found["model_sha256"] for found in audited.verdicts.values()}) == len(audited.verdicts)
+
+
+@pytest.mark.slow
+def test_10_how_little_a_few_models_of_one_seed_can_say_is_printed(audited, careless) -> None:
+    """Line 10: one seed. Two retrained models give a band of 12.7 sqrt(3/2) = 15.6 deviations, and none for rho."""
+    assert warned(audited.verdicts["finetune"], "4 retrained models of one seed", "reaches 3.6 of their standard")
+    assert warned(careless, "2 retrained models of one seed", "reaches 15.6 of their standard")
+    assert warned(careless, "no band, so not judged: rho, ks/distance; raise --retrains")
+    assert any("other training seeds" in gap for gap in NOT_TESTED)
+
+
+@pytest.mark.slow
+def test_11_copies_in_the_retained_data_are_counted(audited, careless) -> None:
+    """Line 11: no method can forget what is kept."""
+    assert warned(careless, "3 retained pairs are near-duplicates of forget pairs")
+    assert not warned(audited.verdicts["finetune"], "near-duplicates")
+
+
+def test_12_one_model_is_not_the_method() -> None:
+    """Line 12: single-model claims made general."""
+    assert any("one trained model is audited, not the method in general" in gap for gap in NOT_TESTED)
+
+
+@pytest.mark.slow
+def test_13_showings_of_retained_pairs_are_counted_on_both_sides(audited) -> None:
+    """Line 13: fine-tuning adds 1 round to training's 6, of 3 epochs each; retrain has 6 and no more."""
+    retained = sum(int((~forget_mask(CLIENT, shard)).sum()) for shard in audited.world.shards)
+    assert warned(
+        audited.verdicts["finetune"],
+        f"{7 * 3 * retained:,} to the answer ({6 * 3 * retained:,} in training)",
+        f"{6 * 3 * retained:,} to retrain",
+    )
+
+
+def test_14_pairs_without_shadows_are_left_out_and_counted() -> None:
+    """Line 14: a neutral score for what cannot be scored."""
+    rng = generator(0, "left out")
+    included = np.tile([True, False], (40, 4))
+    included[0] = True
+    values = {name: rng.normal(size=(40, 8)) for name in ("log_odds", "cosine", "loss")}
+    bench = Bench(values, values, included, np.arange(40) < 20, {k: v[:0] for k, v in values.items()}, 0.1)
+    target = {name: rng.normal(size=40) for name in values}
+    for attack in bench.attacks():
+        found = bench.judge(attack, target, {})
+        assert found.unscored == 1 and np.isnan(found.scores[0])
+        assert found.auc.value == auc(found.scores[1:20], found.scores[20:]).value
+
+
+@pytest.mark.slow
+def test_14_and_the_audit_says_so(audited, careless) -> None:
+    """Line 14, printed."""
+    assert warned(careless, "1 pairs have no shadow on one side and are left out")
+    assert not warned(audited.verdicts["finetune"], "no shadow on one side")
+
+
+@pytest.mark.slow
+def test_15_leakage_of_retained_pairs_is_measured(audited) -> None:
+    """Line 15: what stays in the model is told too; a trained model knows its retained pairs by heart."""
+    assert warned(audited.verdicts["finetune"], "retained pairs against non-members, AUC of the log-odds: 0.9")

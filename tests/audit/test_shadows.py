@@ -1,0 +1,290 @@
+"""Shadow federations: balanced membership, matched non-members, and training equal to the engine's own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ease.audit.shadows import (
+    MOST_MISMATCH,
+    Candidates,
+    ShadowHistory,
+    choose_candidates,
+    match_classes,
+    shadow_request,
+    shadow_shards,
+    train_federations,
+    unlearn_shadow,
+    without_forget,
+)
+from ease.data.partition import Shard
+from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.errors import UserError
+from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.local import ClientData
+from ease.federation.simulation import Simulation
+from ease.methods import make_method
+from ease.methods.base import Trained
+from ease.methods.retrain import Retrain
+from ease.params import Params
+
+
+def deal(*classes: Sequence[int]) -> tuple[Shard, ...]:
+    """One client for each list of classes; pair n has the id `pn`."""
+    shards, first = [], 0
+    for client, labels in enumerate(classes):
+        train = np.arange(first, first + len(labels))
+        ids = tuple(f"p{position}" for position in train)
+        none = np.zeros(0, dtype=np.int64)
+        shards.append(Shard(client, train, none, ids, np.array(labels, dtype=np.int64), none))
+        first += len(labels)
+    return tuple(shards)
+
+
+SHARDS = deal([0] * 8 + [1] * 4, [0] * 2 + [1] * 10, [2] * 6)
+IDS = [f"p{position}" for position in range(200)]
+OTHERS = np.arange(100, 160)
+OTHER_CLASSES = np.arange(60) % 3
+
+
+def chosen(request: Request, seed: int = 0) -> Candidates:
+    return choose_candidates(SHARDS, request, OTHERS, OTHER_CLASSES, IDS, seed)
+
+
+SAMPLES = SampleRequest(ids=("p0", "p1", "p12", "p15"))
+REQUESTS = [ClientRequest(clients=(0,)), ClassRequest(classes=(0,)), SAMPLES]
+
+
+# --- who is a member of which shadow ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs=st.integers(2, 60), shadows=st.integers(1, 12), seed=st.integers(0, 1000))
+def test_every_pair_is_in_exactly_half_of_any_even_number(pairs: int, shadows: int, seed: int) -> None:
+    nothing = np.zeros(pairs, dtype=np.int64)
+    candidates = Candidates(nothing, nothing == 0, nothing, nothing, ("",) * pairs, 0.0)
+    table = np.stack([candidates.included(shadow, seed) for shadow in range(2 * shadows)])
+    assert (table.sum(0) == shadows).all()
+    assert (table[::2] == ~table[1::2]).all()
+    assert {int(count) for count in table.sum(1)} <= {pairs // 2, pairs - pairs // 2}
+
+
+def test_shadows_differ_and_more_can_be_added_later() -> None:
+    candidates = chosen(REQUESTS[0])
+    table = [candidates.included(shadow, 0) for shadow in range(8)]
+    assert len({each.tobytes() for each in table}) == 8
+    assert not np.array_equal(table[0], candidates.included(0, 1))
+
+
+# --- who is tested ---
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
+def test_forget_pairs_come_first_and_nobody_else_was_trained_on(request_: Request) -> None:
+    candidates = chosen(request_)
+    forget = [position for shard in SHARDS for position in shard.train[forget_mask(request_, shard)]]
+    count = int(candidates.member.sum())
+    assert candidates.member[:count].all() and not candidates.member[count:].any()
+    assert candidates.positions[:count].tolist() == forget
+    assert set(candidates.positions[count:]) <= set(OTHERS) and len(candidates) > count
+    assert len(set(candidates.positions)) == len(candidates)
+    assert candidates.ids == tuple(IDS[position] for position in candidates.positions)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
+def test_the_class_mix_is_matched_and_the_mismatch_is_told(request_: Request) -> None:
+    candidates = chosen(request_)
+    shares = [
+        np.bincount(candidates.classes[side], minlength=3) / side.sum()
+        for side in (candidates.member, ~candidates.member)
+    ]
+    distance = np.abs(shares[0] - shares[1]).sum() / 2
+    assert candidates.mismatch == pytest.approx(distance)
+    assert distance <= MOST_MISMATCH
+    non_members = candidates.positions[~candidates.member]
+    assert candidates.classes[~candidates.member].tolist() == [OTHER_CLASSES[p - 100] for p in non_members]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
+def test_a_non_member_gets_a_home_where_its_class_is_forgotten(request_: Request) -> None:
+    candidates = chosen(request_)
+    count = int(candidates.member.sum())
+    where = list(zip(candidates.home[:count].tolist(), candidates.classes[:count].tolist(), strict=True))
+    holders = [shard.client for shard in SHARDS for _ in range(int(forget_mask(request_, shard).sum()))]
+    assert candidates.home[:count].tolist() == holders
+    for home, label in zip(candidates.home[count:].tolist(), candidates.classes[count:].tolist(), strict=True):
+        assert (home, label) in where
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wanted=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+    available=st.lists(st.integers(0, 5), min_size=0, max_size=40),
+)
+def test_matching_never_breaks_the_tolerance_and_never_takes_twice(wanted: list[int], available: list[int]) -> None:
+    labels = np.array(available, dtype=np.int64)
+    taken = match_classes(np.array(wanted), labels)
+    assert len(set(taken)) == len(taken)
+    if len(taken):
+        mixes = [np.bincount(each, minlength=6) / len(each) for each in (np.array(wanted), labels[taken])]
+        assert np.abs(mixes[0] - mixes[1]).sum() / 2 <= MOST_MISMATCH + 1e-12
+
+
+def test_matching_takes_as_many_as_the_scarce_class_allows() -> None:
+    """Half and half is wanted and class 1 has 4: 4 + 4 fit exactly, and 6 + 4 (a tenth off) is the most."""
+    taken = match_classes(np.array([0, 1]), np.array([0] * 20 + [1] * 4))
+    assert np.bincount(np.array([0] * 20 + [1] * 4)[taken]).tolist() == [6, 4]
+
+
+def test_without_pairs_of_the_class_there_is_no_attack() -> None:
+    with pytest.raises(UserError, match="0 of them of the forget pairs' pseudo-classes: too few non-members"):
+        choose_candidates(SHARDS, ClassRequest(classes=(2,)), OTHERS[:20], np.zeros(20, dtype=np.int64), IDS, 0)
+
+
+# --- what a shadow holds ---
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
+def test_a_shadow_holds_everybodys_retained_pairs_and_its_candidates_at_home(request_: Request) -> None:
+    candidates = chosen(request_)
+    included = candidates.included(0, 0)
+    shards = shadow_shards(SHARDS, request_, candidates, included)
+    for before, after in zip(SHARDS, shards, strict=True):
+        kept = before.train[~forget_mask(request_, before)]
+        mine = candidates.positions[included & (candidates.home == before.client)]
+        assert after.client == before.client
+        assert after.train.tolist() == [*kept, *mine]
+        assert after.train_ids == tuple(f"p{position}" for position in after.train)
+        assert len(after.train_classes) == len(after.train)
+    everything = np.concatenate([shard.train for shard in shards])
+    retained = sum(int((~forget_mask(request_, shard)).sum()) for shard in SHARDS)
+    assert len(everything) == len(set(everything)) == retained + included.sum()
+    assert not set(candidates.positions[~included]) & set(everything)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
+def test_a_shadow_is_asked_to_forget_exactly_the_candidates_it_trained_on(request_: Request) -> None:
+    candidates = chosen(request_)
+    included = candidates.included(1, 0)
+    asked = shadow_request(request_, candidates, included)
+    shards = shadow_shards(SHARDS, request_, candidates, included)
+    named = [position for shard in shards for position in shard.train[forget_mask(asked, shard)]]
+    assert sorted(named) == sorted(candidates.positions[included])
+    if isinstance(asked, SampleRequest):
+        assert set(asked.ids) == {candidates.ids[i] for i in np.flatnonzero(included)}, "none that it does not hold"
+    else:
+        assert asked == request_
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
+def test_a_retraining_holds_no_forget_pair_and_no_leaving_client(request_: Request) -> None:
+    shards = without_forget(SHARDS, request_)
+    assert [shard.client for shard in shards] == ([1, 2] if request_.scope == "client" else [0, 1, 2])
+    assert not any(forget_mask(request_, shard).any() for shard in shards)
+    assert sum(len(shard.train) for shard in shards) == sum(
+        int((~forget_mask(request_, shard)).sum()) for shard in SHARDS
+    )
+
+
+# --- training many federations at once ---
+
+
+def simulation(world, shards: Sequence[Shard]) -> Simulation:
+    return Simulation(world.model, {s.client: ClientData.of(s, world.activations, world.device) for s in shards})
+
+
+def together(world, federations, streams, training: TrainingConfig):
+    return train_federations(
+        world.model, world.activations, world.device, federations, streams, world.initial(), training, 3, 0.07
+    )
+
+
+def assert_close(found: Params, expected: Params) -> None:
+    """Equal but for the rounding of other matrix shapes, which grows from round to round; a step is 1000 times that."""
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def without_pairs(shard: Shard, left: int) -> Shard:
+    return replace(
+        shard, train=shard.train[:left], train_ids=shard.train_ids[:left], train_classes=shard.train_classes[:left]
+    )
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.67])
+@pytest.mark.parametrize("left", [None, 1, 0], ids=["all", "one pair", "no pair"])
+def test_one_federation_trains_as_it_would_alone(world, participation: float, left: int | None) -> None:
+    """A client with too few pairs is drawn all the same, and abstains: who else is drawn must not change."""
+    training = TrainingConfig(rounds=4, local_epochs=1, batch_size=8, participation=participation)
+    shards = world.shards if left is None else (world.shards[0], without_pairs(world.shards[1], left), world.shards[2])
+    alone = fedavg(world.initial(), simulation(world, shards), training, 3, 0.07, stream="shadow-5")
+    for (found,), expected in zip(together(world, [shards], ["shadow-5"], training), alone, strict=True):
+        assert_close(found.state, expected.state)
+        assert [(u.client, u.pairs) for u in found.updates] == [(u.client, u.pairs) for u in expected.updates]
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert (found.state - world.initial()).norm() > 0.01
+
+
+def test_federations_do_not_touch_each_other(world) -> None:
+    training = TrainingConfig(rounds=2, local_epochs=1, batch_size=8)
+    fewer = tuple(without_pairs(shard, 9) for shard in world.shards)
+    both = list(together(world, [fewer, world.shards], ["shadow-0", "shadow-1"], training))
+    for index, (shards, stream) in enumerate(((fewer, "shadow-0"), (world.shards, "shadow-1"))):
+        (last,) = list(together(world, [shards], [stream], training))[-1]
+        assert_close(both[-1][index].state, last.state)
+    assert (both[-1][0].state - both[-1][1].state).norm() > 0.01
+
+
+@pytest.mark.parametrize("scope", ["client", "class", "sample"])
+def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
+    world, trained = learnt.world, learnt.trained
+    request: Request = {
+        "client": ClientRequest(clients=(1,)),
+        "class": ClassRequest(classes=(2,)),
+        "sample": SampleRequest(ids=tuple(pair for shard in world.shards[:3] for pair in shard.train_ids[:6])),
+    }[scope]
+    training = trained.training.model_copy(update={"rounds": 2})
+    method = Retrain(order=1, share=2 / trained.training.rounds)
+    found = train_federations(
+        world.model,
+        world.activations,
+        world.device,
+        [without_forget(world.shards, request)],
+        ["retrain-1"],
+        trained.initial,
+        training,
+        trained.seed,
+        trained.temperature,
+    )
+    for (mine,), step in zip(found, method.unlearn(trained, request, world.federation), strict=True):
+        assert_close(mine.state, step.state)
+
+
+# --- unlearning a shadow ---
+
+
+@pytest.mark.parametrize(("name", "kept"), [("ease", True), ("finetune", False)])
+def test_a_shadow_is_unlearned_as_by_hand_and_keeps_only_what_the_method_needs(
+    world, tmp_path: Path, name: str, kept: bool
+) -> None:
+    request, method = ClientRequest(clients=(1,)), make_method(name)
+    if name == "ease":
+        method = make_method(name, ("delta=0.5",))  # the small world has no held-out pairs to choose it by
+    test = world.pairs.indices("test")
+    candidates = choose_candidates(world.shards, request, test, world.classes_of(test), world.pairs.ids, 0)
+    shards = shadow_shards(world.shards, request, candidates, candidates.included(0, 0))
+    training = TrainingConfig(rounds=2, local_epochs=1, batch_size=8)
+    history = ShadowHistory.begin(tmp_path, world.initial(), "history" in method.needs)
+    for (finished,) in together(world, [shards], ["shadow-0"], training):
+        history.append(finished)
+    assert bool(list(tmp_path.rglob("client-*"))) == kept
+    trained = Trained(history.history, training, 0.07, 3)
+    state = unlearn_shadow(world.model, world.activations, world.device, shards, trained, request, method)
+    *_, last = method.unlearn(trained, request, simulation(world, shards))
+    assert_close(state, last.state)
+    assert (state - trained.final).norm() > 0.01

@@ -1,0 +1,123 @@
+"""`ease audit` as a user meets it: refusals in one line, one object for machines, one page for a normal terminal."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ease.commands.audit import AuditSummary
+from ease.commands.forget import answer
+from ease.commands.train import train_run
+from ease.data.request import ClientRequest
+from ease.methods import make_method
+from ease.run import Run, World, load_config
+
+CLIENT = ClientRequest(clients=(1,))
+QUICK = ("--shadows", 4, "--retrains", 2, "--pool", 16, "--workers", 1, "--fpr", 0.1)
+
+
+@pytest.fixture(scope="module")
+def finished(small, shared_cache, tmp_path_factory) -> Path:
+    """A run with a fine-tuning and no retraining. Copy it before writing into it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        train_run(load_config(None, (*small, "data.test=60")), folder, quiet=True)
+        run = Run.load(folder)
+        answer(run, World.open(run.config), CLIENT, make_method("finetune"), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            ["client-1/finetune", "--pool", "16"],
+            ["client-1/retrain: retraining for this request is missing", "add --retrain"],
+        ),
+        (["client-1"], ["client-1: no finished request of that name", "finished: client-1/finetune"]),
+        (["client-7/finetune"], ["client-7/finetune: no finished request"]),
+        (["client-1/finetune", "--shadows", "5"], ["shadows", "complementary pairs: choose an even number (got 5)"]),
+        (["client-1/finetune", "--shadows", "2"], ["--shadows"]),
+        (["client-1/finetune", "--retrains", "0"], ["--retrains"]),
+        (["client-1/finetune", "--fpr", "0"], ["fpr: input should be greater than 0"]),
+        (["client-1/finetune", "--fpr", "1.5"], ["fpr: input should be less than 1 (got 1.5)"]),
+        (["client-1/finetune", "--pool", "8"], ["--pool"]),
+        (["client-1/finetune", "--pool", "59", "--retrain"], ["pool of 59 pairs", "there are 60: lower --pool"]),
+        (["client-1/finetune", "--workers", "0"], ["--workers"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_changes_nothing(ease, run: Path, arguments: list[str], parts: list[str]) -> None:
+    before = sorted(run.rglob("*"))
+    result = ease("audit", run, "--request", *arguments)
+    assert result.code == 2 and result.out == "" and "Traceback" not in result.err
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    for part in parts:
+        assert part in result.err, result.err
+    assert sorted(run.rglob("*")) == before
+
+
+def test_an_unfinished_answer_is_one_line(ease, run: Path) -> None:
+    (run / "requests" / "client-1" / "finetune" / "record.json").unlink()
+    result = ease("audit", run, "--request", "client-1/finetune")
+    assert result.code == 2 and "no finished request" in result.err and "finished: none" in result.err
+
+
+def test_retraining_itself_is_not_audited(ease, run: Path) -> None:
+    world = World.open(Run.load(run).config)
+    answer(Run.load(run), world, CLIENT, make_method("retrain"), quiet=True)
+    result = ease("audit", run, "--request", "client-1/retrain", *QUICK)
+    assert result.code == 2 and result.err.count("\n") == 1
+    assert "retraining is what others are measured against" in result.err
+
+
+@pytest.mark.slow
+def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
+    result = ease("audit", run, "--request", "client-1/finetune", "--retrain", *QUICK, "--json")
+    assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
+    shown = json.loads(result.out)
+    assert (run / "requests" / "client-1" / "retrain" / "record.json").is_file()
+    kept = json.loads((run / "requests" / "client-1" / "finetune" / "audit.json").read_text())
+    assert shown == {**kept, "id": "client-1/finetune", "folder": str(run / "requests" / "client-1" / "finetune")}
+    page = ease("audit", run, "--request", "client-1/finetune", *QUICK)
+    assert page.code == 0 and "shadow models" not in page.err, "the second time nothing is trained"
+    for part in ("Audit of client-1/finetune (finetune)", "Each measure beside retraining", "Cost", "not tested:"):
+        assert part in page.out
+
+
+def page(verdict: dict, width: int) -> list[str]:
+    screen = Console(width=width, file=io.StringIO())
+    for part in AuditSummary(verdict, "client-1", Path("runs/first")).render():
+        screen.print(part, soft_wrap=isinstance(part, str))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("method", ["finetune", "nothing", "perfect"])
+def test_the_page_fits_a_normal_terminal_with_a_line_for_each_measure(audited, method: str, width: int) -> None:
+    found = audited.verdicts[method]
+    lines = page(found, width)
+    framed = [line for line in lines if line[:1] in "┏┡│└┃╭╰"]
+    assert max(map(len, framed)) <= width and not any("…" in line for line in lines)
+    rows = [
+        line.strip("│").split("│") for line in framed if "side" in line and line.startswith("│") and "│" in line[1:-1]
+    ]
+    shown = [each for each in found["measures"] if each["inside"] is False or "recall@5" not in each["name"]]
+    assert len(rows) == len(shown)
+    for cells, measure in zip(rows, shown, strict=True):
+        digits = 1 if "recall" in measure["name"] else 3
+        assert [cells[2].strip(), cells[3].strip()] == [f"{measure[key]:.{digits}f}" for key in ("value", "retrain")]
+        assert cells[5].strip() == ("inside" if measure["inside"] else "outside")
+    assert all(any(warning in line for line in lines) for warning in found["warnings"])
+    assert any("by chance R@1" in line for line in lines)
+    assert lines[-1].startswith("Evidence of approximate erasure is the most")

@@ -1,0 +1,54 @@
+"""The Python interface does what the commands do, in as few words, and shows itself in a notebook."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ease
+from ease.run import load_config
+
+
+@pytest.fixture(scope="module")
+def run(small, shared_cache, tmp_path_factory) -> "ease.TrainedRun":
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        return ease.train(load_config(None, small), tmp_path_factory.mktemp("api") / "run", quiet=True)
+
+
+def test_train_forget_and_open_again(run: "ease.TrainedRun") -> None:
+    answer = run.forget(client=1, method="finetune", quiet=True)
+    assert answer.name == "client-1/finetune" and answer.model.is_finite()
+    assert answer.metrics["cost/bytes_up"] > 0 and run.metrics["cost/bytes_up"] > 0
+    assert ease.open_run(run.folder) == run
+
+
+def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> None:
+    with pytest.raises(ease.UserError, match="no such client"):
+        run.forget(client=99, quiet=True)
+    with pytest.raises(ease.UserError, match="one of"):
+        run.forget(quiet=True)
+    with pytest.raises(ease.UserError, match="no training pairs"):
+        run.forget(samples=["nobody"], quiet=True)
+    with pytest.raises(ease.UserError, match="unknown method"):
+        run.forget(client=1, method="magic", quiet=True)
+
+
+def test_settings_by_name(tmp_path: Path, small) -> None:
+    with pytest.raises(ease.UserError, match=r"training\.rounds"):
+        ease.train(out=tmp_path / "run", settings={"training.rounds": 0}, quiet=True)
+
+
+def test_results_show_themselves(run: "ease.TrainedRun") -> None:
+    assert "Recall in percent" in repr(run)
+    html = run._repr_html_()
+    assert html.startswith("<pre>") and "Recall in percent" in html
+
+
+def test_import_alone_is_light() -> None:
+    """Tab completion and `ease --help` must not wait for torch."""
+    code = "import sys, ease; assert 'torch' not in sys.modules; assert 'train' in dir(ease); ease.UserError"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        ease.nothing  # noqa: B018

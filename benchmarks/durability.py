@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ease.bench import run_folder
+from ease.experiment import run_folder
 from ease.forget import continuation, forget, go_on, outcome_of, request_id
 from ease.methods import make_method
 from ease.run import Run, World, load_config

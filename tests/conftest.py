@@ -61,6 +61,23 @@ LEARNT = (
 )
 
 
+EXPERIMENT = """
+title = "Small"
+shadows = 0
+seeds = [3, 1]
+band_retrains = 1
+scenarios = ["client", "class"]
+methods = ["finetune", { method = "ease", label = "hard", vary = { delta = [0.3, 0.6] } }]
+
+[run]
+gallery = 20
+data = { train = 60, validation = 0, test = 20 }
+partition = { clients = 3, classes = 3, scheme = "iid" }
+model = { hidden = 16, embedding = 8 }
+training = { rounds = 2, local_epochs = 1, batch_size = 8 }
+"""
+
+
 @dataclass(frozen=True)
 class Learnt:
     """A run that has learnt its training pairs: they are held more strongly than unseen ones."""
@@ -196,6 +213,14 @@ def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Aud
         list(audit.shadows())
         audits[method.name], verdicts[method.name] = audit, audit.verdict()
     return Audited(run, world, audits, verdicts)
+
+
+@pytest.fixture
+def small_experiment(tmp_path: Path) -> Path:
+    """An experiment that takes seconds: two seeds, two scenarios, fine-tuning and EASE at two thresholds."""
+    path = tmp_path / "small.toml"
+    path.write_text(EXPERIMENT)
+    return path
 
 
 @pytest.fixture

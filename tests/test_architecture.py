@@ -14,7 +14,20 @@ LAYERS = (
     {"subspace", "data", "model"},
     {"federation"},
     {"methods", "audit"},
-    {"run", "forget", "verdict", "export", "scenarios", "overlap", "workers", "bench", "sweep", "commands", "requests"},
+    {
+        "run",
+        "forget",
+        "verdict",
+        "export",
+        "scenarios",
+        "overlap",
+        "workers",
+        "experiment",
+        "bench",
+        "sweep",
+        "commands",
+        "requests",
+    },
     {"api", "cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names} | {"report": 1}

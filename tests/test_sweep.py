@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import ease.sweep
-from ease.bench import load_tuned
 from ease.data.request import ClientRequest, forget_mask
 from ease.errors import UserError
+from ease.experiment import load_tuned
 from ease.forget import request_id
 from ease.methods import METHODS, make_method
 from ease.run import Run, World

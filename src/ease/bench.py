@@ -1,4 +1,4 @@
-"""Experiments: a grid of runs, scenarios, seeds and methods, whose finished cells are kept and never done twice."""
+"""Running an experiment: every request answered by every method, measured alike, and never done twice."""
 
 import json
 import os
@@ -10,260 +10,31 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from torch import Tensor
 
 from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
-from ease.config import Config, override, read_toml, validate
+from ease.data.request import Request
 from ease.errors import UserError
+from ease.experiment import Cell, Entrant, Experiment, Job, plan
 from ease.forget import evaluation_sets, forget, measure, outcome_of, similarities, trained_of
-from ease.methods import METHODS, make_method
-from ease.methods.base import Unlearner
+from ease.methods import make_method
 from ease.overlap import client_overlap
 from ease.params import Params
-from ease.run import Run, RunConfig, World, anchor_paths
-from ease.scenarios import Scenario, scenario_config, scenario_request
-from ease.storage import digest, read_json, write_json
-from ease.verdict import quick_attackers
+from ease.run import Run, World
+from ease.scenarios import scenario_request
+from ease.storage import read_json, write_json
+from ease.verdict import QuickAttackers, quick_attackers
 from ease.workers import spread
 
-FORMAT = 1
-"""Of a stored cell; raise it when the same settings give other figures."""
 COSTS = ("bytes_up", "bytes_down", "seconds")
-PARTS = ("forget", "retain", "test")
-MEASURED = [f"{part}/recall@{k}" for part in PARTS for k in (1, 5, 10)] + ["gallery"]
+PARTS = ("forget", "retain")
 MOST_PAIRS = 400
 """Pairs of a set whose similarities are kept for drawing."""
-QUICK: dict[str, Any] = {
-    "seeds": [0],
-    "run": {"data": {"train": 600, "validation": 200, "test": 400}, "training": {"rounds": 8}, "gallery": 150},
-}
-"""What `--quick` changes in every experiment, before the experiment's own `[quick]`."""
-
-
-class Entry(Config):
-    """A method of a grid."""
-
-    method: str
-    label: str = ""
-    """Its name in tables and figures; by default its title."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
-    """One of its settings and the values that it takes in turn."""
-
-
-class Experiment(Config):
-    """A grid, and how it is drawn. Retraining is always part of it."""
-
-    title: str
-    kind: Literal["table", "curves", "grid", "tradeoff", "bars", "raincloud", "subspaces"] = "table"
-    """The figure beside the tables; `subspaces` looks at training alone and has no table."""
-    run: RunConfig = RunConfig()
-    """Settings of training, as in the file for `ease train`; its seed is not used."""
-    scenarios: tuple[Scenario, ...] = Field(("client", "class", "sample"), min_length=1)
-    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1)
-    methods: tuple[Entry, ...] = ()
-    """Names, or tables with a name, a label, settings and a varied setting."""
-    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
-    """One setting of the run and the values that it takes in turn."""
-    tuned: Path | None = None
-    """Settings that `ease sweep` chose; those in `methods` come before them."""
-    band_retrains: int = Field(2, ge=0)
-    """Further retrainings on the first seed: with the first they make the band."""
-    shadows: int = Field(4, ge=0)
-    """Shadow models of the membership attacks, an even number from 4; 0: no attacks."""
-    quick: dict[str, Any] = Field(default_factory=dict)
-    """What `--quick` changes here, in the shape of this file."""
-
-    @field_validator("shadows")
-    @classmethod
-    def _pairs_of_shadows(cls, count: int) -> int:
-        if count % 2 or count == 2:
-            raise ValueError("choose an even number from 4, or 0 for no attacks")
-        return count
-
-    @model_validator(mode="after")
-    def _one_varied(self) -> "Experiment":
-        if self.vary and any(entry.vary for entry in self.methods):
-            raise ValueError("vary one setting: of the run, or of methods")
-        return self
-
-    @field_validator("methods", mode="before")
-    @classmethod
-    def _names(cls, entries: Any) -> Any:
-        named = isinstance(entries, list | tuple)
-        return [{"method": entry} if isinstance(entry, str) else entry for entry in entries] if named else entries
-
-
-class Chosen(Config):
-    """What a sweep found for one method and scenario."""
-
-    score: float
-    default_score: float
-    budget: int
-    settings: dict[str, Any] = Field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Entrant:
-    """A method with the settings that it has in one cell."""
-
-    label: str
-    method: Unlearner
-    tuned: bool = False
-    at: tuple[str, Any] | None = None
-    """The varied setting and its value."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One request of one run, answered by every method."""
-
-    config: RunConfig
-    scenario: Scenario
-    entrants: tuple[Entrant, ...]
-    band_retrains: int
-    shadows: int
-    pairs: bool
-    """Keep pair similarities."""
-    at: tuple[str, Any] | None = None
-    """The varied setting of the run and its value."""
-
-    def path(self, folder: Path) -> Path:
-        return (
-            folder
-            / "cells"
-            / f"{self.scenario}-{digest(FORMAT, self.config.model_dump(mode='json'), *self._parts)}.json"
-        )
-
-    @property
-    def _parts(self) -> list[Any]:
-        methods = [(e.label, e.method.model_dump(mode="json"), e.tuned, e.at) for e in self.entrants]
-        return [methods, self.band_retrains, self.shadows, self.pairs, self.at]
-
-    @property
-    def answers(self) -> int:
-        """Models that are made: those of the methods, of retraining and, counted as one, of the attackers."""
-        return len(self.entrants) + 1 + self.band_retrains + (self.shadows > 0)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one run directory has to do: train, then its cells. Only one process may work on a run."""
-
-    folder: Path
-    config: RunConfig
-    cells: tuple[Cell, ...]
-    overlap: bool = False
-    """Compare the clients' update subspaces."""
-
-    @property
-    def overlap_path(self) -> Path:
-        return self.folder / "cells" / "overlap.json"
-
-    @property
-    def missing(self) -> list[Cell]:
-        return [cell for cell in self.cells if not cell.path(self.folder).is_file()]
-
-    @property
-    def done(self) -> bool:
-        return not self.missing and (not self.overlap or self.overlap_path.is_file())
-
-    @property
-    def notes(self) -> int:
-        """How many notes `work` yields: one for training and one for each answer."""
-        return 0 if self.done else 1 + sum(cell.answers for cell in self.missing)
-
-
-def load_experiment(path: Path, assignments: Sequence[str] = (), quick: bool = False) -> Experiment:
-    """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
-    table = _anchor(read_toml(path), path.parent)
-    if quick:
-        table = _merge(_merge(table, QUICK), table.get("quick", {}))
-    table = _anchor(override(table, assignments), Path.cwd())
-    return validate(Experiment, table, " with ".join([str(path), *(["--set"] if assignments else [])]))
-
-
-def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the paths of an experiment absolute; relative ones are meant from `folder`."""
-    anchored = dict(table)
-    if isinstance(table.get("run"), dict):
-        anchored["run"] = anchor_paths(table["run"], folder)
-    if isinstance(table.get("tuned"), str):
-        anchored["tuned"] = str((folder / table["tuned"]).resolve())
-    return anchored
-
-
-def _merge(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(table)
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def load_tuned(path: Path) -> dict[str, dict[str, Chosen]]:
-    """Method -> scenario -> what a sweep chose."""
-    chosen: dict[str, dict[str, Chosen]] = {}
-    for method, found in read_toml(path).items():
-        if method not in METHODS or not isinstance(found, dict):
-            raise UserError(f"{path}: {method}: not a method's table; write the file with `ease sweep`")
-        chosen[method] = {name: validate(Chosen, table, f"{path}: {method}.{name}") for name, table in found.items()}
-    return chosen
-
-
-def run_folder(folder: Path, config: RunConfig) -> Path:
-    """Where the run of a configuration lives; experiments in one folder share their runs."""
-    return folder / "runs" / f"{config.partition.scheme}-{config.seed}-{digest(config.model_dump(mode='json'))[:8]}"
-
-
-def plan(experiment: Experiment, folder: Path) -> list[Job]:
-    """The grid as one job for each run directory, the longest first, so that processes end together."""
-    tuned = load_tuned(experiment.tuned) if experiment.tuned else {}
-    cells: dict[Path, list[Cell]] = {}
-    for at in _varied(experiment.vary):
-        for seed in experiment.seeds:
-            for scenario in experiment.scenarios:
-                config = scenario_config(_run_config(experiment, at, seed), scenario)
-                first = seed == experiment.seeds[0]
-                cell = Cell(
-                    config=config,
-                    scenario=scenario,
-                    entrants=tuple(_entrants(experiment.methods, scenario, tuned)),
-                    band_retrains=experiment.band_retrains if first else 0,
-                    shadows=experiment.shadows,
-                    pairs=experiment.kind == "raincloud",
-                    at=at,
-                )
-                cells.setdefault(run_folder(folder, config), []).append(cell)
-    if experiment.kind == "subspaces":
-        return [Job(place, found[0].config, (), overlap=True) for place, found in cells.items()]
-    jobs = [Job(place, found[0].config, tuple(found)) for place, found in cells.items()]
-    return sorted(jobs, key=lambda job: -job.notes)
-
-
-def _varied(vary: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any] | None]:
-    return [(name, value) for name, values in vary.items() for value in values] or [None]
-
-
-def _run_config(experiment: Experiment, at: tuple[str, Any] | None, seed: int) -> RunConfig:
-    changes = [f"seed={seed}"] + ([f"{at[0]}={json.dumps(at[1])}"] if at else [])
-    return validate(RunConfig, override(experiment.run.model_dump(mode="json"), changes), "vary")
-
-
-def _entrants(
-    entries: Sequence[Entry], scenario: Scenario, tuned: Mapping[str, Mapping[str, Chosen]]
-) -> Iterator[Entrant]:
-    for entry in entries:
-        chosen = tuned.get(entry.method, {}).get(scenario)
-        for at in _varied(entry.vary):
-            settings = {**(chosen.settings if chosen else {}), **entry.settings, **(dict([at]) if at else {})}
-            method = make_method(entry.method, table=settings)
-            yield Entrant(entry.label or method.title, method, chosen is not None, at)
 
 
 def work(job: Job) -> Iterator[str]:
@@ -286,12 +57,12 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
     """Answer a cell's request with every method, measure all models alike, and keep the rows."""
     seed = run.config.seed
     request = scenario_request(world, cell.scenario, seed)
-    retrained = [Entrant("Retrain", make_method("retrain"))]
-    retrained += [
+    retrain = Entrant("Retrain", make_method("retrain"))
+    others = [
         Entrant(f"Retrain, order {order}", make_method("retrain", (f"order={order}",)))
         for order in range(1, cell.band_retrains + 1)
     ]
-    for entrant in (*retrained, *cell.entrants):
+    for entrant in (retrain, *others, *cell.entrants):
         try:
             for _ in forget(run, world, request, entrant.method, observe=False):
                 pass
@@ -299,44 +70,81 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
             raise UserError(f"{cell.scenario} request, seed {seed}, {entrant.label}: {error}") from error
         value = f", {entrant.at[0]} = {entrant.at[1]}" if entrant.at else ""
         yield f"{cell.scenario} request, seed {seed}: {entrant.label}{value}"
-
-    trained, sets = trained_of(run).final, evaluation_sets(world, request)
-    attackers = quick_attackers(run, world, request, cell.shadows) if cell.shadows else None
-    if attackers is not None:
+    yardstick = Yardstick.of(run, world, request, cell.shadows)
+    if cell.shadows:
         yield f"{cell.scenario} request, seed {seed}: attackers"
-    reference = outcome_of(run, request, retrained[0].method)
-    before = similarities(world, trained, sets["forget"])
-    goal = similarities(world, reference.model(), sets["forget"])
-    budget = reference.record()["metrics"]
 
-    def row(role: str, entrant: Entrant | None, state: Params, metrics: Mapping[str, float]) -> dict[str, Any]:
-        found = {key: metrics[key] for key in MEASURED}
-        found["rho"] = alignment_residual(similarities(world, state, sets["forget"]), before, goal)
-        if attackers is not None:
-            found |= {"mia": attackers.share_called_member(state), "lira/auc": attackers.auc(state)}
-        if entrant is not None:
-            found |= {f"cost/{key}": metrics[f"cost/{key}"] for key in COSTS}
-            found |= {f"ratio/{key}": metrics[f"cost/{key}"] / budget[f"cost/{key}"] for key in COSTS}
-        at = cell.at or (entrant.at if entrant else None)
-        return {
-            "scenario": cell.scenario,
-            "seed": seed,
-            "role": role,
-            "method": entrant.method.name if entrant else "trained",
-            "label": entrant.label if entrant else "Trained",
-            "settings": entrant.method.model_dump(mode="json", exclude_defaults=True) if entrant else {},
-            "tuned": entrant.tuned if entrant else False,
-            **({"at": {"name": at[0], "value": at[1]}} if at else {}),
-            "metrics": found,
-            **({"pairs": {part: _similarities(world, state, sets[part]) for part in PARTS}} if cell.pairs else {}),
-        }
-
-    rows = [row("trained", None, trained, measure(world, trained, sets))]
-    for role, entrants in (("method", cell.entrants), ("band", retrained[1:]), ("retrain", retrained[:1])):
-        for entrant in entrants:
-            outcome = outcome_of(run, request, entrant.method)
-            rows.append(row(role, entrant, outcome.model(), outcome.record()["metrics"]))
+    roles = [("method", cell.entrants), ("band", others), ("retrain", [retrain])]
+    models = [(role, entrant) for role, entrants in roles for entrant in entrants]
+    recalls = measure(world, yardstick.trained, yardstick.sets)
+    rows = [_row(cell, "trained", None, yardstick, yardstick.trained, recalls)]
+    for role, entrant in models:
+        outcome = outcome_of(run, request, entrant.method)
+        rows.append(_row(cell, role, entrant, yardstick, outcome.model(), outcome.record()["metrics"]))
     write_json(cell.path(run.folder), rows)
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What all answers to one request are measured by."""
+
+    world: World
+    sets: dict[str, np.ndarray]
+    trained: Params
+    before: Tensor
+    """Similarities of the forget pairs under the trained model."""
+    goal: Tensor
+    """And under retraining."""
+    budget: Mapping[str, float]
+    """What retraining cost."""
+    attackers: QuickAttackers | None
+
+    @classmethod
+    def of(cls, run: Run, world: World, request: Request, shadows: int) -> "Yardstick":
+        trained, sets = trained_of(run).final, evaluation_sets(world, request)
+        retrained = outcome_of(run, request, make_method("retrain"))
+        before, goal = (similarities(world, state, sets["forget"]) for state in (trained, retrained.model()))
+        attackers = quick_attackers(run, world, request, shadows) if shadows else None
+        return cls(world, sets, trained, before, goal, retrained.record()["metrics"], attackers)
+
+    def metrics(self, state: Params, recorded: Mapping[str, float]) -> dict[str, float]:
+        """Recall as an answer's record has it, alignment and attacks, and the cost if there was one."""
+        found = {key: value for key, value in recorded.items() if "/recall@" in key or key == "gallery"}
+        found["rho"] = alignment_residual(similarities(self.world, state, self.sets["forget"]), self.before, self.goal)
+        if self.attackers is not None:
+            found |= {"mia": self.attackers.share_called_member(state), "lira/auc": self.attackers.auc(state)}
+        for key in COSTS:
+            if f"cost/{key}" in recorded:
+                cost = recorded[f"cost/{key}"]
+                found |= {f"cost/{key}": cost, f"ratio/{key}": cost / self.budget[f"cost/{key}"]}
+        return found
+
+
+def _row(
+    cell: Cell,
+    role: str,
+    entrant: Entrant | None,
+    yardstick: Yardstick,
+    state: Params,
+    recorded: Mapping[str, float],
+) -> dict[str, Any]:
+    """One model in the results; the trained one has no entrant."""
+    at = cell.at or (entrant.at if entrant else None)
+    row: dict[str, Any] = {
+        "scenario": cell.scenario,
+        "seed": cell.config.seed,
+        "role": role,
+        "method": entrant.method.name if entrant else "trained",
+        "label": entrant.label if entrant else "Trained",
+        "settings": entrant.method.model_dump(mode="json", exclude_defaults=True) if entrant else {},
+        "tuned": entrant.tuned if entrant else False,
+        "metrics": yardstick.metrics(state, recorded),
+    }
+    if at:
+        row["at"] = {"name": at[0], "value": at[1]}
+    if cell.pairs:
+        row["pairs"] = {part: _similarities(yardstick.world, state, yardstick.sets[part]) for part in PARTS}
+    return row
 
 
 def _similarities(world: World, state: Params, positions: np.ndarray) -> list[float]:

@@ -246,8 +246,8 @@ def bench(
     Examples: `ease bench experiments/main.toml --quick`, `ease bench experiments/main.toml --set seeds=[0]`,
     `ease bench --tables results/main`
     """
-    from ease.bench import load_experiment
     from ease.commands.bench import bench_run, write_tables
+    from ease.experiment import load_experiment
 
     if (experiment is None) == (tables is None):
         raise UserError("name an experiment's TOML file, or a folder of results with --tables")

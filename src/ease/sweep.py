@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from ease.audit.evaluate import recalls
-from ease.bench import Chosen, run_folder
 from ease.data.request import ClassRequest, ClientRequest, Request
 from ease.errors import UserError
+from ease.experiment import Chosen, run_folder
 from ease.forget import forget, outcome_of, trained_of
 from ease.methods import METHODS, make_method
 from ease.methods.base import Trained, Unlearner

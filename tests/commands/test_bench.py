@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ease.bench import load_tuned
+from ease.experiment import load_tuned
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = [

@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ease.bench import Experiment, bench, plan, results
+from ease.bench import bench, results
 from ease.console import rounds_bar, table
 from ease.errors import UserError
+from ease.experiment import Experiment, plan
 from ease.report.figures import draw, encode
 from ease.report.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
 from ease.storage import read_json, write_atomic, write_json

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ease.bench import Chosen, load_experiment
 from ease.console import rounds_bar, table
+from ease.experiment import Chosen, load_experiment
 from ease.methods import METHODS
 from ease.storage import write_atomic
 from ease.sweep import FORMULA, Search, choose, chosen_toml, searches_for, searches_in, sweep

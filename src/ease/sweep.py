@@ -9,6 +9,7 @@ validation pairs of the clients and classes that stay,
 Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too.
 """
 
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -212,6 +213,6 @@ def chosen_toml(chosen: Mapping[str, Mapping[str, Chosen]], source: str) -> str:
         for scenario, found in sorted(scenarios.items()):
             lines += ["", f"[{name}.{scenario}]", f"score = {found.score}", f"default_score = {found.default_score}"]
             lines += [f"budget = {found.budget}"]
-            values = ", ".join(f"{key} = {value!r}" for key, value in found.settings.items())
+            values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.settings.items())
             lines += [f"settings = {{ {values} }}" if values else "settings = {}"]
     return "\n".join(lines) + "\n"

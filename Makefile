@@ -25,7 +25,7 @@ hf: .venv/hf
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
 
-# Every experiment that needs no data from outside, in a small version: about 20 minutes on 2 cores.
+# Every experiment that needs no data from outside, in a small version: about 15 minutes on 2 cores.
 bench-quick: .venv/ready
 	for file in $(filter-out %flickr8k.toml %transfer.toml,$(wildcard experiments/*.toml)); do \
 		OMP_NUM_THREADS=1 $(BIN)/ease bench $$file --quick --out results || exit 1; \

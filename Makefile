@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check photos hf bench bench-quick clean
+.PHONY: demo test test-slow check photos hf browser bench bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -21,6 +21,9 @@ check: .venv/ready
 photos: .venv/photos
 
 hf: .venv/hf
+
+# For the tests that open the report; they also need a Chromium on the machine.
+browser: .venv/browser
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
@@ -44,6 +47,10 @@ bench-quick: .venv/ready
 
 .venv/hf: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[hf,onnx]"
+	touch $@
+
+.venv/browser: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[browser]"
 	touch $@
 
 clean:

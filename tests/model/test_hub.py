@@ -149,6 +149,27 @@ def test_half_precision_towers_train_full_precision_adapters(checkpoint, family:
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_changes_no_gradient(checkpoint, family: str) -> None:
+    """At a state far from the start: recomputing with the start's adapters would give other gradients."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = adapted(checkpoint(family), checkpointing=checkpointing)
+        rng = torch.Generator().manual_seed(0)
+        moved = model.initial().map(lambda t, rng=rng: t + 0.3 * torch.randn(t.shape, generator=rng))
+        tensors = {name: tensor.requires_grad_() for name, tensor in moved.tensors.items()}
+        model.embed(tensors, "image", *model.image.tower.prefix(pictures(), 1)).square()[:, 0].sum().backward()
+        found = [tensor.grad for name, tensor in tensors.items() if name.startswith("image.")]
+        assert all(gradient is not None and gradient.any() for gradient in found)
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_checkpointing_is_refused_where_there_is_none() -> None:
+    with pytest.raises(UserError, match=r"model\.checkpointing"):
+        DualEncoder(load_backbone("tiny"), ModelConfig(checkpointing=True), seed=0)
+
+
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stacked_adapters_give_what_each_gives_alone(checkpoint, family: str, halved: bool) -> None:

@@ -34,6 +34,8 @@ class ModelConfig(Config):
     """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
     projector: Literal["mlp", "none"] = "mlp"
     """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already."""
+    checkpointing: bool = False
+    """Checkpoints of transformers: less memory for more time, the inner activations of a block are computed twice."""
     hidden: int = Field(256, ge=1)
     """Width of the projectors' hidden layer."""
     embedding: int = Field(256, ge=2)
@@ -101,6 +103,10 @@ class DualEncoder(nn.Module):
             )
         for modality, tower in (("image", backbone.image), ("text", backbone.text)):
             first = first_adapted(tower, config)
+            if config.checkpointing:
+                if not hasattr(tower, "checkpointing"):
+                    raise UserError(f"model.checkpointing: {backbone.name} is small and has none; leave it off")
+                tower.checkpointing = True
             tower.requires_grad_(False)
             if config.lora != "off":
                 _add_adapters(tower, first, config, modality, seed)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
 from ease.storage import digest, read_json, sha256
@@ -30,6 +32,8 @@ class HubTower(nn.Module):
 
     width: int
     causal = False
+    checkpointing = False
+    """Keep the states between blocks alone and compute the rest again for the gradient."""
 
     def __init__(self, network: Any, norm: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -63,13 +67,30 @@ class HubTower(nn.Module):
         return {role: (parent, attribute) for role, attribute in LAYERS.items()}
 
     def _through(self, blocks: nn.ModuleList, states: Tensor) -> Tensor:
+        options = {"is_causal": True} if self.causal else {}
         for block in blocks:
-            states = block(states, None, is_causal=True) if self.causal else block(states, None)
+            if self.checkpointing and torch.is_grad_enabled():
+                states = _recomputed(block, states, options)
+            else:
+                states = block(states, None, **options)
         return states
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         halved = self.embeddings.position_embedding.weight.dtype == torch.bfloat16
         return torch.autocast(device.type, torch.bfloat16, enabled=halved)
+
+
+def _recomputed(block: nn.Module, states: Tensor, options: dict[str, Any]) -> Tensor:
+    """A block whose inner activations are computed again in the backward pass.
+
+    The trained tensors go in by hand: by then the block's own are back in place, and those are the start values.
+    """
+    trained = {name: tensor for name, tensor in block.named_parameters() if tensor.requires_grad}
+
+    def run(states: Tensor, *tensors: Tensor) -> Tensor:
+        return functional_call(block, dict(zip(trained, tensors, strict=True)), (states, None), options)
+
+    return checkpoint(run, states, *trained.values(), use_reentrant=False)
 
 
 class ImageTower(HubTower):

@@ -1,14 +1,60 @@
-"""What the documents name exists."""
+"""What the documents name exists, where they point is something, and what they show runs."""
 
 import importlib
+import importlib.util
 import re
+import shlex
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+import typer
+from PIL import Image
 from pydantic import BaseModel
 
+from ease.cli import app
+from ease.config import validate
+from ease.data.request import ClientRequest
+from ease.data.rows import Row
+from ease.errors import UserError
+from ease.experiment import Experiment
+from ease.forget import forget, outcome_of, trained_of
+from ease.run import Run, RunConfig, load_config
+
 ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 NAMES = re.findall(r"`(ease\.[\w.]+)`", (ROOT / "docs" / "notation.md").read_text())
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+every_page = pytest.mark.parametrize("page", [pytest.param(path, id=path.name) for path in PAGES])
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return [text for kind, text in BLOCK.findall((ROOT / page).read_text()) if kind == language]
+
+
+def anchors(text: str) -> set[str]:
+    """The names under which a page's headings can be linked to: small letters, hyphens, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def module_of(code: str, path: Path) -> ModuleType:
+    """A block imported from a file, as a reader would save it: field descriptions are read from the source."""
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def block_that_says(words: str) -> str:
+    return next(code for code in blocks("docs/howto.md", "python") if words in code)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,7 +79,80 @@ def test_readme_starts_with_the_two_commands() -> None:
 
 
 def test_shipped_configurations_are_valid() -> None:
-    from ease.run import RunConfig, load_config
-
     assert load_config(ROOT / "configs" / "scenes.toml") == RunConfig()
     assert load_config(ROOT / "configs" / "flickr8k.toml").model.backbone == "photos"
+
+
+@every_page
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    """The file exists, and so does the heading after a `#`."""
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page.name}: {link}"
+
+
+def test_the_index_names_every_page() -> None:
+    listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
+    assert {path.name for path in ROOT.glob("docs/*.md")} - {"README.md"} <= listed
+
+
+@every_page
+def test_shown_commands_have_the_options_they_are_shown_with(page: Path) -> None:
+    """`ease COMMAND ... --option` in a block without a language, up to a comment or a pipe."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = [line for kind, text in BLOCK.findall(page.read_text()) if not kind for line in text.splitlines()]
+    for line in (line for line in lines if re.match(r"ease [a-z]", line)):
+        words = shlex.split(re.split(r" > | \| ", line)[0], comments=True)
+        assert words[1] in commands, line
+        known = {name for option in commands[words[1]].params for name in (*option.opts, *option.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+@every_page
+def test_shown_settings_are_valid(page: Path) -> None:
+    """A block with a title is an experiment, any other a run; data sets that it names need not be there."""
+    for text in blocks(str(page.relative_to(ROOT)), "toml"):
+        table = tomllib.loads(text)
+        if "title" in table:
+            table.pop("tuned", None)  # a path from the folder of experiments
+            validate(Experiment, table, page.name)
+        else:
+            validate(RunConfig, table, page.name)
+
+
+def test_the_worked_method_runs(tmp_path: Path, world, poison) -> None:
+    """The first state lies where its setting says; the forget pairs are never read, as its empty `needs` promises."""
+    kind = module_of(block_that_says("class Shrink"), tmp_path / "shrink.py").Shrink
+    assert all(field.description for key, field in kind.model_fields.items() if key != "method")
+    run = Run.create(tmp_path / "run", world.config)
+    list(run.train(world))
+    request, method, trained = ClientRequest(clients=(1,)), kind(keep=0.25), trained_of(run)
+    steps = [step for step, _ in forget(run, world, request, method, observe=False)]
+    assert len(steps) == method.rounds(trained.training, request)
+    for name, first in steps[0].state.tensors.items():
+        start, end = trained.initial[name], trained.final[name]
+        torch.testing.assert_close(first, 0.75 * start + 0.25 * end)
+    assert outcome_of(run, request, method).done
+    blind = list(method.unlearn(trained, request, poison(world, request)))
+    for name, tensor in steps[-1].state.tensors.items():
+        assert torch.equal(blind[-1].state[name], tensor)
+
+
+def test_the_worked_layout_reads_a_file(tmp_path: Path) -> None:
+    """Two captions of one picture are two rows with one id; a line without a tab is refused by its number."""
+    read = module_of(block_that_says("def tabs_rows"), tmp_path / "tabs.py").tabs_rows
+    Image.new("RGB", (20, 20)).save(tmp_path / "lake.png")
+    table = tmp_path / "captions.tsv"
+    table.write_text("lake.png\ta lake\nlake.png\twater and hills\n")
+    expected = [
+        Row("lake", tmp_path / "lake.png", (caption,), None, f"{table}:{number}")
+        for number, caption in ((1, "a lake"), (2, "water and hills"))
+    ]
+    assert list(read(table)) == expected
+    table.write_text("lake.png a lake\n")
+    with pytest.raises(UserError, match=r"captions\.tsv:1: no tab"):
+        list(read(table))

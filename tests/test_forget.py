@@ -32,7 +32,7 @@ from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
 from ease.run import Run, RunConfig, World
-from ease.storage import LEFTOVER
+from ease.storage import LEFTOVER, read_json, write_json
 from ease.subspace import displacement, load_bases
 
 EASE = Path(sys.executable).parent / "ease"
@@ -112,7 +112,11 @@ def test_stopped_after_any_step_it_ends_with_the_same_bytes(world, run: Run, tmp
                 assert (outcome.folder / file).read_bytes() == (whole.folder / file).read_bytes()
         assert {path.name for path in outcome.folder.iterdir()} == {path.name for path in whole.folder.iterdir()}
         records = [
-            {key: value for key, value in each.record()["metrics"].items() if "seconds" not in key}
+            {
+                key: value
+                for key, value in each.record()["metrics"].items()
+                if "seconds" not in key and "memory" not in key
+            }
             for each in (outcome, whole)
         ]
         assert records[0] == records[1]  # bytes both ways included
@@ -356,3 +360,23 @@ def test_killed_at_random_moments_a_real_process_ends_with_the_same_bytes(world,
             assert (resumed / file).read_bytes() == (whole / file).read_bytes(), file
         assert {path.name for path in resumed.iterdir()} == {path.name for path in whole.iterdir()}
     assert killed >= 3
+
+
+def test_an_answer_from_before_further_training_is_refused(small, ease, tmp_path) -> None:
+    """A run may grow; what was answered before does not belong to the grown model."""
+    settings = [part for each in small for part in ("--set", each)]
+    assert ease("train", "--out", tmp_path / "run", "--quiet", *settings).code == 0
+    assert ease("forget", tmp_path / "run", "--client", 1, "--method", "finetune", "--quiet").code == 0
+    assert ease("train", "--out", tmp_path / "run", "--quiet", *settings, "--set", "training.rounds=3").code == 0
+    again = ease("forget", tmp_path / "run", "--client", 1, "--method", "finetune", "--quiet")
+    assert again.code == 2 and "trained beyond" in again.err
+
+
+def test_changed_data_are_refused(small, ease, tmp_path) -> None:
+    """Other pairs would be dealt to the clients, and the request would name other pictures."""
+    settings = [part for each in small for part in ("--set", each)]
+    assert ease("train", "--out", tmp_path / "run", "--quiet", *settings).code == 0
+    world = tmp_path / "run" / "world.json"
+    write_json(world, read_json(world) | {"data": "others"})
+    answer = ease("forget", tmp_path / "run", "--client", 1, "--method", "finetune", "--quiet")
+    assert answer.code == 2 and "not those this run was trained on" in answer.err

@@ -90,8 +90,11 @@ class Answer(_Shows):
         return self.summary.record["metrics"]
 
     def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
-        """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`."""
-        config = validate(AuditConfig, settings, "audit")
+        """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`.
+
+        One process by default: more of them would run a script that has no `if __name__ == "__main__"` once each.
+        """
+        config = validate(AuditConfig, {"workers": 1, **settings}, "audit")
         return Verdict(audit_run(self.run, self.name, config, retrain, quiet))
 
 

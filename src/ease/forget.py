@@ -21,6 +21,7 @@ from ease.audit.evaluate import common_size, embed_pairs, recalls
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
 from ease.federation.fedavg import average, participants
+from ease.federation.history import file_hash
 from ease.federation.journal import Journal
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
@@ -118,6 +119,21 @@ def trained_of(run: Run) -> Trained:
     return Trained(run.history, run.config.training, run.config.model.temperature, run.config.seed)
 
 
+def trained_hash(trained: Trained) -> str:
+    """Names the trained state that an answer begins from."""
+    return file_hash(trained.history.state_path(trained.training.rounds))
+
+
+def check_current(run: Run, outcome: Outcome) -> None:
+    """Refuse an answer that was given before the run was trained further."""
+    told = outcome.record().get("trained_sha256")
+    if told is not None and told != trained_hash(trained_of(run)):
+        raise UserError(
+            f"{outcome.folder}: this answer began from a model that the run has been trained beyond; delete the folder "
+            "and run `ease forget` again"
+        )
+
+
 def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
     """Positions of forget, retained and test pairs. For a class request, test pairs of that class are left out."""
     masks = {shard.client: forget_mask(request, shard) for shard in world.shards}
@@ -161,6 +177,7 @@ def find_outcome(run: Run, name: str) -> tuple[Outcome, Request, Unlearner]:
         raise UserError(
             f"{name}: no finished request of that name in {run.folder}; finished: {', '.join(known) or 'none'}"
         )
+    check_current(run, outcome)
     record = outcome.record()
     request = TypeAdapter(Request).validate_python(record["request"])
     return outcome, request, make_method(record["method"]["method"], table=record["method"])
@@ -170,15 +187,21 @@ def forget(
     run: Run, world: World, request: Request, method: Unlearner, observe: bool = True
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was."""
+    run.check_world(world)
     check_request(world, request)
     trained = trained_of(run)
     outcome = outcome_of(run, request, method)
     with run.locked():
         if outcome.done:
+            check_current(run, outcome)
             shutil.rmtree(outcome.folder / "journal", ignore_errors=True)  # of a process killed at its very end
         else:
             steps = partial(method.unlearn, trained, request)
-            settings = {"request": request.model_dump(mode="json"), "method": method.model_dump(mode="json")}
+            settings = {
+                "request": request.model_dump(mode="json"),
+                "method": method.model_dump(mode="json"),
+                "trained_sha256": trained_hash(trained),
+            }
             yield from _follow(world, outcome, request, steps, settings, run.config.seed, observe)
 
 
@@ -195,6 +218,7 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
+                "trained_sha256": trained_hash(trained),
                 "locked": bool(bases),
             }
             yield from _follow(world, continued, request, steps, settings, run.config.seed, observe=True)
@@ -234,9 +258,14 @@ def _follow(
     observe: bool,
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count."""
+    begun = outcome.folder / "request.json"
+    if begun.is_file() and read_json(begun) != settings:
+        shutil.rmtree(outcome.folder)  # begun on another trained model: those answers are no use
     fresh = not outcome.folder.exists()
     if not fresh:
         remove_leftovers(outcome.folder)
+    resumed = any((outcome.folder / "journal").glob("*.safetensors"))
+    forget_peak_memory(world.device)
     metered = Metered(Journal(world.federation, outcome.folder / "journal"))
     sets = evaluation_sets(world, request)
     rounds: list[dict[str, Any]] = []
@@ -245,7 +274,7 @@ def _follow(
     last: Step | None = None
     for step in _undone_if_refused(steps(metered), outcome.folder if fresh else None):
         if last is None:
-            write_json(outcome.folder / "request.json", settings)
+            write_json(begun, settings)
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
         last = step
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
@@ -265,17 +294,36 @@ def _follow(
     total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
     write_json(
-        outcome.record_path, {**settings, "scenario": request.scope, "seed": seed, "rounds": rounds, "metrics": metrics}
+        outcome.record_path,
+        {
+            **settings,
+            "scenario": request.scope,
+            "seed": seed,
+            "resumed": resumed,
+            "rounds": rounds,
+            "metrics": metrics,
+        },
     )
     shutil.rmtree(outcome.folder / "journal", ignore_errors=True)
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Start anew, so that the peak of earlier work in this process is not counted; Linux and CUDA only."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held so far, on the GPU where it works there."""
+    """Most bytes this process has held since, on the GPU where it works there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes * (1 if sys.platform == "darwin" else 1024)
+    with suppress(OSError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _undone_if_refused(steps: Iterator[Step], folder: Path | None) -> Iterator[Step]:

@@ -265,6 +265,23 @@ class Run:
             remove_leftovers(self.folder)
             yield from self._train(world)
 
+    def check_world(self, world: World) -> None:
+        """Refuse data or weights that are not those of the training: other pairs would be dealt to the clients."""
+        path = self.folder / "world.json"
+        if not path.is_file():
+            return
+        told, found = read_json(path), _identity(world)
+        if told.get("data") != found["data"]:
+            raise UserError(
+                f"{self.folder}: the data are not those this run was trained on (files were added, removed or "
+                "changed); restore them or train a new run"
+            )
+        if told.get("device") == found["device"] and told.get("backbone") != found["backbone"]:
+            raise UserError(
+                f"{self.folder}: the weights of {world.backbone.name} are not those this run was trained on; "
+                "restore them"
+            )
+
     def locked(self) -> AbstractContextManager[None]:
         """Hold the run for this process alone."""
         busy = f"{self.folder}: another process is working on this run; wait for it or choose another --out"
@@ -275,6 +292,8 @@ class Run:
         done = history.rounds()
         if done == 0:
             world.initial().save(history.initial_path)
+            write_json(self.folder / "world.json", _identity(world))
+        self.check_world(world)
         history.verify()
         state = history.state(done)
         if _layout(state) != _layout(world.initial()):
@@ -293,6 +312,11 @@ class Run:
         ):
             cost, metered.cost = metered.cost, Cost()
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up})
+
+
+def _identity(world: World) -> dict[str, str]:
+    """What decides the pairs and the frozen features; a backbone's weights may be rounded for a device."""
+    return {"data": world.pairs.fingerprint, "backbone": world.backbone.fingerprint, "device": world.device.type}
 
 
 def _layout(state: Params) -> tuple[Any, ...]:

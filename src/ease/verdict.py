@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import Field, field_validator
-from scipy.stats import binom
 from torch.utils.flop_counter import FlopCounterMode
 
 from ease.audit.alignment import alignment_residual, pair_similarity
@@ -345,7 +344,7 @@ class Audit:
                 interval = result[f"recall@{k}"]
                 note = f"[{interval.low:.1f}, {interval.high:.1f}]"
                 values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
-                measures.append(_measure(f"{part}/recall@{k}", values, note))
+                measures.append(_measure(f"{part}/recall@{k}", values, 100 / result.size, note))
         return measures
 
     def _gallery(self) -> dict[str, Any]:
@@ -390,13 +389,14 @@ class Audit:
             table[attack] = {name: _attack_json(found, bench.member) for name, found in judged[attack].items()}
         unlearning = max(names[-2:], key=lambda attack: leakage(judged[attack]["unlearned"].auc.value))
         called = {name: bench.called_member(target).value for name, (target, _) in targets.items()}
+        one = 1 / int(bench.member.sum())
         measures = [
-            _measure("mia/share", called, "share of the forget pairs"),
-            _measure("lira/auc", _aucs(judged[strongest]), f"{strongest}, the strongest before unlearning"),
-            _measure("u-lira/auc", _aucs(judged[unlearning]), f"{unlearning}; shadows unlearned likewise"),
+            _measure("mia/share", called, one, "share of the forget pairs"),
+            _measure("lira/auc", _aucs(judged[strongest]), one, f"{strongest}, the strongest before unlearning"),
+            _measure("u-lira/auc", _aucs(judged[unlearning]), one, f"{unlearning}; shadows unlearned likewise"),
         ]
         if "rmia" in judged:
-            measures.append(_measure("rmia/auc", _aucs(judged["rmia"])))
+            measures.append(_measure("rmia/auc", _aucs(judged["rmia"]), one))
         for attack, name in ((strongest, "lira/tpr"), (unlearning, "u-lira/tpr")):
             points = {model: found.tpr for model, found in judged[attack].items()}
             if all(point is not None for point in points.values()):
@@ -407,7 +407,7 @@ class Audit:
                     f"{attack} at {self.config.fpr:.1%} FPR; [{point.tpr.low:.3f}, {point.tpr.high:.3f}], "
                     f"real FPR [{point.fpr.low:.3f}, {point.fpr.high:.3f}]"
                 )
-                measures.append(_measure(name, shares, note))
+                measures.append(_measure(name, shares, one, note))
         return measures, table, strongest
 
     def _distribution(self, reads: Mapping[str, Readings]) -> list[Measure]:
@@ -420,8 +420,10 @@ class Audit:
         note = (
             f"[{found.distance.low:.3f}, {found.distance.high:.3f}], p {found.p_value:.2g} with n = {found.counts[0]}"
         )
-        band = prediction_band(yardstick.distances.tolist(), at_most=True)
-        beside = float(yardstick.distances.mean())
+        # Only the distances to the one retrained model that answers are compared with: the others share models.
+        distances = yardstick.distances[: len(retrained) - 1].tolist()
+        band = prediction_band(distances, at_most=True, resolution=1 / found.counts[0])
+        beside = float(np.mean(distances))
         return [Measure("ks/distance", found.distance.value, beside, before.distance.value, band, note)]
 
     def _relearning(self, models: Mapping[str, Params]) -> dict[str, tuple[dict[str, Curve], Band | None]]:
@@ -453,8 +455,8 @@ class Audit:
             if key.startswith("cost/") and "seconds/" not in key:
                 costs[key.removeprefix("cost/")] = {"answer": ours[key], "retrain": theirs.get(key, 0.0)}
         costs["flops"] = {
-            "answer": ours["cost/pairs_trained"] * per_pair,
-            "retrain": theirs["cost/pairs_trained"] * per_pair,
+            "answer": ours["cost/pairs_passed"] * per_pair,
+            "retrain": theirs["cost/pairs_passed"] * per_pair,
         }
         for entry in costs.values():
             entry["ratio"] = entry["answer"] / entry["retrain"] if entry["retrain"] else 0.0
@@ -598,10 +600,11 @@ def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, 
     return QuickAttackers(subjects, gauge_of(world, subjects), bench_of(plan, subjects, shadows, 0.01))
 
 
-def _measure(name: str, values: Mapping[str, float], note: str = "") -> Measure:
+def _measure(name: str, values: Mapping[str, float], resolution: float, note: str = "") -> Measure:
     """A line whose band comes from the retrained models' values of the same measure."""
     retrained = [value for model, value in values.items() if model.startswith("retrain")]
-    return Measure(name, values["unlearned"], values["retrain"], values["trained"], prediction_band(retrained), note)
+    band = prediction_band(retrained, resolution=resolution)
+    return Measure(name, values["unlearned"], values["retrain"], values["trained"], band, note)
 
 
 def _aucs(judged: Mapping[str, Verdicts]) -> dict[str, float]:
@@ -623,16 +626,16 @@ def _attack_json(found: Verdicts, member: np.ndarray) -> dict[str, Any]:
 
 
 def _words(outside: Sequence[str], judged: int, strength: str) -> str:
-    """The verdict in a sentence. Of many measures some leave their 95 % bands by chance; that many are let pass."""
+    """The verdict in a sentence. It lets nothing pass: how much chance would explain is said, not forgiven."""
     if strength.startswith(("no signal", "inverted")):
         return f"no verdict: {strength}"
     if not outside:
         return f"{WORDS}: every judged measure lies where a retrained model's would"
-    allowed = int(binom.ppf(CONFIDENCE, judged, 1 - CONFIDENCE))
-    listed = f"{len(outside)} of {judged} measures lie outside the retrain band ({', '.join(outside)})"
-    if len(outside) <= allowed:
-        return f"{WORDS}: {listed}, no more than the {allowed} that chance allows"
-    return f"not enough {WORDS}: {listed}, and chance allows {allowed}"
+    expected = (1 - CONFIDENCE) * judged
+    return (
+        f"not enough {WORDS}: {len(outside)} of {judged} measures lie outside the retrain band (by chance alone about "
+        f"{expected:.0f} would): {', '.join(outside)}"
+    )
 
 
 # Making shadows, here or in other processes

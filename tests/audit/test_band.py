@@ -49,3 +49,9 @@ def test_fewer_than_two_make_no_band(values: list[float]) -> None:
 def test_equal_models_make_a_band_of_one_point() -> None:
     band = prediction_band([2.0, 2.0, 2.0])
     assert band is not None and band.contains(2.0) and not band.contains(2.0001)
+
+
+def test_models_that_agree_are_not_taken_to_agree_for_ever() -> None:
+    """Four times 0 of 100 pairs found: one of 100 more is no finding. t(0.975, 3) = 3.182, times 0.01 · sqrt(1.25)."""
+    band = prediction_band([0.0, 0.0, 0.0, 0.0], resolution=0.01)
+    assert band is not None and band.high == pytest.approx(0.03558, rel=1e-3) and band.contains(0.01)

@@ -99,17 +99,15 @@ def test_5_an_attack_that_was_weak_before_proves_nothing() -> None:
     assert _words([], 20, weak).startswith("no verdict: no signal")
     assert _words(["rho"], 20, weak).startswith("no verdict")
     strong = attack_strength_note(Estimate(0.9, 0.8, 0.95))
-    # Of 20 bands of 95 %, more than 3 fail in one case of 60 (binomial): 3 are let pass.
-    assert _words(["a", "b", "c"], 20, strong).startswith("evidence of approximate erasure")
-    assert _words(["a", "b", "c", "d"], 20, strong).startswith("not enough evidence")
+    assert _words(["a"], 20, strong).startswith("not enough evidence") and "about 1 would" in _words(["a"], 20, strong)
     assert _words([], 20, attack_strength_note(Estimate(0.9, 0.8, 0.95))).startswith("evidence of approximate erasure")
 
 
 def test_6_far_below_a_half_is_outside_too() -> None:
     """Line 6: pairs pushed far below the unseen ones stand out as much as members."""
     values = {"trained": 0.98, "unlearned": 0.02, "retrain": 0.5, "retrain-1": 0.52, "retrain-2": 0.49}
-    assert _measure("lira/auc", values).inside is False
-    assert _measure("lira/auc", {**values, "unlearned": 0.51}).inside is True
+    assert _measure("lira/auc", values, 0.001).inside is False
+    assert _measure("lira/auc", {**values, "unlearned": 0.51}, 0.001).inside is True
     assert leakage(0.02) == leakage(0.98) == 0.98
 
 

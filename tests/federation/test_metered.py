@@ -130,3 +130,16 @@ def test_a_reference_is_sent_to_each_client_once(toy_params, local_job) -> None:
     assert [sent(0, reference), sent(0, reference)] == [bare + wire(reference.tensors), bare]
     assert sent(1, reference) == bare + wire(reference.tensors)  # another client has not got it
     assert sent(0, toy_params(2.0)) == bare + wire(reference.tensors)  # another reference
+
+
+def test_probes_and_measurements_are_not_free(world, local_job) -> None:
+    """A probe passes every pair once; levels pass them forward alone, twice, which counts 2/3; epochs count."""
+    request = SampleRequest(ids=world.shards[0].train_ids[:4])
+    pairs = len(world.shards[0].train)
+    passed = {}
+    for objective, epochs in (("probe", 1), ("levels", 1), ("align", 3)):
+        metered = Metered(world.federation)
+        job = local_job(request=request, objective=objective, epochs=epochs)
+        list(metered.run(world.initial(), job, [world.shards[0].client]))
+        passed[objective] = metered.cost.pairs_passed
+    assert passed == {"probe": pairs, "levels": pytest.approx(2 / 3 * pairs), "align": 3 * pairs}

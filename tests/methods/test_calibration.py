@@ -159,3 +159,14 @@ def test_unseen_pairs_have_no_gap_and_training_pairs_do(learnt) -> None:
 def test_without_held_out_pairs_no_target_is_invented(targets) -> None:
     with pytest.raises(UserError, match=r"1 held-out pairs .* partition.validation_share .* displacement=0"):
         targets({0: measured([3.0, 4.0], [1.0]), 1: measured([2.0], [])})
+
+
+def test_a_client_that_keeps_one_pair_measures_like_the_others(world, local_job) -> None:
+    """Its levels have as many draws as theirs, and one row for each forget pair, so that all can be joined."""
+    shard = world.shards[0]
+    request = SampleRequest(ids=(*shard.train_ids[1:], world.shards[1].train_ids[0]))
+    job = local_job(request=request, objective="levels")
+    found = {update.client: update.values for update in world.federation.run(world.initial(), job, [0, 1])}
+    assert found[0]["forget"].shape == (len(shard.train) - 1, 2) and found[1]["forget"].shape == (1, 2)
+    assert len(found[0]["forget_density"]) == len(shard.train) - 1
+    assert membership_gap(found) is not None

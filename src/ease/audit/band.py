@@ -25,13 +25,17 @@ class Band:
         return self.low <= value <= self.high
 
 
-def prediction_band(values: Sequence[float], at_most: bool = False) -> Band | None:
-    """The band of retrained models' values, or None with fewer than two; `at_most` leaves it open below."""
+def prediction_band(values: Sequence[float], at_most: bool = False, resolution: float = 0.0) -> Band | None:
+    """The band of retrained models' values, or None with fewer than two; `at_most` leaves it open below.
+
+    A few models may agree by chance or because a measure is coarse; they are never taken to vary by less than one pair
+    more or less, the `resolution` of the measure.
+    """
     found = np.asarray(values, dtype=float)
     if len(found) < 2:
         return None
     centre = float(found.mean())
-    away = reach(len(found), at_most) * float(found.std(ddof=1))
+    away = reach(len(found), at_most) * max(float(found.std(ddof=1)), resolution)
     return Band(-math.inf if at_most else centre - away, centre + away, len(found))
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from safetensors.torch import save as serialise_tensors
 from torch import Tensor
 
+from ease.federation.objectives import passes
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.params import Params
 from ease.storage import digest
@@ -20,6 +21,8 @@ class Cost:
     bytes_up: int = 0
     messages: int = 0
     pairs_trained: int = 0
+    pairs_passed: float = 0.0
+    """Pairs through the model, forward and backward, probes and measurements included."""
     client_steps: int = 0
     client_seconds: float = 0.0
 
@@ -55,6 +58,7 @@ class Metered:
         for update in self.inner.run(params, job, clients):  # all at once, so that an engine may run them together
             self.cost.client_seconds += time.perf_counter() - started
             self.cost.bytes_up += self._size(update.message())
+            self.cost.pairs_passed += passes(job) * update.pairs * job.epochs
             if trained(update, job):
                 self.cost.pairs_trained += update.pairs * job.epochs
                 self.cost.client_steps += job.batch_count(update.pairs) * job.epochs
@@ -95,5 +99,5 @@ class Metered:
 
 
 def trained(update: Update, job: LocalJob) -> bool:
-    """Whether an answer is a change of the parameters, as it is or encoded."""
-    return update.delta is not None or job.encoding != "dense"
+    """Whether an answer comes from training: a change of the parameters, as it is or encoded, or a probe."""
+    return update.pairs > 0 and (update.delta is not None or job.encoding != "dense" or job.objective == "probe")

@@ -11,7 +11,7 @@ from torch.nn.functional import huber_loss, mse_loss
 
 from ease.data.density import densities
 from ease.data.partition import MINIMUM_PAIRS
-from ease.data.request import ClassRequest, forget_mask, validation_mask
+from ease.data.request import ClassRequest, ClientRequest, forget_mask, validation_mask
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce, log_odds
@@ -266,11 +266,14 @@ def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJ
     if len(retained) >= 2:
         forget_phi = _train_levels(model, params.tensors, client, job, np.flatnonzero(forget), rng)
         validation_phi = _validation_levels(model, params.tensors, client, job, rng)
-    else:  # a client that withdraws has no retained pairs: its held-out pairs are the pool
-        pool = np.arange(len(client.validation))
-        forget_phi = _levels_in(model, params.tensors, job, client.train, client.validation, pool, None, rng)
-        own = torch.eye(len(pool), dtype=torch.bool)
-        validation_phi = _levels_in(model, params.tensors, job, client.validation, client.validation, pool, own, rng)
+    else:  # a client that withdraws, or keeps next to nothing: its held-out pairs are the pool
+        pool, own = np.arange(len(client.validation)), torch.eye(len(client.validation), dtype=torch.bool)
+        draws = FAREWELL_DRAWS if isinstance(job.request, ClientRequest) else DRAWS
+        measured = client.train.take(np.flatnonzero(forget)), None
+        forget_phi, validation_phi = (
+            _levels_in(model, params.tensors, job, queries, client.validation, pool, own_pairs, draws, rng)
+            for queries, own_pairs in (measured, (client.validation, own))
+        )
     values = {"forget": forget_phi, "held_out": validation_phi[held_out], "kin": validation_phi[kin]}
     values["forget_density"] = densities(client.train.take(np.flatnonzero(forget)), retained)
     values["held_out_density"] = densities(client.validation.take(held_out), retained)
@@ -351,14 +354,15 @@ def _levels_in(
     base: "Examples",
     pool: np.ndarray,
     own: Tensor | None,
+    draws: int,
     rng: np.random.Generator,
 ) -> Tensor:
     """Levels of pairs against a fixed pool; `own` marks pool pairs that are the query itself [queries, draws]."""
-    phi = torch.zeros(len(queries), FAREWELL_DRAWS, device=queries.image.device)
+    phi = torch.zeros(len(queries), draws, device=queries.image.device)
     if len(pool) < 2:
         return phi
     weights = torch.ones(len(queries), len(pool)) if own is None else (~own).float()
-    for draw in range(FAREWELL_DRAWS):
+    for draw in range(draws):
         negatives = embed_batch(model, tensors, base, pool, rng)
         mine = embed_batch(model, tensors, queries, np.arange(len(queries)), rng)
         level = log_odds(*mine, *negatives, weights.to(phi), job.temperature)
@@ -375,3 +379,16 @@ OBJECTIVES: dict[str, Objective] = {
     "sensitivity": Objective(loss=sensitivity, fewest=1),
     "levels": Objective(measure=levels),
 }
+
+
+def passes(job: LocalJob) -> float:
+    """How often each pair of a job goes through the model, forward and backward; forward alone counts a third.
+
+    Costs are told by it, so what a method does beside plain training is not free.
+    """
+    extra = {
+        "displace": 0.5,  # half a batch of forget pairs beside the retained ones
+        "decouple": 1 / 3,  # the teacher
+        "sensitivity": job.settings.get("draws", 0) / 3,  # noisy copies
+    }
+    return DRAWS / 3 if job.objective == "levels" else 1 + extra.get(job.objective, 0.0)

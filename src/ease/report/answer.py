@@ -168,7 +168,7 @@ def _verdict(audit: Audit) -> Markup:
         if audit.outside:
             names = ", ".join(_in_words(name) for name in audit.outside)
             sentence = f"{len(audit.outside)} of {judged} measures lie outside the band of retrained models: {names}."
-            sentence += " No more than chance allows." if passed else ""
+            sentence += f" By chance alone about {0.05 * judged:.0f} would."
     return tag(
         "p",
         tag("span", mark, class_="mark", aria_hidden="true"),

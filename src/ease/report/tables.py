@@ -101,7 +101,7 @@ NOTE = (
     "first seed in other orders. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at "
     "R@1, by which methods are ranked. F, R, T: forget, retained and test pairs."
 )
-TUNED = "† settings chosen by `ease sweep`, with the same budget for every method."
+TUNED = "† settings chosen by `ease sweep`, each method with the same budget; the others at their defaults."
 
 
 def sheets(results: Mapping[str, Any]) -> list[Sheet]:

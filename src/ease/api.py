@@ -106,7 +106,7 @@ class Verdict(_Shows):
 
     @property
     def passed(self) -> bool:
-        """Whether the measures lie where a retrained model's would, but for what chance allows."""
+        """Whether every judged measure lies where a retrained model would."""
         return self.summary.verdict["verdict"].startswith(self.summary.verdict["words"])
 
     @property

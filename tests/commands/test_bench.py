@@ -98,3 +98,17 @@ def test_results_of_something_else_are_refused(ease, tmp_path) -> None:
 def test_a_sweep_of_nothing_is_refused(ease, tmp_path) -> None:
     result = ease("sweep", tmp_path, "--out", tmp_path / "tuned.toml")
     assert result.code == 2 and "no run here" in result.err
+
+
+@pytest.mark.parametrize("option", [("--set", "seeds=[1]"), ("--work", "elsewhere")])
+def test_a_sweep_on_a_run_takes_no_settings_and_no_place(ease, tmp_path, option) -> None:
+    result = ease("sweep", tmp_path, "--out", tmp_path / "tuned.toml", *option)
+    assert result.code == 2 and result.err.startswith(f"error: {option[0]}: {tmp_path} is a run")
+
+
+def test_a_sweep_of_an_unknown_method_is_refused_in_one_line(ease, tmp_path) -> None:
+    (tmp_path / "x.toml").write_text('title = "x"\nmethods = ["eese"]\n')
+    result = ease("sweep", tmp_path / "x.toml", "--out", tmp_path / "tuned.toml")
+    assert (
+        result.code == 2 and result.err.count("\n") == 1 and "eese: unknown method; choose one of: ease" in result.err
+    )

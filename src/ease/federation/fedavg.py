@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ease.config import Config
 from ease.data.request import Request
-from ease.errors import UserError
+from ease.errors import Diverged
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
 from ease.params import Params, weighted_mean
 from ease.seeding import generator
@@ -86,7 +86,7 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
     if not kept:
         if rejected:
             client, reason = next(iter(rejected.items()))
-            raise UserError(
+            raise Diverged(
                 f"round {number}: every update was rejected (client {client}: {reason}); "
                 "lower training.learning_rate or raise training.norm_bound"
             )

@@ -313,10 +313,9 @@ def _finish(summary: Summary, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary.as_json(), allow_nan=False))
     else:
-        from ease.console import screen
+        from ease.console import show
 
-        for part in summary.render():
-            screen.print(part, soft_wrap=isinstance(part, str))  # a path broken in two cannot be copied
+        show(summary)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ease
+import ease.api
 from ease.run import load_config
 
 
@@ -38,6 +39,21 @@ def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> 
 def test_settings_by_name(tmp_path: Path, small) -> None:
     with pytest.raises(ease.UserError, match=r"training\.rounds"):
         ease.train(out=tmp_path / "run", settings={"training.rounds": 0}, quiet=True)
+
+
+def test_settings_change_a_configuration_value_too(tmp_path: Path, small, monkeypatch) -> None:
+    """Whatever the configuration is given as; paths may be paths, meant from where the user stands."""
+    seen = []
+    monkeypatch.setattr(ease.api, "train_run", lambda config, *_: seen.append(config))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("[training]\nrounds = 3\n")
+    changes = {"training.batch_size": 4, "data.name": "folder", "data.path": Path("photos")}
+    for config in (load_config(None, (*small, "training.rounds=3")), tmp_path / "run.toml"):
+        ease.train(config, tmp_path / "run", changes, quiet=True)
+        assert (seen[-1].training.rounds, seen[-1].training.batch_size) == (3, 4)
+        assert seen[-1].data.path == tmp_path / "photos"
+    with pytest.raises(ease.UserError, match=r"settings: training\.rounds"):
+        ease.train(seen[0], tmp_path / "run", {"training.rounds": 0}, quiet=True)
 
 
 def test_results_show_themselves(run: "ease.TrainedRun") -> None:

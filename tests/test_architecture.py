@@ -106,6 +106,11 @@ def test_nothing_is_called_by_a_name_that_says_nothing() -> None:
     assert not {"utils", "common", "helpers", "misc"} & {path.stem for path in MODULES}
 
 
+def test_processes_are_started_in_one_place() -> None:
+    """Where Ctrl-C, a dead parent and memory are thought of."""
+    assert [module.stem for module in MODULES if "multiprocessing" in imports(module)] == ["workers"]
+
+
 def test_no_pickle_is_read_or_written() -> None:
     for module in MODULES:
         assert not {"pickle", "joblib", "dill"} & {name.split(".")[0] for name in imports(module)}, module

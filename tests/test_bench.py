@@ -1,11 +1,17 @@
 """Running experiments: what the rows hold, and that finished cells are not done again."""
 
+import subprocess
+from dataclasses import replace
+
 import pytest
 
 import ease.bench
 from ease.bench import bands, bench, results
 from ease.errors import UserError
 from ease.experiment import load_experiment, plan
+from ease.methods.base import fine_tuning
+from ease.methods.finetune import Finetune
+from ease.methods.retrain import Retrain
 
 
 @pytest.mark.slow
@@ -53,6 +59,59 @@ def test_a_method_that_refuses_is_named(small_experiment, tmp_path) -> None:
     changes = ['methods=[{ method = "ease", settings = { lock_strength = 2 } }]', "seeds=[0]", 'scenarios=["client"]']
     with pytest.raises(UserError, match="client request, seed 0, EASE: lock_strength = 2"):
         list(bench(load_experiment(small_experiment, changes), tmp_path, 1))
+
+
+def test_a_band_of_rho_leaves_out_the_reference() -> None:
+    """Retraining lies at 0 from itself by definition: of 1 and 3 alone, 2 ± 12.71 * 1.414 * sqrt(1.5) = 2 ± 22.0."""
+
+    def row(role: str, value: float) -> dict:
+        return {"role": role, "scenario": "client", "seed": 0, "metrics": {"rho": value, "mia": value}}
+
+    (band,) = bands([row("retrain", 0), row("band", 1), row("band", 3)])
+    assert band["metrics"]["rho"] == pytest.approx([2 - 22.0, 2 + 22.0], abs=0.02)
+    assert band["metrics"]["mia"] != band["metrics"]["rho"]
+
+
+def test_a_method_that_diverges_gets_a_row_and_stops_nobody(small_experiment, tmp_path) -> None:
+    """Fine-tuning whose every update is refused."""
+    wild = '{ method = "finetune", label = "wild" }'
+    experiment = load_experiment(
+        small_experiment,
+        [f"methods=[{wild}, 'not']", "seeds=[0]", 'scenarios=["client"]', "band_retrains=0"],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Finetune, "unlearn", exploding)
+        notes = list(bench(experiment, tmp_path, 1))
+    assert "client request, seed 0: wild, diverged" in notes
+    found = {row["label"]: row for row in results(experiment, tmp_path)["rows"]}
+    assert found["wild"]["note"] == "diverged" and "every update was rejected" in found["wild"]["reason"]
+    assert found["wild"]["metrics"] == {} and "rho" in found["NoT"]["metrics"] and "note" not in found["NoT"]
+    assert list(bench(experiment, tmp_path, 1)) == []
+
+
+def exploding(self, trained, request, federation):
+    """Fine-tuning whose updates are all larger than allowed."""
+    bounded = trained.training.model_copy(update={"norm_bound": 1e-9})
+    yield from fine_tuning(replace(trained, training=bounded), trained.final, request, federation, 1, "finetune")
+
+
+def test_a_reference_that_diverges_stops_the_grid(small_experiment, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Retrain, "unlearn", exploding)
+    with pytest.raises(UserError, match="client request, seed 0, Retrain: round 1: every update was rejected"):
+        list(bench(load_experiment(small_experiment, ["seeds=[0]", 'scenarios=["client"]']), tmp_path, 1))
+
+
+def test_only_a_tracked_source_has_a_commit(tmp_path, monkeypatch) -> None:
+    """A package installed inside another project must not record that project's commit."""
+    name = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q"), (*name, "commit", "-q", "--allow-empty", "-m", "x")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    source = tmp_path / "bench.py"
+    source.touch()
+    monkeypatch.setattr(ease.bench, "__file__", str(source))
+    assert ease.bench._commit() is None
+    subprocess.run(["git", "add", "bench.py"], cwd=tmp_path, check=True)
+    assert ease.bench._commit().endswith("-dirty")
 
 
 def test_subspaces_look_at_training_alone(small_experiment, tmp_path) -> None:

@@ -2,12 +2,14 @@
 
 import io
 import time
+from collections.abc import Iterator
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from ease import console
-from ease.console import megabytes, rounds_bar, status, table, with_progress
+from ease.console import as_text, labelled, megabytes, rounds_bar, status, table, with_progress
 from ease.errors import UserError
 
 
@@ -61,6 +63,34 @@ def test_a_table_keeps_its_rows() -> None:
     assert isinstance(made.file, io.StringIO)
     for part in ("Title", "seen", "unseen", "90.0", "of 12 pairs"):
         assert part in made.file.getvalue()
+
+
+def test_brackets_are_shown_as_they_are_and_styles_stay() -> None:
+    """`[ours]` would be taken for a style, and `[/x]` for the end of one."""
+    made = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    cells = [["EASE [ours]", Text("best", "bold")]]
+    made.print(table("runs/[/x]", ["", "R@1 [red]"], cells, caption="of [12] pairs [dim]"))
+    shown = made.file.getvalue()
+    for part in ("EASE [ours]", "runs/[/x]", "R@1 [red]", "of [12] pairs [dim]", "\x1b[1m     best\x1b[0m"):
+        assert part in shown
+
+
+def test_lines_of_a_summary_are_shown_as_they_are_and_whole() -> None:
+    class Summary:
+        def render(self) -> Iterator[RenderableType]:
+            yield f"written to runs/[ours]/{'x' * 120}"
+            yield labelled("note", f"kept in [/x]/{'y' * 120}", "yellow")
+
+    assert as_text(Summary()).splitlines() == [
+        f"written to runs/[ours]/{'x' * 120}",
+        f"note: kept in [/x]/{'y' * 120}",
+    ]
+
+
+def test_notes_of_progress_are_shown_as_they_are(shown: Console) -> None:
+    with rounds_bar("grid [quick]", 5) as bar:
+        bar.step(done="EASE [ours] [/x]")
+    assert "EASE [ours] [/x]" in text(shown) and "grid [quick]" in text(shown)
 
 
 def test_megabytes() -> None:

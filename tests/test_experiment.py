@@ -50,7 +50,11 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ('methods = ["magic"]', "magic: unknown method"),
         ('methods = [{ method = "ease", settings = { delta = 7 } }]', "delta"),
         ('vary = { "training.epoch" = [1] }', "training.epoch: unknown key"),
-        ('vary = { seed = [1] }\nmethods = [{ method = "ease", vary = { delta = [1] } }]', "vary one setting"),
+        ("vary = { seed = [1] }", "vary: seed: write it as `seeds`"),
+        (
+            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease", vary = { delta = [1] } }]',
+            "vary one setting",
+        ),
     ],
 )
 def test_mistakes_are_told_before_any_work(tmp_path, line, words) -> None:
@@ -104,3 +108,9 @@ def test_a_file_of_no_sweep_is_refused(tmp_path, text) -> None:
 
 def test_an_experiment_needs_no_more_than_a_title() -> None:
     assert Experiment(title="x").scenarios == ("client", "class", "sample")
+
+
+def test_an_unknown_method_is_refused_when_the_file_is_read(small_experiment) -> None:
+    """Whoever reads it: `ease sweep` makes no plan."""
+    with pytest.raises(UserError, match=r"methods\.0\.method: eese: unknown method; choose one of: ease, fed_eraser"):
+        load_experiment(small_experiment, ['methods=["eese"]'])

@@ -7,12 +7,14 @@ import pytest
 
 import ease.sweep
 from ease.data.request import ClientRequest, forget_mask
-from ease.errors import UserError
+from ease.errors import Diverged, UserError
 from ease.experiment import load_tuned
 from ease.forget import request_id
 from ease.methods import METHODS, make_method
+from ease.methods.base import Unlearner
 from ease.run import Run, World
 from ease.scenarios import scenario_request, validation_request
+from ease.storage import read_json
 from ease.sweep import Judge, Search, choose, chosen_toml, searches_for, searches_in, sweep, trials, validation_recall
 
 TUNED = sorted(name for name, kind in METHODS.items() if kind.tuned)
@@ -110,6 +112,37 @@ def test_the_score_by_hand(learnt, monkeypatch) -> None:
     for recall, expected in ((60.0, 0.75), (90.0, 0.5)):
         monkeypatch.setattr(ease.sweep, "validation_recall", lambda *_, recall=recall: recall)
         assert judge.score(make_method("finetune")) == pytest.approx(expected)
+
+
+def test_settings_that_diverge_are_stored_with_the_reason_and_never_chosen(search, tmp_path, monkeypatch) -> None:
+    """The defaults of fine-tuning diverge, its second trial scores 3; of MultiDelete nothing is left."""
+    second = trials("finetune", 2)[1]
+
+    def score(self: Judge, method: Unlearner) -> float:
+        if method != second:
+            raise Diverged("round 1: every update was rejected")
+        return 3.0
+
+    monkeypatch.setattr(Judge, "of", lambda *_: Judge(*[None] * 4, gap_before=1.0, recall_before=1.0))
+    monkeypatch.setattr(Judge, "score", score)
+    assert len(list(sweep([search], 1))) == search.notes
+    stored = read_json(search.score_path("client", trials("finetune", 2)[0]))
+    assert stored["score"] is None and stored["reason"] == "round 1: every update was rejected"
+    chosen = choose([search])
+    assert chosen.keys() == {"finetune"} and chosen["finetune"]["client"].default_score is None
+    assert chosen["finetune"]["client"].settings == second.model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "tuned.toml").write_text(chosen_toml(chosen, "x.toml"))
+    assert load_tuned(tmp_path / "tuned.toml") == chosen
+
+
+def test_a_gap_that_is_no_number_is_no_score(learnt, monkeypatch) -> None:
+    judge = Judge(learnt.run, learnt.world, learnt.trained, ClientRequest(clients=(0,)), 2.0, 80.0)
+    monkeypatch.setattr(ease.sweep, "forget", lambda *_, **__: iter(()))
+    outcome = type("Outcome", (), {"model": lambda self: learnt.trained.final})()
+    monkeypatch.setattr(ease.sweep, "outcome_of", lambda *_: outcome)
+    monkeypatch.setattr(ease.sweep, "_gap", lambda *_: math.nan)
+    monkeypatch.setattr(ease.sweep, "validation_recall", lambda *_: 60.0)
+    assert judge.trial(make_method("finetune"))["score"] is None
 
 
 @pytest.mark.parametrize("scenario", ["client", "class", "sample"])

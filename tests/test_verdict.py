@@ -1,6 +1,7 @@
 """An audit from end to end: complete, repeatable, kept under a key that nothing else can meet, and right both ways."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+import ease.verdict
+from ease.data.partition import joint_embedding
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
 from ease.forget import outcome_of
@@ -27,6 +30,9 @@ from ease.verdict import (
     make_shadows,
     near_duplicates,
     near_forget,
+    nearest_forget,
+    plan_of,
+    quick_attackers,
     read_shadow,
     stored_verdict,
     training_flops,
@@ -68,11 +74,51 @@ def test_a_pool_that_leaves_no_non_members_is_refused(learnt) -> None:
 def test_near_forget_pairs_are_the_nearest_retained_and_copies_are_counted(learnt) -> None:
     world = learnt.world
     forget, retain = world.shards[1].train, np.concatenate([world.shards[n].train for n in (0, 2, 3)])
-    near = near_forget(world, forget, retain)
+    nearest = nearest_forget(world, forget, retain)
+    near = near_forget(nearest, forget, retain)
     assert len(near) == len(forget) and set(near) <= set(retain)
-    assert near_duplicates(world, forget, retain) == 0
-    assert near_duplicates(world, forget, np.concatenate([retain, forget[:3]])) == 3
-    assert set(forget[:3]) <= set(near_forget(world, forget, np.concatenate([retain, forget[:3]])))
+    assert nearest[np.isin(retain, near)].min() >= nearest[~np.isin(retain, near)].max()
+    assert near_duplicates(nearest) == 0
+    copies = np.concatenate([retain, forget[:3]])
+    nearest = nearest_forget(world, forget, copies)
+    assert near_duplicates(nearest) == 3
+    assert set(forget[:3]) <= set(near_forget(nearest, forget, copies))
+
+
+def test_nearness_is_the_same_in_parts_and_takes_half_the_memory(learnt, monkeypatch) -> None:
+    """Against the whole matrix in double precision."""
+    world = learnt.world
+    forget, retain = world.shards[1].train, np.concatenate([world.shards[n].train for n in (0, 2, 3)])
+    pooled = world.activations.pooled_image, world.activations.pooled_text
+    whole = [joint_embedding(*(side[positions] for side in pooled)) for positions in (retain, forget)]
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in whole]
+    monkeypatch.setattr(ease.verdict, "PAIRS_AT_ONCE", 7)
+    sizes = []
+    joint = ease.verdict._joint
+    monkeypatch.setattr(ease.verdict, "_joint", lambda w, p: sizes.append(len(p)) or joint(w, p))
+    nearest = nearest_forget(world, forget, retain)
+    np.testing.assert_allclose(nearest, (unit[0] @ unit[1].T).max(axis=1), atol=1e-5)
+    assert nearest.dtype == np.float32 and max(sizes[1:]) <= 7
+
+
+def test_a_machine_that_cannot_tell_its_free_cores_has_workers_too(learnt, monkeypatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    method = make_method("finetune")
+    audit = Audit(learnt.run, learnt.world, outcome_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())
+    assert audit.workers == 3
+
+
+def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, monkeypatch) -> None:
+    real = plan_of(learnt.run, learnt.world, CLIENT, None, 16)
+    plan = replace(real, folder=tmp_path)
+    scratch = plan.store / f"{LEFTOVER}killed"
+    (scratch / "0" / "rounds").mkdir(parents=True)
+    monkeypatch.setattr(ease.verdict, "plan_of", lambda *_: plan)
+    monkeypatch.setattr(ease.verdict, "make_shadows", lambda *_: iter(()))
+    monkeypatch.setattr(ease.verdict, "bench_of", lambda *_: None)
+    quick_attackers(learnt.run, learnt.world, CLIENT)
+    assert not scratch.exists()
 
 
 # --- what is kept, and under which key ---

@@ -40,6 +40,17 @@ def test_several_processes_do_every_job_once(tmp_path) -> None:
     assert str(os.getpid()) not in {job.read_text() for job in jobs}
 
 
+def tell_memory(job: Path) -> Iterator[str]:
+    yield os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
+
+
+@pytest.mark.slow
+def test_processes_keep_freed_memory_and_this_one_stays_as_it_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    assert set(spread(tell_memory, [tmp_path, tmp_path], 2)) == {str(1 << 32)}
+    assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "7" and "MALLOC_MMAP_THRESHOLD_" not in os.environ
+
+
 @pytest.mark.slow
 def test_a_mistake_in_a_process_is_told_as_it_is(tmp_path) -> None:
     with pytest.raises(UserError, match="cannot be done"):

@@ -1,6 +1,5 @@
 """The whole job from Python, as short as on the command line: train, forget, audit."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Any
 from ease.commands.audit import AuditSummary, audit_run
 from ease.commands.forget import ForgetSummary, forget_run
 from ease.commands.train import TrainSummary, train_run
-from ease.config import validate
+from ease.config import assign, read_toml, validate
 from ease.console import Shown, as_html, as_text
 from ease.forget import Outcome, request_id, trained_of
 from ease.methods import make_method
 from ease.params import Params
-from ease.run import Run, RunConfig, load_config
+from ease.run import Run, RunConfig, anchor_paths
 from ease.verdict import AuditConfig
 
 
@@ -124,9 +123,14 @@ def train(
 
     Without `out` the run goes to a new temporary folder.
     """
-    if not isinstance(config, RunConfig):
-        changes = tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items())
-        config = load_config(None if config is None else Path(config), changes)
+    if isinstance(config, RunConfig):
+        table, source = config.model_dump(mode="json"), "settings"
+    elif config is None:
+        table, source = {}, "settings"
+    else:
+        table, source = anchor_paths(read_toml(Path(config)), Path(config).parent), str(config)
+    table = anchor_paths(assign(table, settings or {}), Path.cwd())
+    config = validate(RunConfig, table, source)
     folder = Path(out) if out is not None else Path(mkdtemp(prefix="ease-")) / "run"
     return TrainedRun(folder, train_run(config, folder, quiet))
 

@@ -19,12 +19,13 @@ from torch import Tensor
 from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
 from ease.data.request import Request
-from ease.errors import UserError
+from ease.errors import Diverged, UserError
 from ease.experiment import Cell, Entrant, Experiment, Job, plan
 from ease.forget import evaluation_sets, forget, measure, outcome_of, similarities, trained_of
 from ease.methods import make_method
 from ease.overlap import client_overlap
 from ease.params import Params
+from ease.report.tables import DIVERGED
 from ease.run import Run, World
 from ease.scenarios import scenario_request
 from ease.storage import read_json, write_json
@@ -62,13 +63,18 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
         Entrant(f"Retrain, order {order}", make_method("retrain", (f"order={order}",)))
         for order in range(1, cell.band_retrains + 1)
     ]
-    for entrant in (retrain, *others, *cell.entrants):
+    references = (retrain, *others)
+    diverged: dict[Path, str] = {}
+    for entrant in (*references, *cell.entrants):
+        value = f", {entrant.at[0]} = {entrant.at[1]}" if entrant.at else ""
         try:
             for _ in forget(run, world, request, entrant.method, observe=False):
                 pass
         except UserError as error:
-            raise UserError(f"{cell.scenario} request, seed {seed}, {entrant.label}: {error}") from error
-        value = f", {entrant.at[0]} = {entrant.at[1]}" if entrant.at else ""
+            if entrant in references or not isinstance(error, Diverged):
+                raise UserError(f"{cell.scenario} request, seed {seed}, {entrant.label}: {error}") from error
+            diverged[outcome_of(run, request, entrant.method).folder] = str(error)
+            value += ", diverged"
         yield f"{cell.scenario} request, seed {seed}: {entrant.label}{value}"
     yardstick = Yardstick.of(run, world, request, cell.shadows)
     if cell.shadows:
@@ -77,10 +83,14 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
     roles = [("method", cell.entrants), ("band", others), ("retrain", [retrain])]
     models = [(role, entrant) for role, entrants in roles for entrant in entrants]
     recalls = measure(world, yardstick.trained, yardstick.sets)
-    rows = [_row(cell, "trained", None, yardstick, yardstick.trained, recalls)]
+    rows = [_row(cell, "trained", None) | _figures(cell, yardstick, yardstick.trained, recalls)]
     for role, entrant in models:
         outcome = outcome_of(run, request, entrant.method)
-        rows.append(_row(cell, role, entrant, yardstick, outcome.model(), outcome.record()["metrics"]))
+        if outcome.folder in diverged:
+            found: dict[str, Any] = {"metrics": {}, "note": DIVERGED, "reason": diverged[outcome.folder]}
+        else:
+            found = _figures(cell, yardstick, outcome.model(), outcome.record()["metrics"])
+        rows.append(_row(cell, role, entrant) | found)
     write_json(cell.path(run.folder), rows)
 
 
@@ -120,15 +130,8 @@ class Yardstick:
         return found
 
 
-def _row(
-    cell: Cell,
-    role: str,
-    entrant: Entrant | None,
-    yardstick: Yardstick,
-    state: Params,
-    recorded: Mapping[str, float],
-) -> dict[str, Any]:
-    """One model in the results; the trained one has no entrant."""
+def _row(cell: Cell, role: str, entrant: Entrant | None) -> dict[str, Any]:
+    """What a model is in the results; the trained one has no entrant."""
     at = cell.at or (entrant.at if entrant else None)
     row: dict[str, Any] = {
         "scenario": cell.scenario,
@@ -138,13 +141,18 @@ def _row(
         "label": entrant.label if entrant else "Trained",
         "settings": entrant.method.model_dump(mode="json", exclude_defaults=True) if entrant else {},
         "tuned": entrant.tuned if entrant else False,
-        "metrics": yardstick.metrics(state, recorded),
     }
     if at:
         row["at"] = {"name": at[0], "value": at[1]}
-    if cell.pairs:
-        row["pairs"] = {part: _similarities(yardstick.world, state, yardstick.sets[part]) for part in PARTS}
     return row
+
+
+def _figures(cell: Cell, yardstick: Yardstick, state: Params, recorded: Mapping[str, float]) -> dict[str, Any]:
+    """And what was found of it."""
+    found: dict[str, Any] = {"metrics": yardstick.metrics(state, recorded)}
+    if cell.pairs:
+        found["pairs"] = {part: _similarities(yardstick.world, state, yardstick.sets[part]) for part in PARTS}
+    return found
 
 
 def _similarities(world: World, state: Params, positions: np.ndarray) -> list[float]:
@@ -187,7 +195,9 @@ def _same_run(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _band(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = {}
     for key in group[0]["metrics"]:
-        band = prediction_band([row["metrics"][key] for row in group])
+        # Retraining's own rho is 0 by its definition and says nothing about how far retrainings lie apart.
+        values = [row["metrics"][key] for row in group if key != "rho" or row["role"] != "retrain"]
+        band = prediction_band(values)
         if band is not None:
             found[key] = [band.low, band.high]
     first = {key: group[0][key] for key in ("scenario", "seed", "at") if key in group[0]}
@@ -213,15 +223,17 @@ def header(experiment: Experiment) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the source, with a mark if files have changed since; none outside of git."""
+    """The commit of the source, with a mark if files have changed since; none where git does not track it.
+
+    An installed package may lie inside another project's folder, whose commit says nothing about it.
+    """
+    source = Path(__file__)
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        _git(source.parent, "ls-files", "--error-unmatch", source.name)
+        return _git(source.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

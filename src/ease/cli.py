@@ -268,8 +268,9 @@ def sweep(
         int, typer.Option(min=1, help="Settings that are tried of every method; the first are its defaults.")
     ] = 8,
     work: Annotated[
-        Path, typer.Option(help="Folder of an experiment's runs, the same as --out of `ease bench`.")
-    ] = Path("results"),
+        Path | None,
+        typer.Option(help="Folder of an experiment's runs, the same as --out of `ease bench`; default: results."),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time; default: one for each core.")
     ] = None,
@@ -312,10 +313,9 @@ def _finish(summary: Summary, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary.as_json(), allow_nan=False))
     else:
-        from ease.console import screen
+        from ease.console import show
 
-        for part in summary.render():
-            screen.print(part, soft_wrap=isinstance(part, str))  # a path broken in two cannot be copied
+        show(summary)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,22 +35,29 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def override(table: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """Apply `section.key=value` assignments; values are read as TOML, bare words as text."""
-    result = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    changes = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
         if not separator or not name.strip():
             raise UserError(f"--set {assignment}: write it as key=value, for example --set training.rounds=5")
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
+            changes[name.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            value = text
-        *sections, key = name.strip().split(".")
+            changes[name.strip()] = text
+    return assign(table, changes)
+
+
+def assign(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Set values by their names, such as `section.key`."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    for name, value in changes.items():
+        *sections, key = name.split(".")
         target = result
         for section in sections:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
-                raise UserError(f"--set {assignment}: {section} is a value, not a section")
-        target[key] = value
+                raise UserError(f"{name}: {section} is a value, not a section; name a key of a section")
+        target[key] = str(value) if isinstance(value, Path) else value
     return result
 
 

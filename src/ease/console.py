@@ -8,6 +8,7 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from ease.errors import UserError
 
@@ -54,7 +56,9 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False) -> It
         return
     if not errors.is_terminal:  # a log file: a line for each round instead of a bar
         numbers = count(done + 1)
-        yield RoundProgress(lambda note: errors.print(f"{title} {next(numbers)}/{total}  {note}", soft_wrap=True))
+        yield RoundProgress(
+            lambda note: errors.print(f"{title} {next(numbers)}/{total}  {note}", soft_wrap=True, markup=False)
+        )
         return
     with Progress(*_columns(), console=errors, transient=False) as progress:
         try:
@@ -89,13 +93,13 @@ def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[
 
 def _columns() -> list[ProgressColumn]:
     return [
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
     ]
 
 
@@ -104,7 +108,7 @@ def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Ite
     if not errors.is_terminal:
         yield from items
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=errors, transient=True)
     task = bar.add_task(label, total=total)
     begun, shown = time.monotonic(), False
@@ -123,16 +127,19 @@ def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Ite
 def table(
     title: str,
     columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
+    rows: Iterable[Iterable[str | Text]],
     caption: str | None = None,
     text_columns: int = 1,
 ) -> Table:
-    """A table whose first columns are text and whose others are numbers."""
-    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    """A table whose first columns are text and whose others are numbers.
+
+    Strings are shown as they are, brackets too: labels and paths are the user's. What has a style is a Text.
+    """
+    result = Table(title=escape(title), title_justify="left", caption=escape(caption or ""), caption_justify="left")
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index < text_columns else "right", no_wrap=index == 0)
+        result.add_column(escape(column), justify="left" if index < text_columns else "right", no_wrap=index == 0)
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return result
 
 
@@ -158,6 +165,16 @@ def as_html(shown: Shown) -> str:
 
 
 def _recorded(recorder: Console, shown: Shown) -> Console:
-    for part in shown.render():
-        recorder.print(part, soft_wrap=isinstance(part, str))
+    show(shown, recorder)
     return recorder
+
+
+def show(shown: Shown, on: Console = screen) -> None:
+    """Print a summary; its strings are shown as they are, and not broken: half a path cannot be copied."""
+    for part in shown.render():
+        on.print(part, soft_wrap=isinstance(part, str | Text), markup=False)
+
+
+def labelled(label: str, text: str, style: str = "dim") -> Text:
+    """A line that begins with a word in another style."""
+    return Text.assemble((f"{label}:", style), f" {text}")

@@ -1,5 +1,9 @@
-"""The one error a user can cause, and which the command line turns into one clear line."""
+"""Errors that a user can mend, and which the command line turns into one clear line."""
 
 
 class UserError(Exception):
     """A mistake the user can mend; the message names the file or field and the remedy."""
+
+
+class Diverged(UserError):
+    """Training or unlearning ended in no usable model: for a grid of many answers a finding, and no reason to stop."""

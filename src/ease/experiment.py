@@ -35,6 +35,13 @@ class Entry(Config):
     vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
     """One of its settings and the values that it takes in turn."""
 
+    @field_validator("method")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in METHODS:
+            raise ValueError(f"{name}: unknown method; choose one of: {', '.join(sorted(METHODS))}")
+        return name
+
 
 class Experiment(Config):
     """A grid, and how it is drawn. Retraining is always part of it."""
@@ -66,6 +73,13 @@ class Experiment(Config):
             raise ValueError("choose an even number from 4, or 0 for no attacks")
         return count
 
+    @field_validator("vary")
+    @classmethod
+    def _no_seeds(cls, vary: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        if "seed" in vary:
+            raise ValueError("seed: write it as `seeds`, over which figures are averaged")
+        return vary
+
     @model_validator(mode="after")
     def _one_varied(self) -> "Experiment":
         if self.vary and any(entry.vary for entry in self.methods):
@@ -83,7 +97,8 @@ class Chosen(Config):
     """What a sweep found for one method and scenario."""
 
     score: float
-    default_score: float
+    default_score: float | None = None
+    """Absent where the defaults diverged."""
     budget: int
     settings: dict[str, Any] = Field(default_factory=dict)
 

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import prod
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from ease.audit.evaluate import recalls
 from ease.data.request import ClassRequest, ClientRequest, Request
-from ease.errors import UserError
+from ease.errors import Diverged, UserError
 from ease.experiment import Chosen, run_folder
 from ease.forget import forget, outcome_of, trained_of
 from ease.methods import METHODS, make_method
@@ -126,7 +126,7 @@ def work(search: Search) -> Iterator[str]:
                 path = search.score_path(scenario, method)
                 if not path.is_file():
                     judge = judge or Judge.of(run, world, validation_request(world, scenario, run.config.seed))
-                    write_json(path, {"score": judge.score(method), "method": method.model_dump(mode="json")})
+                    write_json(path, {**judge.trial(method), "method": method.model_dump(mode="json")})
                 yield f"{scenario} request: {method.title}, trial {number + 1}"
 
 
@@ -150,12 +150,21 @@ class Judge:
             raise UserError(f"{run.folder}: the trained model has learnt nothing to forget; train longer")
         return cls(run, world, trained, request, gap, recall)
 
+    def trial(self, method: Unlearner) -> dict[str, Any]:
+        """The score as it is stored; settings without a usable model have none, and the reason instead."""
+        try:
+            return {"score": self.score(method)}
+        except Diverged as error:
+            return {"score": None, "reason": str(error)}
+
     def score(self, method: Unlearner) -> float:
         for _ in forget(self.run, self.world, self.request, method, observe=False):
             pass
         state = outcome_of(self.run, self.request, method).model()
         gap = abs(_gap(self.world, self.trained, self.request, state))
         recall = validation_recall(self.world, self.request, state)
+        if not isfinite(gap):
+            raise Diverged("the log-odds are not finite: the model diverged, no membership gap")
         return gap / self.gap_before + max(0.0, 1 - recall / self.recall_before)
 
 
@@ -185,18 +194,23 @@ def sweep(searches: Sequence[Search], processes: int) -> Iterator[str]:
 
 
 def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
-    """Method -> scenario -> the settings of the lowest score; the defaults win a tie."""
+    """Method -> scenario -> the settings of the lowest score; the defaults win a tie.
+
+    Settings that diverged are never chosen; where all did, there is no choice.
+    """
     chosen: dict[str, dict[str, Chosen]] = {}
     for search in searches:
         for scenario in search.scenarios:
             for name in search.methods:
                 tried = trials(name, search.budget)
                 scores = [read_json(search.score_path(scenario, method))["score"] for method in tried]
-                best = min(range(len(tried)), key=scores.__getitem__)
+                best = min(range(len(tried)), key=lambda n: inf if scores[n] is None else scores[n])
+                if scores[best] is None:
+                    continue
                 settings = tried[best].model_dump(mode="json", exclude_defaults=True)
                 chosen.setdefault(name, {})[scenario] = Chosen(
                     score=round(scores[best], 4),
-                    default_score=round(scores[0], 4),
+                    default_score=None if scores[0] is None else round(scores[0], 4),
                     budget=len(tried),
                     settings=settings,
                 )
@@ -211,7 +225,8 @@ def chosen_toml(chosen: Mapping[str, Mapping[str, Chosen]], source: str) -> str:
     ]
     for name, scenarios in sorted(chosen.items()):
         for scenario, found in sorted(scenarios.items()):
-            lines += ["", f"[{name}.{scenario}]", f"score = {found.score}", f"default_score = {found.default_score}"]
+            lines += ["", f"[{name}.{scenario}]", f"score = {found.score}"]
+            lines += [] if found.default_score is None else [f"default_score = {found.default_score}"]
             lines += [f"budget = {found.budget}"]
             values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.settings.items())
             lines += [f"settings = {{ {values} }}" if values else "settings = {}"]

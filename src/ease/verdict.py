@@ -1,12 +1,8 @@
 """Auditing an answer to a request: every measure beside retraining and its band, and what was not tested."""
 
-import multiprocessing
-import os
-import queue
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +13,11 @@ import torch
 from pydantic import Field, field_validator
 from torch.utils.flop_counter import FlopCounterMode
 
-from ease.audit.alignment import alignment_residual, pair_similarity
+from ease.audit.alignment import alignment_residual
 from ease.audit.attacks import Bench, Readings, Verdicts
 from ease.audit.band import Band, prediction_band, reach
 from ease.audit.distribution import ks_distance, retrain_yardstick
-from ease.audit.evaluate import common_size, embed_pairs, recalls
+from ease.audit.evaluate import common_size, recalls
 from ease.audit.membership import CONFIDENCE, EXPECTED_FALSE_POSITIVES, attack_strength_note, auc, leakage, roc
 from ease.audit.relearn import Curve, relearn
 from ease.audit.retrieval import GalleryRecall, chance_recall
@@ -40,15 +36,15 @@ from ease.config import Config
 from ease.data.partition import joint_embedding
 from ease.data.request import Request, forget_mask
 from ease.errors import UserError
-from ease.federation.history import file_hash
 from ease.federation.objectives import align
-from ease.forget import Outcome, evaluation_sets, find_outcome, outcome_of, trained_of
+from ease.forget import Outcome, evaluation_sets, find_outcome, outcome_of, similarities, trained_of
 from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.seeding import generator, stream_seed
-from ease.storage import LEFTOVER, digest, read_json, read_note, read_tensors, write_json, write_tensors
+from ease.storage import LEFTOVER, digest, read_json, read_note, read_tensors, sha256, write_json, write_tensors
+from ease.workers import default_processes, spread
 
 FORMAT = 1
 """Of the stored shadows; raise it when the same settings give other numbers."""
@@ -56,6 +52,8 @@ SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
 SAME_CONTENT = 0.98
 """Cosine in the joint frozen space from which a retained pair counts as a near-duplicate of a forget pair."""
+PAIRS_AT_ONCE = 4096
+"""Retained pairs that are compared with all forget pairs at a time: a whole matrix would not fit into memory."""
 MOST_WATCHED = 200
 """Pairs on each side of a relearning curve."""
 SHADOWS_AT_ONCE = 8
@@ -188,7 +186,7 @@ class Subjects:
 def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> Plan:
     history = trained_of(run).history
     history.verify_state(0)
-    start = file_hash(history.initial_path)
+    start = sha256(history.initial_path)
     return Plan(run.config, request, method, start, world.pairs.fingerprint, pool, run.folder)
 
 
@@ -256,20 +254,20 @@ class Audit:
 
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
-        for scratch in self.plan.store.glob(f"{LEFTOVER}*/"):
-            shutil.rmtree(scratch)  # updates of clients that a killed process left behind
+        remove_scratch(self.plan)
         shadows, orders = self.missing()
         workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
         if workers == 1:
             yield from make_shadows(self.plan, self.world, shadows, orders)
         else:
-            yield from _in_processes(self.plan, [(shadows[n::workers], orders[n::workers]) for n in range(workers)])
+            shares = [(self.plan, shadows[n::workers], orders[n::workers]) for n in range(workers)]
+            yield from map(int, spread(_train_share, shares, workers))
 
     @property
     def workers(self) -> int:
         if self.config.workers is not None:
             return self.config.workers
-        return 1 if self.world.device.type == "cuda" else min(4, len(os.sched_getaffinity(0)))
+        return min(4, default_processes(self.world.device.type))
 
     # The verdict
 
@@ -292,8 +290,8 @@ class Audit:
             "format": FORMAT,
             "request": self.request.model_dump(mode="json"),
             "method": self.method.model_dump(mode="json"),
-            "model_sha256": file_hash(self.outcome.model_path),
-            "retrain_sha256": file_hash(self.reference.model_path),
+            "model_sha256": sha256(self.outcome.model_path),
+            "retrain_sha256": sha256(self.reference.model_path),
             "settings": {**self.config.model_dump(mode="json"), "workers": None},
             "words": WORDS,
             "verdict": _words(outside, judged, attacks[strongest]["trained"]["note"]),
@@ -332,7 +330,12 @@ class Audit:
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
         sets = evaluation_sets(self.world, self.request)
-        return {**sets, "near": near_forget(self.world, sets["forget"], sets["retain"])}
+        return {**sets, "near": near_forget(self.nearest, sets["forget"], sets["retain"])}
+
+    @cached_property
+    def nearest(self) -> np.ndarray:
+        sets = evaluation_sets(self.world, self.request)
+        return nearest_forget(self.world, sets["forget"], sets["retain"])
 
     def _retrieval(self, models: Mapping[str, Params]) -> list[Measure]:
         """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
@@ -357,12 +360,8 @@ class Audit:
         size = common_size(self.sets, self.run.config.gallery)
         return recalls(self.world.model, state, self.world.activations, self.sets, size, self.world.device, draws=3)
 
-    def _similarity(self, state: Params) -> torch.Tensor:
-        embedded = embed_pairs(self.world.model, state, self.world.activations, self.sets["forget"], self.world.device)
-        return pair_similarity(*embedded)
-
     def _alignment(self, models: Mapping[str, Params]) -> list[Measure]:
-        similar = {name: self._similarity(state) for name, state in models.items()}
+        similar = {name: similarities(self.world, state, self.sets["forget"]) for name, state in models.items()}
 
         def residual(name: str) -> float:
             return alignment_residual(similar[name], similar["trained"], similar["retrain"])
@@ -372,8 +371,11 @@ class Audit:
         return [Measure("rho", residual("unlearned"), residual("retrain-1"), residual("trained"), band, note)]
 
     def _similarities(self, models: Mapping[str, Params]) -> dict[str, list[float]]:
-        names = ("trained", "unlearned", "retrain")
-        return {name: [round(value, 5) for value in self._similarity(models[name]).tolist()] for name in names}
+        found = {
+            name: similarities(self.world, models[name], self.sets["forget"])
+            for name in ("trained", "unlearned", "retrain")
+        }
+        return {name: [round(value, 5) for value in values.tolist()] for name, values in found.items()}
 
     def _attacks(
         self, bench: Bench, reads: Mapping[str, Readings]
@@ -497,7 +499,7 @@ class Audit:
                 f"the threshold comes from {outside} non-members of the shadows; on the audited model itself only "
                 f"{others} non-members can check it"
             )
-        twins = near_duplicates(self.world, self.sets["forget"], self.sets["retain"])
+        twins = near_duplicates(self.nearest)
         if twins:
             found.append(
                 f"{twins} retained pairs are near-duplicates of forget pairs: no method can forget what is kept"
@@ -595,6 +597,7 @@ def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, 
     plan = plan_of(run, world, request, None, min(pool, spare // 2))
     subjects = Subjects.of(world, request, plan.pool)
     missing = [number for number in range(shadows) if not plan.shadow_path(number).is_file()]
+    remove_scratch(plan)
     for _ in make_shadows(plan, world, missing, ()):
         pass
     return QuickAttackers(subjects, gauge_of(world, subjects), bench_of(plan, subjects, shadows, 0.01))
@@ -639,6 +642,15 @@ def _words(outside: Sequence[str], judged: int, strength: str) -> str:
 
 
 # Making shadows, here or in other processes
+
+Share = tuple[Plan, Sequence[int], Sequence[int]]
+"""What one process makes: some shadows and some retraining orders of a plan."""
+
+
+def remove_scratch(plan: Plan) -> None:
+    """Delete the clients' updates that a killed process left behind."""
+    for scratch in plan.store.glob(f"{LEFTOVER}*/"):
+        shutil.rmtree(scratch)
 
 
 def make_shadows(plan: Plan, world: World, shadows: Sequence[int], orders: Sequence[int]) -> Iterator[int]:
@@ -722,83 +734,34 @@ def _content(values: Mapping[str, torch.Tensor]) -> str:
     return digest({name: tensor.tolist() for name, tensor in values.items()})
 
 
-def _in_processes(plan: Plan, shares: Sequence[tuple[list[int], list[int]]]) -> Iterator[int]:
-    """The same in several processes, each with one thread: small matrices gain nothing from more."""
-    context = multiprocessing.get_context("spawn")
-    ticks: Any = context.Queue()
-    workers = [
-        context.Process(target=_worker, args=(plan, shadows, orders, ticks), daemon=True) for shadows, orders in shares
-    ]
-    with _keeping_memory():
-        for worker in workers:
-            worker.start()
-    running = len(workers)
-    try:
-        while running:
-            try:
-                tick = ticks.get(timeout=5)
-            except queue.Empty:
-                if any(worker.exitcode not in (None, 0) for worker in workers):
-                    raise UserError(
-                        "a process that trains shadows was ended from outside (too little memory?); run the same "
-                        "command again, with --workers 1 if it happens again"
-                    ) from None
-                continue
-            if isinstance(tick, str):
-                raise UserError(tick)
-            if tick == 0:
-                running -= 1
-            else:
-                yield tick
-    finally:
-        for worker in workers:
-            worker.terminate()
-            worker.join()
-
-
-@contextmanager
-def _keeping_memory() -> Iterator[None]:
-    """Processes started here keep freed memory instead of giving it back after every step, which costs a tenth."""
-    changes = {name: str(1 << 32) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _worker(plan: Plan, shadows: list[int], orders: list[int], ticks: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        for tick in make_shadows(plan, World.open(plan.config), shadows, orders):
-            ticks.put(tick)
-        ticks.put(0)
-    except UserError as error:
-        ticks.put(str(error))
+def _train_share(share: Share) -> Iterator[str]:
+    plan, shadows, orders = share
+    yield from map(str, make_shadows(plan, World.open(plan.config), shadows, orders))
 
 
 # Pairs and prices
 
 
-def near_forget(world: World, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
-    """The retained pairs nearest to forget pairs in the joint frozen space, as many as there are forget pairs."""
-    near = _joint(world, retain) @ _joint(world, forget).T
-    return np.sort(retain[near.max(axis=1).argsort(kind="stable")[::-1][: len(forget)]])
+def nearest_forget(world: World, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
+    """Cosine of each retained pair to the forget pair that is nearest to it in the joint frozen space."""
+    some = _joint(world, forget).T
+    starts = range(0, len(retain), PAIRS_AT_ONCE)
+    return np.concatenate([(_joint(world, retain[n : n + PAIRS_AT_ONCE]) @ some).max(axis=1) for n in starts])
 
 
-def near_duplicates(world: World, forget: np.ndarray, retain: np.ndarray) -> int:
+def near_forget(nearest: np.ndarray, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
+    """The retained pairs nearest to forget pairs, as many as there are forget pairs."""
+    return np.sort(retain[nearest.argsort(kind="stable")[::-1][: len(forget)]])
+
+
+def near_duplicates(nearest: np.ndarray) -> int:
     """How many retained pairs show and say nearly what a forget pair does."""
-    return int(((_joint(world, retain) @ _joint(world, forget).T).max(axis=1) >= SAME_CONTENT).sum())
+    return int((nearest >= SAME_CONTENT).sum())
 
 
 def _joint(world: World, positions: np.ndarray) -> np.ndarray:
     joint = joint_embedding(world.activations.pooled_image[positions], world.activations.pooled_text[positions])
-    return joint / np.linalg.norm(joint, axis=1, keepdims=True)
+    return (joint / np.linalg.norm(joint, axis=1, keepdims=True)).astype(np.float32)
 
 
 def training_flops(world: World) -> float:
@@ -819,4 +782,4 @@ def stored_verdict(outcome: Outcome) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    return found if found.get("model_sha256") == file_hash(outcome.model_path) else None
+    return found if found.get("model_sha256") == sha256(outcome.model_path) else None

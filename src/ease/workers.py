@@ -5,6 +5,7 @@ import os
 import queue
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -41,9 +42,10 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
         context.Process(target=_worker, args=(work, waiting, notes), daemon=True)
         for _ in range(min(processes, len(jobs)))
     ]
-    for worker in workers:
-        waiting.put(None)
-        worker.start()
+    with _keeping_memory():
+        for worker in workers:
+            waiting.put(None)
+            worker.start()
     running = len(workers)
     try:
         while running:
@@ -53,7 +55,8 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
                 if any(worker.exitcode not in (None, 0) for worker in workers):
                     raise UserError(
                         "a worker process ended early (its words stand above; if there are none, memory ran out): run "
-                        "the same command again, with --processes 1 if it happens again"
+                        "the same command again, if it happens again in one process (--processes 1, or --workers 1 of "
+                        "`ease audit`)"
                     ) from None
                 continue
             if isinstance(note, UserError):
@@ -66,6 +69,22 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
         for worker in workers:
             worker.terminate()
             worker.join()
+
+
+@contextmanager
+def _keeping_memory() -> Iterator[None]:
+    """Processes started here keep freed memory instead of giving it back after every step, which costs a tenth."""
+    changes = {name: str(1 << 32) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _worker(work: Work[Any], waiting: Any, notes: Any) -> None:

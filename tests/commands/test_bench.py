@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ease.commands.bench import BenchSummary
+from ease.console import as_text
 from ease.experiment import load_tuned
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -98,3 +100,30 @@ def test_results_of_something_else_are_refused(ease, tmp_path) -> None:
 def test_a_sweep_of_nothing_is_refused(ease, tmp_path) -> None:
     result = ease("sweep", tmp_path, "--out", tmp_path / "tuned.toml")
     assert result.code == 2 and "no run here" in result.err
+
+
+@pytest.mark.parametrize("option", [("--set", "seeds=[1]"), ("--work", "elsewhere")])
+def test_a_sweep_on_a_run_takes_no_settings_and_no_place(ease, tmp_path, option) -> None:
+    result = ease("sweep", tmp_path, "--out", tmp_path / "tuned.toml", *option)
+    assert result.code == 2 and result.err.startswith(f"error: {option[0]}: {tmp_path} is a run")
+
+
+def test_a_sweep_of_an_unknown_method_is_refused_in_one_line(ease, tmp_path) -> None:
+    (tmp_path / "x.toml").write_text('title = "x"\nmethods = ["eese"]\n')
+    result = ease("sweep", tmp_path / "x.toml", "--out", tmp_path / "tuned.toml")
+    assert (
+        result.code == 2 and result.err.count("\n") == 1 and "eese: unknown method; choose one of: ease" in result.err
+    )
+
+
+def test_a_label_in_brackets_is_shown() -> None:
+    recalls = {f"{part}/recall@1": 20.0 for part in ("forget", "retain", "test")}
+    costs = {f"{kind}/{what}": 1.0 for kind in ("cost", "ratio") for what in ("bytes_up", "bytes_down", "seconds")}
+    rows = [
+        {"scenario": "client", "seed": 0, "role": role, "label": label, "settings": {}, "tuned": False}
+        | {"metrics": recalls | costs}
+        for role, label in (("method", "EASE [ours]"), ("retrain", "Retrain"))
+    ]
+    found = {"header": {"experiment": {"vary": {}}}, "bands": [], "rows": rows}
+    shown = as_text(BenchSummary(Path("out/[x]"), found, (Path("out/[x]/results.json"),)))
+    assert "EASE [ours]" in shown and "written to out/[x]: results.json" in shown and "[bold]" not in shown

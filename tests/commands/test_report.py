@@ -16,11 +16,11 @@ from PIL import Image
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
 from ease.data.request import ClientRequest
 from ease.errors import UserError
-from ease.federation.history import file_hash
 from ease.forget import Outcome, forget, outcome_of
 from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
 from ease.run import Run, RunConfig, World
+from ease.storage import sha256
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_only_some_answers_have_pictures_and_audited_ones_come_first(
 ) -> None:
     """Of two like answers the second is audited, and one alone may be illustrated."""
     other = Path(shutil.copytree(answer(run).folder, answer(run).folder.parent / "other"))
-    audit = {"model_sha256": file_hash(other / "model.safetensors"), "verdict": "", "outside": [], "measures": []}
+    audit = {"model_sha256": sha256(other / "model.safetensors"), "verdict": "", "outside": [], "measures": []}
     (other / "audit.json").write_text(json.dumps(audit))
     monkeypatch.setattr("ease.commands.report.MOST_ILLUSTRATED", 1)
     html = report_run(run, None, None, quiet=True).path.read_text()
@@ -119,7 +119,7 @@ def test_records_that_were_copied_without_their_run(run: Path, tmp_path: Path) -
 
 def test_an_audit_counts_while_its_model_is_the_one_that_was_audited(run: Path) -> None:
     outcome = answer(run)
-    audit = {"model_sha256": file_hash(outcome.model_path), "verdict": "all well", "outside": [], "measures": []}
+    audit = {"model_sha256": sha256(outcome.model_path), "verdict": "all well", "outside": [], "measures": []}
     (outcome.folder / "audit.json").write_text(json.dumps(audit))
     assert report_run(run, None, False, quiet=True).audited == 1
     (outcome.folder / "audit.json").write_text(json.dumps(audit | {"model_sha256": "another"}))

@@ -8,9 +8,10 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.fedavg import Round
-from ease.federation.history import History, file_hash, read_block
+from ease.federation.history import History, read_block
 from ease.federation.protocol import Update
 from ease.params import Params
+from ease.storage import sha256
 
 
 def a_round(toy_params, number: int, clients=(0, 3)) -> Round:
@@ -114,7 +115,7 @@ def test_equal_rounds_have_equal_bytes(history, toy_params, tmp_path) -> None:
     for path in one.iterdir():
         assert path.read_bytes() == (two / path.name).read_bytes()
     hashes = json.loads((one / "round.json").read_text())["sha256"]
-    assert hashes == {path.name: file_hash(path) for path in one.glob("*.safetensors")}
+    assert hashes == {path.name: sha256(path) for path in one.glob("*.safetensors")}
 
 
 def test_one_block_is_read_alone(history, toy_params) -> None:

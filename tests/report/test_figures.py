@@ -85,3 +85,18 @@ def test_pairs_from_the_most_to_the_least_alike() -> None:
     similarity = np.array([[1.0, 0.5, 0.1], [0.5, 1.0, 0.9], [0.1, 0.9, 1.0]])
     assert representative_pairs(similarity) == [(1, 2), (0, 1), (0, 2)]
     assert representative_pairs(similarity, 2) == [(1, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("kind", sorted(DRAWN))
+def test_what_diverged_leaves_a_gap(kind, drawable) -> None:
+    results = drawable[kind]
+    lost = [row | {"metrics": {}, "note": "diverged"} for row in results["rows"]]
+    for row in lost:
+        row.pop("pairs", None)
+    rows = [gone if row["label"] == "Near" else row for row, gone in zip(results["rows"], lost, strict=True)]
+    figure = draw({**results, "rows": rows})[kind]
+    assert encode(figure, "svg").startswith(b"<?xml")
+    if kind == "bars":
+        assert "Near (diverged)" in [text.get_text() for text in figure.legends[0].get_texts()]
+    if kind == "grid":
+        assert [text.get_text() for text in figure.axes[0].texts] == ["0.25", "diverged", "0.25", "0.25"]

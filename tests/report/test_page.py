@@ -207,3 +207,12 @@ def test_pairs_are_shown_with_their_ranks_or_a_reason(contents: Make, record: Ma
     assert "since they are private" in text_of(
         page(replace(alone(record()), why_no_pairs="None, since they are private."))
     )
+
+
+def test_a_bench_leaves_out_what_diverged(contents: Make) -> None:
+    def row(method: str, **extra: object) -> dict[str, object]:
+        return {"scenario": "client", "method": method, "metrics": {}, "note": "diverged", **extra}
+
+    rows = [row("ease"), row("ease", metrics={"forget/recall@1": 20.0}, note=""), row("pgd")]
+    text = text_of(page(replace(contents(), bench={"rows": rows})))
+    assert "easeclient20.01" in text and "pgdclientdiverged0" in text

@@ -81,3 +81,34 @@ def test_similarity_of_different_clients_alone() -> None:
     """Cosines 1 and 0 have the mean 0.5; a client's likeness to itself does not count."""
     overlap = {"cosines": [[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]]}
     assert mean_similarity(overlap) == 0.5
+
+
+def test_gaps_of_opposite_sign_do_not_cancel_when_a_column_is_won(results) -> None:
+    """Far's gaps become +1 and +3: its mean gap 2 is larger than Near's (+4 - 4) / 2 = 0, its mean |gap| 2 is less."""
+    for row in results["rows"]:
+        if row["label"] == "Far":
+            row["metrics"]["forget/recall@1"] = {0: 21.0, 1: 33.0}[row["seed"]]
+    (sheet,) = sheets(results)
+    assert [line.label for line in best_of(sheet, FORGET[0])] == ["Far"]
+
+
+def lose(results: dict, label: str, *seeds: int) -> None:
+    """Make a method diverge on some seeds."""
+    for row in results["rows"]:
+        if row["label"] == label and row["seed"] in seeds:
+            row |= {"metrics": {}, "note": "diverged", "reason": "every update was rejected"}
+
+
+def test_a_seed_that_diverged_is_left_out_of_means_and_told(results) -> None:
+    """Of Near only seed 1 is left: 26, gap -4. It wins nothing with fewer seeds than others."""
+    lose(results, "Near", 0)
+    (sheet,) = sheets(results)
+    near = figures(sheet, FORGET[0])[1]
+    assert (near.value, near.spread, near.note, near.best) == ("26.0", "", "-4.0, 1 diverged", False)
+    assert [line.label for line in best_of(sheet, FORGET[0])] == ["Far"]
+
+
+def test_a_method_without_a_model_is_shown_as_diverged(results) -> None:
+    lose(results, "Near", 0, 1)
+    assert "| Near | diverged | diverged |" in markdown(results)
+    assert "Near & diverged & diverged" in latex(results)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ease.errors import UserError
+from ease.errors import Diverged, UserError
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 COLLAPSE_TOLERANCE = 1e-6
@@ -150,13 +150,13 @@ def _checked(image: Tensor, text: Tensor, ks: Sequence[int]) -> tuple[Tensor, Te
 def _refuse_degenerate(name: str, rows: Tensor) -> None:
     broken = int((~rows.isfinite()).any(1).sum())
     if broken:
-        raise UserError(f"{broken} of {len(rows)} {name} embeddings are not finite: the model diverged, no recall")
+        raise Diverged(f"{broken} of {len(rows)} {name} embeddings are not finite: the model diverged, no recall")
     norms = rows.norm(dim=1)
     zeros = int((norms <= COLLAPSE_TOLERANCE).sum())
     if zeros:
-        raise UserError(f"{zeros} of {len(rows)} {name} embeddings are zero: the model collapsed, no recall")
+        raise Diverged(f"{zeros} of {len(rows)} {name} embeddings are zero: the model collapsed, no recall")
     if float((rows - rows[0]).abs().max()) <= COLLAPSE_TOLERANCE:
-        raise UserError(f"all {len(rows)} {name} embeddings are equal: the model collapsed, no recall")
+        raise Diverged(f"all {len(rows)} {name} embeddings are equal: the model collapsed, no recall")
     if float((norms - 1).abs().max()) > NORM_TOLERANCE:
         spread = f"{float(norms.min()):.3g} to {float(norms.max()):.3g}"
         raise UserError(f"{name} embeddings have norms from {spread}: normalise them to 1 before asking for recall")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ease.audit.evaluate import embed_pairs
 from ease.data.features import Activations
-from ease.errors import UserError
+from ease.errors import Diverged
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
@@ -52,7 +52,7 @@ def statistics(
     values = {"log_odds": odds, "cosine": positive * temperature, "loss": loss}
     found = {name: value.mean(1).double().cpu().numpy() for name, value in values.items()}
     if not all(np.isfinite(value).all() for value in found.values()):
-        raise UserError("the embeddings are not finite: the model diverged, there is nothing to measure")
+        raise Diverged("the embeddings are not finite: the model diverged, there is nothing to measure")
     return found
 
 

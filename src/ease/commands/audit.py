@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.panel import Panel
+from rich.text import Text
 
 from ease.commands.forget import answer
-from ease.console import megabytes, status, table, ticks_bar
+from ease.console import labelled, megabytes, status, table, ticks_bar
 from ease.forget import find_outcome
 from ease.methods.retrain import Retrain
 from ease.run import Run, World
@@ -47,8 +48,8 @@ class AuditSummary:
         noted = [entry for entry in shown if entry["note"] and "recall" not in entry["name"]]
         good = found["verdict"].startswith(found["words"])
         yield Panel(
-            found["verdict"][0].upper() + found["verdict"][1:],
-            title=f"Audit of {self.name} ({found['method']['method']})",
+            Text(found["verdict"][0].upper() + found["verdict"][1:]),
+            title=Text(f"Audit of {self.name} ({found['method']['method']})"),
             title_align="left",
             border_style="green" if good else "yellow",
         )
@@ -59,8 +60,8 @@ class AuditSummary:
             caption="band: where one more retrained model would fall (95 %)",
         )
         chance = ", ".join(f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in gallery["chance"].items())
-        yield f"[dim]recall:[/] in percent, both ways, in galleries of {gallery['pairs']} pairs; by chance {chance}"
-        yield from (f"[dim]{_label(measure)}:[/] {measure['note']}" for measure in noted)
+        yield labelled("recall", f"in percent, both ways, in galleries of {gallery['pairs']} pairs; by chance {chance}")
+        yield from (labelled(_label(measure), measure["note"]) for measure in noted)
         yield table(
             "Cost", ["", "answer", "retrain", "ratio"], [_cost(*entry) for entry in found["costs"]["totals"].items()]
         )
@@ -73,8 +74,8 @@ class AuditSummary:
                 for share, row in matched.items()
             ],
         )
-        yield from (f"[yellow]note:[/] {warning}" for warning in found["warnings"])
-        yield from (f"[dim]not tested:[/] {gap}" for gap in found["not_tested"])
+        yield from (labelled("note", warning, "yellow") for warning in found["warnings"])
+        yield from (labelled("not tested", gap) for gap in found["not_tested"])
         yield f"{found['words'].capitalize()} is the most such measures can show. Kept in {self.folder / 'audit.json'}"
 
 
@@ -82,14 +83,14 @@ def _label(measure: dict[str, Any]) -> str:
     return LABELS.get(measure["name"]) or measure["name"].replace("/recall@", " R@")
 
 
-def _row(measure: dict[str, Any]) -> list[str]:
+def _row(measure: dict[str, Any]) -> list[str | Text]:
     digits = 1 if "recall" in measure["name"] else 3
     before, answer, retrain, low, high = (
         "" if measure[key] is None else f"{measure[key]:.{digits}f}"
         for key in ("before", "value", "retrain", "low", "high")
     )
-    mark = {True: "[green]inside[/]", False: "[red]outside[/]", None: "[dim]no band[/]"}[measure["inside"]]
-    return [_label(measure), before, answer, retrain, f"{low}..{high}" if high else "", mark]
+    mark = {True: ("inside", "green"), False: ("outside", "red"), None: ("no band", "dim")}[measure["inside"]]
+    return [_label(measure), before, answer, retrain, f"{low}..{high}" if high else "", Text(*mark)]
 
 
 def _cost(name: str, entry: dict[str, float]) -> list[str]:

@@ -1,11 +1,12 @@
 """What `ease bench` does: run an experiment's grid, with progress, and write its results, tables and figures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from ease.bench import bench, results
 from ease.console import rounds_bar, table
@@ -40,7 +41,7 @@ class BenchSummary:
     def render(self) -> Iterator[RenderableType]:
         for sheet in sheets(self.results):
             columns = {column.title: column for column in columns_of(sheet, (*FORGET, *RETAIN))}
-            shown: dict[str, list[str]] = {"": [line.label for line in sheet.lines]}
+            shown: dict[str, Sequence[str | Text]] = {"": [line.label for line in sheet.lines]}
             for title, name in SHOWN.items():
                 if title in columns:
                     shown[name] = [_with_gap(figure) for figure in figures(sheet, columns[title])]
@@ -54,14 +55,14 @@ class BenchSummary:
         yield f"written to {self.folder}: {', '.join(path.name for path in self.files)}"
 
 
-def _with_gap(figure: Figure | None) -> str:
+def _with_gap(figure: Figure | None) -> str | Text:
     if figure is None:
         return ""
     return _bold(f"{figure.value} {figure.note}{'°' if figure.inside else ''}".strip(), figure)
 
 
-def _bold(text: str, figure: Figure) -> str:
-    return f"[bold]{text}[/bold]" if figure.best else text
+def _bold(text: str, figure: Figure) -> Text:
+    return Text(text, "bold" if figure.best else "")
 
 
 def bench_run(experiment: Experiment, name: str, out: Path, processes: int | None, quiet: bool) -> BenchSummary:

@@ -8,11 +8,15 @@ from typing import Any
 from rich.console import RenderableType
 
 from ease.console import rounds_bar, table
+from ease.errors import UserError
 from ease.experiment import Chosen, load_experiment
 from ease.methods import METHODS
 from ease.storage import write_atomic
 from ease.sweep import FORMULA, Search, choose, chosen_toml, searches_for, searches_in, sweep
 from ease.workers import default_processes
+
+RESULTS = Path("results")
+"""Where `ease bench` keeps its runs too."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,12 @@ class SweepSummary:
 
     path: Path
     chosen: dict[str, dict[str, Chosen]]
+    diverged: tuple[str, ...]
+    """Methods and requests without a choice, since all their trials diverged."""
 
     def as_json(self) -> dict[str, Any]:
         found = {m: {s: c.model_dump(mode="json") for s, c in by.items()} for m, by in self.chosen.items()}
-        return {"file": str(self.path), "chosen": found}
+        return {"file": str(self.path), "chosen": found, "diverged": list(self.diverged)}
 
     def render(self) -> Iterator[RenderableType]:
         rows = [
@@ -32,7 +38,7 @@ class SweepSummary:
                 METHODS[name].title,
                 scenario,
                 ", ".join(f"{key} = {value}" for key, value in found.settings.items()) or "defaults",
-                f"{found.default_score:.2f}",
+                "diverged" if found.default_score is None else f"{found.default_score:.2f}",
                 f"{found.score:.2f}",
             ]
             for name, scenarios in sorted(self.chosen.items())
@@ -40,6 +46,7 @@ class SweepSummary:
         ]
         columns = ["method", "request", "chosen", "defaults' score", "score"]
         yield table("Chosen settings", columns, rows, caption=FORMULA, text_columns=3)
+        yield from (f"{what}: every trial diverged, so there is no choice" for what in self.diverged)
         yield f'written to {self.path}; use it with tuned = "..." in an experiment'
 
 
@@ -47,7 +54,7 @@ def sweep_run(
     source: Path,
     out: Path,
     budget: int,
-    work: Path,
+    work: Path | None,
     processes: int | None,
     assignments: Sequence[str],
     quiet: bool,
@@ -60,13 +67,20 @@ def sweep_run(
             bar.step(done=note)
     chosen = choose(searches)
     write_atomic(out, chosen_toml(chosen, source.as_posix()).encode())
-    return SweepSummary(out, chosen)
+    tried = [(name, scenario) for search in searches for name in search.methods for scenario in search.scenarios]
+    lost = [
+        f"{METHODS[name].title}, {scenario} request" for name, scenario in tried if scenario not in chosen.get(name, {})
+    ]
+    return SweepSummary(out, chosen, tuple(lost))
 
 
-def _searches(source: Path, budget: int, work: Path, assignments: Sequence[str]) -> list[Search]:
+def _searches(source: Path, budget: int, work: Path | None, assignments: Sequence[str]) -> list[Search]:
     if source.is_dir():
+        if assignments or work is not None:
+            option = "--set" if assignments else "--work"
+            raise UserError(f"{option}: {source} is a run, which has its settings and its place; leave {option} out")
         return searches_in(source, [name for name, kind in METHODS.items() if kind.tuned], budget)
     experiment = load_experiment(source, assignments)
     named = dict.fromkeys(entry.method for entry in experiment.methods)
     config = experiment.run.model_copy(update={"seed": experiment.seeds[0]})
-    return searches_for(config, experiment.scenarios, [n for n in named if METHODS[n].tuned], budget, work)
+    return searches_for(config, experiment.scenarios, [n for n in named if METHODS[n].tuned], budget, work or RESULTS)

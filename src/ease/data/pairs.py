@@ -1,6 +1,5 @@
 """Image-text pairs: one image, its captions, a stable id and a split."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +31,3 @@ class PairSet:
     def indices(self, split: str) -> np.ndarray:
         """Positions of the pairs of one split."""
         return np.flatnonzero(np.array(self.splits) == split)
-
-    def position(self, ids: Sequence[str]) -> np.ndarray:
-        """Positions of the pairs with these ids."""
-        where = {pair_id: index for index, pair_id in enumerate(self.ids)}
-        return np.array([where[pair_id] for pair_id in ids], dtype=np.int64)

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from ease.config import Config
 from ease.data.request import Request
-from ease.errors import UserError
-from ease.federation.protocol import Federation, LocalJob, Lock, Optimiser, Update, reject_reason
+from ease.errors import Diverged
+from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
 from ease.params import Params, weighted_mean
 from ease.seeding import generator
 
@@ -86,7 +86,7 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
     if not kept:
         if rejected:
             client, reason = next(iter(rejected.items()))
-            raise UserError(
+            raise Diverged(
                 f"round {number}: every update was rejected (client {client}: {reason}); "
                 "lower training.learning_rate or raise training.norm_bound"
             )
@@ -118,14 +118,12 @@ def fedavg(
     first_round: int = 1,
     request: Request | None = None,
     stream: str = "train",
-    lock: Lock | None = None,
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round."""
     everyone = sorted(federation.clients if clients is None else clients)
     for number in range(first_round, config.rounds + 1):
-        job = config.job(
-            number, seed, temperature, stream, request=request, data="all" if request is None else "retain", lock=lock
-        )
+        data = "all" if request is None else "retain"
+        job = config.job(number, seed, temperature, stream, request=request, data=data)
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
         params = finished.state

@@ -1,6 +1,5 @@
 """The training history on disk: start state, every round's state and every client's update, whole and hashed."""
 
-import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
 from ease.params import Block, Params
-from ease.storage import read_json, write_json
+from ease.storage import read_json, sha256, write_json
 
 MISSING = "missing from the history; restore it or train again"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
@@ -88,10 +87,10 @@ class History:
         record = {
             "round": finished.number,
             "loss": finished.loss,
-            "start_sha256": file_hash(self.state_path(finished.number - 1)),
+            "start_sha256": sha256(self.state_path(finished.number - 1)),
             "pairs": {str(update.client): update.pairs for update in finished.updates},
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
-            "sha256": {path.name: file_hash(path) for path in sorted(folder.glob("*.safetensors"))},
+            "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
             **extra,
         }
         write_json(folder / "round.json", record, self.durable)
@@ -111,7 +110,7 @@ class History:
             self._verify(number, "state.safetensors")
         elif not self.initial_path.is_file():
             raise UserError(f"{self.initial_path}: {MISSING}")
-        elif file_hash(self.initial_path) != self.record(1)["start_sha256"]:
+        elif sha256(self.initial_path) != self.record(1)["start_sha256"]:
             raise UserError(f"{self.initial_path}: {DAMAGED}")
 
     def verify_update(self, number: int, client: int) -> None:
@@ -121,16 +120,11 @@ class History:
         path = self._round(number) / name
         if not path.is_file():
             raise UserError(f"{path}: {MISSING}")
-        if file_hash(path) != self.record(number)["sha256"][name]:
+        if sha256(path) != self.record(number)["sha256"][name]:
             raise UserError(f"{path}: {DAMAGED}")
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:

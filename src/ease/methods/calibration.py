@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ease.data.density import fit_ridge
-from ease.data.request import ClientRequest, Request
+from ease.data.request import Request
 from ease.errors import UserError
 from ease.federation.protocol import Federation
-from ease.methods.base import Trained
+from ease.methods.base import Trained, forget_holders
 from ease.params import Params
 from ease.seeding import generator
 
@@ -31,11 +31,10 @@ class Gap:
 
 def measure_levels(trained: Trained, state: Params, request: Request, federation: Federation, label: str) -> Levels:
     """Ask the holders of forget pairs for their levels under a state, which travels in half precision."""
-    holders = list(request.clients) if isinstance(request, ClientRequest) else federation.clients
     job = trained.training.job(
         0, trained.seed, trained.temperature, f"levels-{label}", request=request, objective="levels"
     )
-    answers = federation.run(state.map(torch.Tensor.half), job, holders)
+    answers = federation.run(state.map(torch.Tensor.half), job, forget_holders(request, federation))
     return {answer.client: answer.values for answer in sorted(answers, key=lambda answer: answer.client)}
 
 

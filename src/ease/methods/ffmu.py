@@ -11,7 +11,7 @@ from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Update
 from ease.federation.ternary import LEAST_SCALE, decode
-from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
 
 
 class Ffmu(Unlearner):
@@ -59,7 +59,7 @@ class Ffmu(Unlearner):
             yield Step(state, step.phase, step.loss, {**step.notes, **certificate(finished.updates)})
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return max(1, round(self.share * training.rounds))
+        return share_of(training, self.share)
 
     def _bounded(self, step: Tensor) -> Tensor:
         """c · tanh(step / c): the pointwise operator that keeps single values from running away."""

@@ -10,7 +10,7 @@ from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Update
 from ease.federation.sparse import Sparse
-from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
 from ease.params import Block, Params
 from ease.subspace import Factors, displacement
 
@@ -60,7 +60,7 @@ class Fused(Unlearner):
             yield Step(Params(sparse.expand(adapter.tensors), base.blocks), step.phase, step.loss, step.notes)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return 1 + max(1, round(self.share * training.rounds))
+        return 1 + share_of(training, self.share)
 
 
 def mean_changes(base: Params, updates: Sequence[Update]) -> dict[str, float]:

@@ -7,9 +7,9 @@ from pydantic import Field
 
 from ease.data.request import Request
 from ease.errors import UserError
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Space, Step, Trained, Unlearner, fine_tuning, share_of
 from ease.params import Block, Params
 
 
@@ -35,20 +35,20 @@ class NoT(Unlearner):
         chosen = self._tensors(trained.final.blocks)
         state = negate(trained.final, chosen)
         yield Step(state, "negation", notes={"negated": chosen})
-        recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request) - 1})
-        clients = retained_clients(request, federation)
-        for finished in fedavg(
-            state, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream="not"
-        ):
-            yield step_of(finished, "finetune")
+        rounds = share_of(trained.training, self.share)
+        yield from fine_tuning(trained, state, request, federation, rounds, "not")
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return 1 + max(1, round(self.share * training.rounds))
+        return 1 + share_of(training, self.share)
 
     def _tensors(self, blocks: Sequence[Block]) -> list[str]:
         """Names of the tensors to negate, checked."""
         projectors = [[b for b in blocks if b.kind == "projector" and b.modality == side] for side in ("image", "text")]
+        projectors = [layers for layers in projectors if layers]
         asked = self.layers or tuple(layers[0].name for layers in projectors)
+        if not asked:
+            names = ", ".join(block.name for block in blocks)
+            raise UserError(f"layers: the model has no projector; name layers to negate, of: {names}")
         known = {name for block in blocks for name in (block.name, *block.tensors)}
         for name in asked:
             if name not in known:

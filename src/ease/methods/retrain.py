@@ -8,7 +8,7 @@ from pydantic import Field
 from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.protocol import Federation
-from ease.methods.base import Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Step, Trained, Unlearner, retained_clients, share_of, step_of
 
 
 class Retrain(Unlearner):
@@ -40,4 +40,4 @@ class Retrain(Unlearner):
             yield step_of(finished, "retrain")
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return max(1, round(self.share * training.rounds))
+        return share_of(training, self.share)

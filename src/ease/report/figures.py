@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ease.report.tables import Line, Sheet, mean_similarity, sheets, similarities
+from ease.report.tables import DIVERGED, Line, Sheet, mean_similarity, sheets, similarities
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Told apart by colour-blind readers too (Okabe and Ito)."""
@@ -69,7 +69,7 @@ def curves(results: Mapping[str, Any]) -> Figure:
         for colour, part in zip(COLOURS, ("forget", "retain", "test"), strict=False):
             key = f"{part}/recall@1"
             moving = [line for sheet in here for line in sheet.lines if line.role == "method" and line.at is not None]
-            means = [statistics.mean(_pick(moving, value).values(key).values()) for value in values]
+            means = [_mean(_pick(moving, value), key) for value in values]
             spread = [_deviation(list(_pick(moving, value).values(key).values())) for value in values]
             panel.errorbar(range(len(values)), means, spread, color=colour, marker="o", capsize=2, label=part)
             goals = [statistics.mean(_reference(here, value).values(key).values()) for value in values]
@@ -130,7 +130,8 @@ def grid(results: Mapping[str, Any]) -> Figure:
     image = panel.imshow(values, cmap="PuOr_r", vmin=0, vmax=1, aspect="auto")
     for row, column in np.ndindex(*values.shape):
         shade = "white" if abs(values[row, column] - 0.5) > 0.35 else "black"
-        panel.text(column, row, f"{values[row, column]:.2f}", ha="center", va="center", color=shade)
+        shown = DIVERGED if np.isnan(values[row, column]) else f"{values[row, column]:.2f}"
+        panel.text(column, row, shown, ha="center", va="center", color=shade)
     panel.set_xticks(range(len(found)), [sheet.scenario for sheet in found])
     panel.set_yticks(range(len(lines)), [line.label for line in lines])
     panel.tick_params(length=0)
@@ -151,8 +152,9 @@ def bars(results: Mapping[str, Any]) -> Figure:
         width = 0.86 * sector / len(sheet.lines)
         for place, line in enumerate(sheet.lines):
             angles = [sector * m + width * (place - (len(sheet.lines) - 1) / 2) for m in range(len(metrics))]
-            means = [_mean(line, key) for key in metrics]
-            panel.bar(angles, means, width, bottom=25, label=line.label, color=_colour(line.role, place - 1))
+            means = np.nan_to_num([_mean(line, key) for key in metrics])  # no bar can be drawn of what is no number
+            label = line.label if line.seeds else f"{line.label} ({DIVERGED})"
+            panel.bar(angles, means, width, bottom=25, label=label, color=_colour(line.role, place - 1))
         panel.set_theta_zero_location("N")
         panel.set_theta_direction(-1)
         panel.set_xticks([sector * m for m in range(len(metrics))], names)
@@ -180,7 +182,8 @@ def raincloud(results: Mapping[str, Any]) -> Figure:
             for place, label in enumerate(labels):
                 here = [row["pairs"][part] for row in rows if (row["scenario"], row["label"]) == (scenario, label)]
                 role = next(row["role"] for row in rows if row["label"] == label)
-                _cloud(panel, np.concatenate(here), len(labels) - 1 - place, _colour(role, place - 1))
+                if here:  # else it diverged
+                    _cloud(panel, np.concatenate(here), len(labels) - 1 - place, _colour(role, place - 1))
             panel.set_yticks(range(len(labels)), labels[::-1])
             panel.set_title(f"{scenario}: {part} pairs")
         panels[1][column].set_xlabel("cosine of image and caption")
@@ -263,7 +266,8 @@ def _colour(role: str, number: int) -> str:
 
 
 def _mean(line: Line, key: str) -> float:
-    return statistics.mean(line.values(key).values())
+    """Not a number where every seed diverged, which leaves a gap in the figure."""
+    return statistics.mean(line.values(key).values()) if line.values(key) else math.nan
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ from ease.config import validate
 from ease.report.answer import Answer, CheckedAnswer, answer_section, asked, check
 from ease.report.markup import Markup, json_script, missing, table, tag
 from ease.report.records import Bench
+from ease.report.tables import DIVERGED
 
 COLUMNS = {
     "forget/recall@1": "forget R@1",
@@ -147,13 +148,14 @@ def _bench(bench: Bench) -> Markup:
     """Means over seeds, one row for each request and method."""
     cells: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in bench.rows:
-        cells.setdefault((row.scenario or "", row.method), []).append(row.metrics)
+        runs = cells.setdefault((row.scenario or "", row.method), [])
+        runs += [row.metrics] if row.note != DIVERGED else []
     known = {key for row in bench.rows for key, value in row.metrics.items() if isinstance(value, int | float)}
     columns = [key for key in COLUMNS if key in known] or sorted(known)[:6]
 
     def mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:
         values = [run[key] for run in runs if isinstance(run.get(key), int | float)]
-        return f"{fmean(values):.1f}" if values else ""
+        return f"{fmean(values):.1f}" if values else "" if runs else DIVERGED
 
     rows = [
         [method, scenario, *(mean(runs, key) for key in columns), str(len(runs))]

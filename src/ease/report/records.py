@@ -139,6 +139,7 @@ class BenchRow(Stored):
     scenario: str | None = None
     method: str
     metrics: dict[str, Any] = Field(default_factory=dict)
+    note: str = ""
 
 
 class Bench(Stored):

@@ -9,6 +9,8 @@ import numpy as np
 
 RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
 """Their absolute gaps to retraining add up to the rank."""
+DIVERGED = "diverged"
+"""The note of a row without a model, and what tables show of it."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class Line:
     at: Any
     """Value of the varied setting, if there is one."""
     seeds: dict[int, dict[str, float]]
-    """Seed -> metrics."""
+    """Seed -> metrics, of the seeds that have a model."""
+    diverged: int = 0
+    """How many seeds have none."""
 
     def values(self, key: str) -> dict[int, float]:
         return {seed: metrics[key] for seed, metrics in self.seeds.items() if key in metrics}
@@ -98,7 +102,7 @@ SIDES = (("Forgetting", FORGET), ("Keeping, and what it costs", RETAIN))
 NOTE = (
     "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
     "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
-    "first seed in other orders. Bold: nearest to retraining, or least. Sum of gaps: |forget| + |retain| + |test| at "
+    "first seed in other orders. Bold: least mean of |gap|, or least. Sum of gaps: |forget| + |retain| + |test| at "
     "R@1, by which methods are ranked. F, R, T: forget, retained and test pairs."
 )
 TUNED = "† settings chosen by `ease sweep`, each method with the same budget; the others at their defaults."
@@ -132,8 +136,9 @@ def _title(at: Mapping[str, Any] | None) -> str:
 
 def _line(scenario: str, role: str, label: str, rows: Sequence[Mapping[str, Any]]) -> Line:
     at = rows[0].get("at")
-    metrics = {row["seed"]: dict(row["metrics"]) for row in rows}
-    return Line(scenario, role, label, rows[0]["tuned"], at["value"] if at else None, metrics)
+    metrics = {row["seed"]: dict(row["metrics"]) for row in rows if row.get("note") != DIVERGED}
+    lost = len(rows) - len(metrics)
+    return Line(scenario, role, label, rows[0]["tuned"], at["value"] if at else None, metrics, lost)
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class Figure:
     value: str
     spread: str
     note: str
-    """Signed gap or share."""
+    """Signed gap or share, and how many seeds diverged."""
     inside: bool
     best: bool
 
@@ -156,7 +161,7 @@ def figures(sheet: Sheet, column: Column) -> list[Figure | None]:
 def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | None:
     values = [value * column.scale for value in _values(sheet, line, column)]
     if not values:
-        return None
+        return None if line.seeds else Figure(DIVERGED, "", "", inside=False, best=False)
     mean = statistics.mean(values)
     spread = f"{statistics.stdev(values):.{column.digits}f}" if len(values) > 1 else ""
     note = ""
@@ -166,6 +171,8 @@ def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | No
     if line.role != "retrain" and column.judged == "share":
         shares = [metrics[column.key.replace("cost/", "ratio/")] for metrics in line.seeds.values()]
         note = f"{statistics.mean(shares):.0%}"
+    if line.diverged:
+        note = ", ".join(filter(None, [note, f"{line.diverged} {DIVERGED}"]))
     inside = line.role == "method" and column.judged == "gap" and sheet.inside(line, column.key)
     return Figure(f"{mean:.{column.digits}f}", spread, note, inside, best)
 
@@ -175,13 +182,14 @@ def _values(sheet: Sheet, line: Line, column: Column) -> list[float]:
 
 
 def best_of(sheet: Sheet, column: Column) -> list[Line]:
-    """The methods that a column is won by; neither the trained model nor retraining takes part."""
+    """The methods that a column is won by; neither the trained model nor retraining takes part, and no method that
+    diverged on some seed."""
     scores = {}
     for number, line in enumerate(sheet.lines):
-        if line.role == "method" and _values(sheet, line, column):
+        if line.role == "method" and not line.diverged and _values(sheet, line, column):
             gap = column.judged == "gap"
             found = sheet.gaps(line, column.key) if gap else _values(sheet, line, column)
-            scores[number] = round(abs(statistics.mean(found)), 9)
+            scores[number] = round(statistics.mean(map(abs, found)), 9)  # signed gaps would cancel
     least = min(scores.values(), default=0.0)
     return [sheet.lines[number] for number, score in scores.items() if score == least]
 

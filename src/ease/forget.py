@@ -21,7 +21,6 @@ from ease.audit.evaluate import common_size, embed_pairs, recalls
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
 from ease.federation.fedavg import average, participants
-from ease.federation.history import file_hash
 from ease.federation.journal import Journal
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
@@ -29,7 +28,7 @@ from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, retained_clients
 from ease.params import Params
 from ease.run import Run, World
-from ease.storage import digest, read_json, remove_leftovers, write_json
+from ease.storage import digest, read_json, remove_leftovers, sha256, write_json
 from ease.subspace import Basis, excise, load_bases, save_bases
 
 
@@ -121,7 +120,7 @@ def trained_of(run: Run) -> Trained:
 
 def trained_hash(trained: Trained) -> str:
     """Names the trained state that an answer begins from."""
-    return file_hash(trained.history.state_path(trained.training.rounds))
+    return sha256(trained.history.state_path(trained.training.rounds))
 
 
 def check_current(run: Run, outcome: Outcome) -> None:

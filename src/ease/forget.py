@@ -28,7 +28,7 @@ from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, retained_clients
 from ease.params import Params
 from ease.run import Run, World
-from ease.storage import digest, read_json, remove_leftovers, sha256, write_json
+from ease.storage import digest, read_json, remove_leftovers, write_json
 from ease.subspace import Basis, excise, load_bases, save_bases
 
 
@@ -119,8 +119,8 @@ def trained_of(run: Run) -> Trained:
 
 
 def trained_hash(trained: Trained) -> str:
-    """Names the trained state that an answer begins from."""
-    return sha256(trained.history.state_path(trained.training.rounds))
+    """Names the trained state that an answer begins from, by the hash that its round recorded."""
+    return trained.history.record(trained.training.rounds)["sha256"]["state.safetensors"]
 
 
 def check_current(run: Run, outcome: Outcome) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from safetensors.torch import save as serialise_tensors
 from torch import Tensor
@@ -25,9 +25,6 @@ class Cost:
     """Pairs through the model, forward and backward, probes and measurements included."""
     client_steps: int = 0
     client_seconds: float = 0.0
-
-    def copy(self) -> "Cost":
-        return Cost(**asdict(self))
 
 
 class Metered:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from ease.commands.audit import AuditSummary
 from ease.commands.forget import answer
@@ -96,7 +97,7 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
 def page(verdict: dict, width: int) -> list[str]:
     screen = Console(width=width, file=io.StringIO())
     for part in AuditSummary(verdict, "client-1", Path("runs/first")).render():
-        screen.print(part, soft_wrap=isinstance(part, str))
+        screen.print(part, soft_wrap=isinstance(part, str | Text))
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue().splitlines()
 

@@ -457,8 +457,8 @@ class Audit:
             if key.startswith("cost/") and "seconds/" not in key:
                 costs[key.removeprefix("cost/")] = {"answer": ours[key], "retrain": theirs.get(key, 0.0)}
         costs["flops"] = {
-            "answer": ours["cost/pairs_passed"] * per_pair,
-            "retrain": theirs["cost/pairs_passed"] * per_pair,
+            "answer": ours.get("cost/pairs_passed", ours["cost/pairs_trained"]) * per_pair,
+            "retrain": theirs.get("cost/pairs_passed", theirs["cost/pairs_trained"]) * per_pair,
         }
         for entry in costs.values():
             entry["ratio"] = entry["answer"] / entry["retrain"] if entry["retrain"] else 0.0

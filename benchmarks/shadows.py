@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ease.attackers import Subjects
 from ease.audit.shadows import shadow_shards, train_federations
 from ease.data.request import ClientRequest
 from ease.federation.fedavg import average
 from ease.federation.local import ClientData, train
 from ease.run import World, load_config
-from ease.verdict import Subjects
 
 MODELS = {"projectors": ('model.lora="off"', "model.hidden=128"), "adapters": ()}
 

@@ -17,6 +17,7 @@ LAYERS = (
     {
         "run",
         "forget",
+        "attackers",
         "verdict",
         "export",
         "scenarios",

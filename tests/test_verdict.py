@@ -12,7 +12,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+import ease.attackers
 import ease.verdict
+from ease.attackers import SHARES, Plan, Subjects, make_shadows, plan_of, quick_attackers, read_shadow, write_shadow
 from ease.data.partition import joint_embedding
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
@@ -21,22 +23,14 @@ from ease.methods import make_method
 from ease.run import Run
 from ease.storage import LEFTOVER, read_json, read_tensors
 from ease.verdict import (
-    SHARES,
     Audit,
     AuditConfig,
     Measure,
-    Plan,
-    Subjects,
-    make_shadows,
     near_duplicates,
     near_forget,
     nearest_forget,
-    plan_of,
-    quick_attackers,
-    read_shadow,
     stored_verdict,
     training_flops,
-    write_shadow,
 )
 
 CLIENT = ClientRequest(clients=(1,))
@@ -114,9 +108,9 @@ def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, mon
     plan = replace(real, folder=tmp_path)
     scratch = plan.store / f"{LEFTOVER}killed"
     (scratch / "0" / "rounds").mkdir(parents=True)
-    monkeypatch.setattr(ease.verdict, "plan_of", lambda *_: plan)
-    monkeypatch.setattr(ease.verdict, "make_shadows", lambda *_: iter(()))
-    monkeypatch.setattr(ease.verdict, "bench_of", lambda *_: None)
+    monkeypatch.setattr(ease.attackers, "plan_of", lambda *_: plan)
+    monkeypatch.setattr(ease.attackers, "make_shadows", lambda *_: iter(()))
+    monkeypatch.setattr(ease.attackers, "bench_of", lambda *_: None)
     quick_attackers(learnt.run, learnt.world, CLIENT)
     assert not scratch.exists()
 
@@ -251,7 +245,7 @@ def test_a_second_audit_trains_nothing_and_says_the_same(audited, monkeypatch) -
     audit = audited.audits["finetune"]
     fresh = Audit(audit.run, audit.world, audit.outcome, audit.request, audit.method, audit.config)
     assert fresh.missing() == ([], []) and fresh.work() == 0
-    monkeypatch.setattr("ease.verdict.train_federations", None)
+    monkeypatch.setattr("ease.attackers.train_federations", None)
     assert list(fresh.shadows()) == []
     assert fresh.verdict() == audited.verdicts["finetune"]
     assert stored_verdict(audit.outcome) == json.loads(json.dumps(audited.verdicts["finetune"]))

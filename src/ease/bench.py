@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ease.attackers import QuickAttackers, quick_attackers
 from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
 from ease.data.request import Request
@@ -29,7 +30,6 @@ from ease.report.tables import DIVERGED
 from ease.run import Run, World
 from ease.scenarios import scenario_request
 from ease.storage import read_json, write_json
-from ease.verdict import QuickAttackers, quick_attackers
 from ease.workers import spread
 
 COSTS = ("bytes_up", "bytes_down", "seconds")

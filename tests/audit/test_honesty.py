@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ease.attackers import read_shadow, write_shadow
 from ease.audit.attacks import Bench
 from ease.audit.membership import Estimate, attack_strength_note, auc, leakage
 from ease.audit.shadows import Candidates, choose_candidates
@@ -16,7 +17,7 @@ from ease.forget import outcome_of
 from ease.methods import make_method
 from ease.run import Run
 from ease.seeding import generator
-from ease.verdict import NOT_TESTED, Audit, AuditConfig, _measure, _words, read_shadow, write_shadow
+from ease.verdict import NOT_TESTED, Audit, AuditConfig, _measure, _words
 
 CLIENT = ClientRequest(clients=(1,))
 

@@ -9,12 +9,13 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from ease.attackers import Subjects
 from ease.commands.forget import answer
 from ease.console import labelled, megabytes, status, table, ticks_bar
 from ease.forget import find_outcome
 from ease.methods.retrain import Retrain
 from ease.run import Run, World
-from ease.verdict import Audit, AuditConfig, Subjects
+from ease.verdict import Audit, AuditConfig
 
 LABELS = {
     "mia/share": "called member",

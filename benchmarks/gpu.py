@@ -113,11 +113,9 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
 
     def forward() -> None:
         with torch.no_grad():
-            for own in np.array_split(np.arange(clients * batch), 1):
-                rows = torch.from_numpy(own).to(device)
-                model.embed(start.tensors, "image", examples.image[rows])
-                mask = None if examples.text_mask is None else examples.text_mask[rows, 0]
-                model.embed(start.tensors, "text", examples.text[rows, 0], mask)
+            model.embed(start.tensors, "image", examples.image)
+            mask = None if examples.text_mask is None else examples.text_mask[:, 0]
+            model.embed(start.tensors, "text", examples.text[:, 0], mask)
 
     torch.cuda.reset_peak_memory_stats()
     round_seconds = seconds(together, repeats)

@@ -170,7 +170,7 @@ def test_a_short_training_has_every_early_stop(learnt, tmp_path: Path, rounds: i
     config = learnt.world.config.model_copy(update={"training": training})
     short = plan(learnt, config=config, folder=tmp_path)
     world = replace(learnt.world, config=config)
-    assert list(make_shadows(short, world, [], [1])) == [1] * rounds
+    assert list(make_shadows(short, world, Subjects.of(world, short.request, short.pool), [], [1])) == [1] * rounds
     found = {share: read_tensors(short.retrain_path(1, share)) for share in (*SHARES, 1.0)}
     assert len(list(short.store.iterdir())) == 4
     assert (rounds == 1) == all(torch.equal(found[0.25][name], tensor) for name, tensor in found[1.0].items())

@@ -126,9 +126,10 @@ def remove_scratch(plan: Plan) -> None:
         shutil.rmtree(scratch)
 
 
-def make_shadows(plan: Plan, world: World, shadows: Sequence[int], orders: Sequence[int]) -> Iterator[int]:
+def make_shadows(
+    plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
+) -> Iterator[int]:
     """Train the named shadows and retrainings together, unlearn, measure and store; yields ticks."""
-    subjects = Subjects.of(world, plan.request, plan.pool)
     for first in range(0, max(len(shadows), 1), SHADOWS_AT_ONCE):
         some = shadows[first : first + SHADOWS_AT_ONCE]
         yield from _make_group(plan, world, subjects, some, orders if first == 0 else ())
@@ -210,7 +211,9 @@ def _content(values: Mapping[str, torch.Tensor]) -> str:
 def train_share(share: Share) -> Iterator[str]:
     """A process's part of the work, for `spread`."""
     plan, shadows, orders = share
-    yield from map(str, make_shadows(plan, World.open(plan.config), shadows, orders))
+    world = World.open(plan.config)
+    subjects = Subjects.of(world, plan.request, plan.pool)
+    yield from map(str, make_shadows(plan, world, subjects, shadows, orders))
 
 
 def bench_of(plan: Plan, subjects: Subjects, shadows: int, fpr: float) -> Bench:
@@ -255,6 +258,6 @@ def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, 
     subjects = Subjects.of(world, request, plan.pool)
     missing = [number for number in range(shadows) if not plan.shadow_path(number).is_file()]
     remove_scratch(plan)
-    for _ in make_shadows(plan, world, missing, ()):
+    for _ in make_shadows(plan, world, subjects, missing, ()):
         pass
     return QuickAttackers(subjects, gauge_of(world, subjects), bench_of(plan, subjects, shadows, 0.01))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field, field_validator
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ease.attackers import (
@@ -172,7 +173,7 @@ class Audit:
         shadows, orders = self.missing()
         workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
         if workers == 1:
-            yield from make_shadows(self.plan, self.world, shadows, orders)
+            yield from make_shadows(self.plan, self.world, self.subjects, shadows, orders)
         else:
             shares = [(self.plan, shadows[n::workers], orders[n::workers]) for n in range(workers)]
             yield from map(int, spread(train_share, shares, workers))
@@ -187,10 +188,11 @@ class Audit:
 
     def verdict(self) -> dict[str, Any]:
         """Measure everything, judge it, and keep it as `audit.json` beside the answer."""
-        bench = self._bench()
-        models = self._models()
+        bench = bench_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
+        models = self.models
         reads = {name: self.gauge.read(state, self.subjects.positions) for name, state in models.items()}
-        measures = [*self._retrieval(models), *self._alignment(models)]
+        similar = {name: similarities(self.world, state, self.sets["forget"]) for name, state in models.items()}
+        measures = [*self._retrieval(models), *self._alignment(similar)]
         attacked, attacks, strongest = self._attacks(bench, reads)
         measures += attacked + self._distribution(reads)
         relearning = self._relearning(models)
@@ -218,18 +220,20 @@ class Audit:
                 taught: {name: asdict(curve) | {"steps_back": curve.steps_back} for name, curve in curves.items()}
                 for taught, (curves, _) in relearning.items()
             },
-            "similarities": self._similarities(models),
-            "costs": self._costs(models),
+            "similarities": {
+                name: [round(value, 5) for value in similar[name].tolist()]
+                for name in ("trained", "unlearned", "retrain")
+            },
+            "costs": self._costs(),
             "warnings": self._warnings(bench, reads, measures),
             "not_tested": list(NOT_TESTED),
         }
         write_json(self.outcome.folder / "audit.json", result)
         return result
 
-    def _bench(self) -> Bench:
-        return bench_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
-
-    def _models(self) -> dict[str, Params]:
+    @cached_property
+    def models(self) -> dict[str, Params]:
+        """The trained, the unlearned and the retrained models."""
         further = {
             f"retrain-{order}": Params.load(self.plan.retrain_path(order))
             for order in range(1, self.config.retrains + 1)
@@ -243,13 +247,19 @@ class Audit:
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
-        sets = evaluation_sets(self.world, self.request)
-        return {**sets, "near": near_forget(self.nearest, sets["forget"], sets["retain"])}
+        """Forget, retained and test pairs, and the retained ones nearest to forget pairs."""
+        return {
+            **self._plain_sets,
+            "near": near_forget(self.nearest, self._plain_sets["forget"], self._plain_sets["retain"]),
+        }
 
     @cached_property
     def nearest(self) -> np.ndarray:
-        sets = evaluation_sets(self.world, self.request)
-        return nearest_forget(self.world, sets["forget"], sets["retain"])
+        return nearest_forget(self.world, self._plain_sets["forget"], self._plain_sets["retain"])
+
+    @cached_property
+    def _plain_sets(self) -> dict[str, np.ndarray]:
+        return evaluation_sets(self.world, self.request)
 
     def _retrieval(self, models: Mapping[str, Params]) -> list[Measure]:
         """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
@@ -274,22 +284,13 @@ class Audit:
         size = common_size(self.sets, self.run.config.gallery)
         return recalls(self.world.model, state, self.world.activations, self.sets, size, self.world.device, draws=3)
 
-    def _alignment(self, models: Mapping[str, Params]) -> list[Measure]:
-        similar = {name: similarities(self.world, state, self.sets["forget"]) for name, state in models.items()}
-
+    def _alignment(self, similar: Mapping[str, Tensor]) -> list[Measure]:
         def residual(name: str) -> float:
             return alignment_residual(similar[name], similar["trained"], similar["retrain"])
 
-        band = prediction_band([residual(name) for name in models if name.startswith("retrain-")], at_most=True)
+        band = prediction_band([residual(name) for name in similar if name.startswith("retrain-")], at_most=True)
         note = "beside it, two retrained models against each other"
         return [Measure("rho", residual("unlearned"), residual("retrain-1"), residual("trained"), band, note)]
-
-    def _similarities(self, models: Mapping[str, Params]) -> dict[str, list[float]]:
-        found = {
-            name: similarities(self.world, models[name], self.sets["forget"])
-            for name in ("trained", "unlearned", "retrain")
-        }
-        return {name: [round(value, 5) for value in values.tolist()] for name, values in found.items()}
 
     def _attacks(
         self, bench: Bench, reads: Mapping[str, Readings]
@@ -362,7 +363,7 @@ class Audit:
             found[taught] = (named, prediction_band(shares, at_most=True))
         return found
 
-    def _costs(self, models: Mapping[str, Params]) -> dict[str, Any]:
+    def _costs(self) -> dict[str, Any]:
         """What the answer and retraining cost, their ratios, and what retraining gives for a share of its cost."""
         per_pair = training_flops(self.world)
         ours, theirs = (outcome.record()["metrics"] for outcome in (self.outcome, self.reference))
@@ -460,10 +461,9 @@ class Audit:
     def _retained_leakage(self, reads: Mapping[str, Readings]) -> dict[str, float]:
         retained = generator(self.run.config.seed, "retained").permutation(self.sets["retain"])[:500]
         outside = ~self.subjects.candidates.member
-        states = self._models()
         return {
             name: auc(
-                self.gauge.read(states[name], retained)["log_odds"],
+                self.gauge.read(self.models[name], retained)["log_odds"],
                 reads[name]["log_odds"][: len(outside)][outside],
             ).value
             for name in ("unlearned", "retrain", "trained")

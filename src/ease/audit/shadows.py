@@ -114,19 +114,24 @@ def shadow_shards(
 ) -> tuple[Shard, ...]:
     """The clients of a shadow federation: everybody's retained pairs, and the included candidates at their homes."""
     result = []
-    for shard in shards:
-        kept = ~forget_mask(request, shard)
+    for shard in (_retained(shard, request) for shard in shards):
         own = np.flatnonzero(included & (candidates.home == shard.client))
-        retained_ids = [pair_id for pair_id, keep in zip(shard.train_ids, kept, strict=True) if keep]
         result.append(
             replace(
                 shard,
-                train=np.concatenate([shard.train[kept], candidates.positions[own]]),
-                train_ids=(*retained_ids, *(candidates.ids[i] for i in own)),
-                train_classes=np.concatenate([shard.train_classes[kept], candidates.classes[own]]),
+                train=np.concatenate([shard.train, candidates.positions[own]]),
+                train_ids=(*shard.train_ids, *(candidates.ids[i] for i in own)),
+                train_classes=np.concatenate([shard.train_classes, candidates.classes[own]]),
             )
         )
     return tuple(result)
+
+
+def _retained(shard: Shard, request: Request) -> Shard:
+    """The shard without its forget pairs."""
+    kept = ~forget_mask(request, shard)
+    ids = tuple(pair_id for pair_id, keep in zip(shard.train_ids, kept, strict=True) if keep)
+    return replace(shard, train=shard.train[kept], train_ids=ids, train_classes=shard.train_classes[kept])
 
 
 def shadow_request(request: Request, candidates: Candidates, included: np.ndarray) -> Request:
@@ -218,10 +223,4 @@ def unlearn_shadow(
 def without_forget(shards: Sequence[Shard], request: Request) -> tuple[Shard, ...]:
     """The federation of a retraining: nobody holds a forget pair, and a client that withdraws is not there."""
     leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
-    stay = [shard for shard in shards if shard.client not in leaving]
-    result = []
-    for shard in stay:
-        kept = ~forget_mask(request, shard)
-        ids = tuple(pair_id for pair_id, keep in zip(shard.train_ids, kept, strict=True) if keep)
-        result.append(replace(shard, train=shard.train[kept], train_ids=ids, train_classes=shard.train_classes[kept]))
-    return tuple(result)
+    return tuple(_retained(shard, request) for shard in shards if shard.client not in leaving)

@@ -2,15 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ease.config import Config
 from ease.data.request import ClientRequest, Request
-from ease.federation.fedavg import Round, TrainingConfig, fedavg
+from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
 from ease.federation.history import History
-from ease.federation.protocol import Federation
+from ease.federation.protocol import Federation, LocalJob
 from ease.params import Params
 from ease.subspace import Basis
 
@@ -105,6 +105,26 @@ def fine_tuning(
         state, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream=stream
     ):
         yield step_of(finished, "finetune")
+
+
+def forget_then_finetune(
+    trained: Trained,
+    state: Params,
+    request: Request,
+    federation: Federation,
+    job: LocalJob,
+    forget_rounds: int,
+    phase: str,
+    finetune_rounds: int,
+    stream: str,
+) -> Iterator[Step]:
+    """Rounds of a job at those who hold forget pairs, the mean of their answers being the new state; then repair."""
+    for number in range(1, forget_rounds + 1):
+        answers = federation.run(state, replace(job, round=number), forget_holders(request, federation))
+        finished = average(state, answers, trained.training, number)
+        state = finished.state
+        yield step_of(finished, phase)
+    yield from fine_tuning(trained, state, request, federation, finetune_rounds, stream)
 
 
 def step_of(finished: Round, phase: str) -> Step:

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ease.data.request import Request
-from ease.federation.fedavg import TrainingConfig, average
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
 
 
 class Ferrari(Unlearner):
@@ -41,26 +41,23 @@ class Ferrari(Unlearner):
     """Rounds of fine-tuning, as a share of the training rounds; 0: none."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        state, holders = trained.final, forget_holders(request, federation)
-        for number in range(1, self.forget_rounds + 1):
-            job = trained.training.job(
-                number,
-                trained.seed,
-                trained.temperature,
-                f"{self.name}-forget",
-                self.rate,
-                epochs=1,
-                request=request,
-                data="forget",
-                objective="sensitivity",
-                settings={"draws": self.noise_draws},
-                clip=self.clip,
-            )
-            finished = average(state, federation.run(state, job, holders), trained.training, number)
-            state = finished.state
-            yield step_of(finished, "desensitising")
-        rounds = share_of(trained.training, self.finetune_share)
-        yield from fine_tuning(trained, state, request, federation, rounds, self.name)
+        job = trained.training.job(
+            1,
+            trained.seed,
+            trained.temperature,
+            f"{self.name}-forget",
+            self.rate,
+            epochs=1,
+            request=request,
+            data="forget",
+            objective="sensitivity",
+            settings={"draws": self.noise_draws},
+            clip=self.clip,
+        )
+        repair = share_of(trained.training, self.finetune_share)
+        yield from forget_then_finetune(
+            trained, trained.final, request, federation, job, self.forget_rounds, "desensitising", repair, self.name
+        )
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return self.forget_rounds + share_of(training, self.finetune_share)

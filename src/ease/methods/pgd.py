@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ease.data.request import ClientRequest, Request
-from ease.federation.fedavg import TrainingConfig, average
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, forget_holders, share_of, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
 from ease.params import Params
 
 
@@ -54,11 +54,8 @@ class Pgd(Unlearner):
             clip=self.clip,
             radius=self.radius * (trained.final - trained.initial).norm(),
         )
-        holders = forget_holders(request, federation)
-        finished = average(centre, federation.run(centre, job, holders), trained.training, 1)
-        yield step_of(finished, "ascent")
-        rounds = share_of(trained.training, self.finetune_share)
-        yield from fine_tuning(trained, finished.state, request, federation, rounds, self.name)
+        repair = share_of(trained.training, self.finetune_share)
+        yield from forget_then_finetune(trained, centre, request, federation, job, 1, "ascent", repair, self.name)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return 1 + share_of(training, self.finetune_share)

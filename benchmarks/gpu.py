@@ -19,12 +19,13 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
+from ease.data.examples import Examples
 from ease.federation.cohort import Pupil, train_together
-from ease.federation.local import Examples
-from ease.federation.objectives import align
+from ease.federation.objectives import Draw, embed_states
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.model.hub import ClipImageTower, ClipTextTower, HubBackbone, SiglipImageTower, SiglipTextTower
+from ease.model.losses import info_nce
 from ease.params import Params
 
 LARGE_VISION = {
@@ -102,14 +103,14 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
         temperature=0.07,
     )  # fmt: skip
     positions = np.arange(clients * batch).reshape(clients, batch)
-    pupils = [Pupil(start, ((own, np.zeros(batch, dtype=np.int64)),) * steps) for own in positions]
+    pupils = [Pupil(start, (Draw(own, np.zeros(batch, dtype=np.int64)),) * steps) for own in positions]
 
     def together() -> None:
         train_together(model, examples, pupils, job)
 
     def loop() -> None:
         for one in pupils:
-            train_together(model, examples, [replace(one, batches=one.batches[:1])], job)
+            train_together(model, examples, [replace(one, draws=one.draws[:1])], job)
 
     def forward() -> None:
         with torch.no_grad():
@@ -134,13 +135,10 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
 
 def count_flops(model: DualEncoder, start: Params, examples: Examples, batch: int) -> float:
     """Operations for each pair of one training step, forward and backward, as torch counts them."""
-    from types import SimpleNamespace
-
     tensors = {name: tensor.detach().requires_grad_() for name, tensor in start.tensors.items()}
-    client: Any = SimpleNamespace(train=examples)
-    job: Any = SimpleNamespace(temperature=0.07)
+    states = examples.batch(np.arange(batch), np.zeros(batch, dtype=np.int64))
     with FlopCounterMode(display=False) as counter:
-        align(model, tensors, client, np.arange(batch), job, np.random.default_rng(0)).backward()
+        info_nce(*embed_states(model, tensors, states), 0.07).backward()
     return counter.get_total_flops() / batch
 
 

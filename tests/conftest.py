@@ -13,8 +13,8 @@ import torch
 
 from ease.cli import main
 from ease.data.request import ClientRequest, Request, forget_mask
+from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.local import ClientData
 from ease.federation.protocol import Federation, LocalJob, Optimiser
 from ease.federation.simulation import Simulation
 from ease.forget import forget, outcome_of, trained_of

@@ -23,10 +23,10 @@ from ease.data.scenes import load_scenes
 from ease.data.table import folder_rows, table_rows
 from ease.data.textcaps import textcaps_rows
 from ease.errors import UserError
+from ease.federation.client import ClientData
 from ease.federation.cohort import Cohort
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
-from ease.federation.local import ClientData
 from ease.federation.metered import Cost, Metered
 from ease.federation.simulation import Simulation
 from ease.model.backbones import Backbone, anchor_checkpoint, load_backbone

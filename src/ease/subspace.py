@@ -161,9 +161,9 @@ class Basis:
         return len(self.weights)
 
     def to(self, device: torch.device) -> "Basis":
-        """The directions on another device; coefficients and shares, which are few, stay on the CPU."""
+        """The basis on another device; with factors, the numbers that combine them, which are few, stay on the CPU."""
         if isinstance(self.directions, Tensor):
-            return Basis(self.directions.to(device), self.coefficients, self.weights)
+            return Basis(self.directions.to(device), self.coefficients, self.weights.to(device))
         factors = tuple(Factors(f.left.to(device), f.right.to(device)) for f in self.directions)
         return Basis(factors, self.coefficients, self.weights)
 
@@ -176,10 +176,10 @@ class Basis:
     def components(self, drift: Column) -> Tensor:
         """Inner product of a displacement with every direction, float64 [directions]."""
         if self.count == 0:
-            return torch.zeros(0, dtype=torch.float64)
+            return self.weights.new_zeros(0, dtype=torch.float64)
         if isinstance(self.directions, Tensor):
             assert isinstance(drift, Tensor)  # a dense basis belongs to a dense block
-            return (self.directions.T @ drift.to(self.directions)).double().cpu()
+            return (self.directions.T @ drift.to(self.directions)).double()
         return self.coefficients.T @ gram(self.directions, [drift])[:, 0]
 
 

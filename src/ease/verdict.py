@@ -35,10 +35,11 @@ from ease.config import Config
 from ease.data.partition import joint_embedding
 from ease.data.request import Request, forget_mask
 from ease.errors import UserError
-from ease.federation.objectives import align
+from ease.federation.objectives import embed_states
 from ease.forget import Outcome, evaluation_sets, find_outcome, outcome_of, similarities, trained_of
 from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
+from ease.model.losses import info_nce
 from ease.params import Params
 from ease.run import Run, World
 from ease.seeding import generator
@@ -540,8 +541,9 @@ def training_flops(world: World) -> float:
     positions = np.arange(min(len(client.train), training.batch_size))
     job = training.job(0, world.config.seed, world.config.model.temperature)
     tensors = {name: tensor.to(world.device).requires_grad_() for name, tensor in world.initial().tensors.items()}
+    states = client.train.batch(positions, np.zeros_like(positions))
     with FlopCounterMode(display=False) as counter:
-        align(world.model, tensors, client, positions, job, generator(0, "flops")).backward()
+        info_nce(*embed_states(world.model, tensors, states), job.temperature).backward()
     return counter.get_total_flops() / len(positions)
 
 

@@ -25,8 +25,8 @@ from ease.audit.shadows import (
 from ease.data.partition import Shard
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
+from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.local import ClientData
 from ease.federation.simulation import Simulation
 from ease.methods import make_method
 from ease.methods.base import Trained

@@ -19,8 +19,8 @@ from ease.audit.membership import (
     tune_offline_a,
 )
 from ease.audit.statistic import STATISTICS, features, statistics
+from ease.data.examples import Examples
 from ease.federation.cohort import pupil, train_together
-from ease.federation.local import Examples
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.params import Block, Params
 from ease.seeding import generator, torch_generator

@@ -6,7 +6,7 @@ import torch
 from sklearn.linear_model import Ridge as Oracle
 
 from ease.data.density import NEIGHBOURS, densities, fit_ridge
-from ease.federation.local import Examples
+from ease.data.examples import Examples
 
 
 def examples(count: int, seed: int, width: int = 6) -> Examples:

@@ -1,13 +1,20 @@
-"""Training together equals training alone, whatever the shard sizes and the optimiser."""
+"""Training together equals training alone, whatever the shard sizes, the optimiser and the job."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from ease.federation.cohort import pupil, train_together
-from ease.federation.local import examples_at, train
-from ease.federation.protocol import Optimiser
+from ease.data import examples as examples_module
+from ease.data.examples import Streamed, examples_at
+from ease.data.request import SampleRequest
+from ease.federation.cohort import Cohort, pupil, train_together
+from ease.federation.local import train
+from ease.federation.protocol import LocalJob, Lock, Optimiser
+from ease.federation.simulation import Simulation
 from ease.seeding import generator
+from ease.subspace import Basis
 
 
 @pytest.mark.parametrize("optimiser", [Optimiser(learning_rate=0.5), Optimiser(kind="adam", learning_rate=0.01)])
@@ -48,3 +55,75 @@ def test_pupils_do_not_touch_each_other(world, local_job) -> None:
     beside = train_together(world.model, pool, [drawn(1, other), drawn(0, start)], job)[1]
     for name, tensor in alone.delta.tensors.items():
         torch.testing.assert_close(beside.delta[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+# --- every job that shares a pass gives what the clients alone give ---
+
+
+def jobs(learnt, local_job) -> dict[str, LocalJob]:
+    shards = learnt.world.shards
+    request = SampleRequest(ids=tuple(pair_id for shard in shards for pair_id in shard.train_ids[:5]))
+    targets = {shard.client: torch.full((5,), -1.0) for shard in shards[:-1]}  # the last has nothing to push
+    final = learnt.trained.final
+    rng = torch.Generator().manual_seed(0)
+    bases = {}
+    for block in final.blocks:
+        size = sum(final[name].numel() for name in block.tensors)
+        bases[block.name] = Basis(
+            torch.linalg.qr(torch.randn(size, 2, generator=rng)).Q, torch.eye(2), torch.tensor([1.0, 0.5])
+        )
+    importance = final.map(lambda tensor: torch.rand(tensor.shape, generator=rng))
+    reference = final.map(lambda tensor: tensor + 0.1)
+    lock = Lock(0.2, bases, {}, reference, "lock")
+    common = {"request": request, "data": "retain"}
+    return {
+        "displace": local_job(objective="displace", targets=targets, settings={"displacement": 0.7}, **common),
+        "difference": local_job(
+            objective="difference", request=request, data="forget", settings={"retain": 0.5, "forget": 0.5}, clip=0.1
+        ),
+        "unlearning": local_job(objective="unlearning cross-entropy", request=request, data="forget", radius=0.05),
+        "lock": local_job(lock=lock, **common),
+        "importance": local_job(lock=replace(lock, importance=importance), **common),
+        "probe": local_job(objective="probe", request=request),
+        "ternary": local_job(encoding="ternary", settings={"threshold": 0.5, "noise": 0.3}, **common),
+        "streamed": local_job(**common),
+    }
+
+
+NAMES = ("displace", "difference", "unlearning", "lock", "importance", "probe", "ternary", "streamed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, name: str) -> None:
+    """Federated for real: displacing and plain clients in one round, abstaining ones, shards of unequal size."""
+    world, job = learnt.world, replace(jobs(learnt, local_job)[name], epochs=2)
+    if name == "streamed":
+        monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
+    cohort = Cohort.of(world.model, world.shards, world.activations, world.device)
+    assert isinstance(cohort.pool.image, Streamed) is (name == "streamed")
+    alone = Simulation(world.model, world.federation.data)
+    clients = alone.clients
+    together, apart = (list(each.run(learnt.trained.final, job, clients)) for each in (cohort, alone))
+    assert [update.client for update in together] == list(clients)
+    for one, other in zip(together, apart, strict=True):
+        assert one.pairs == other.pairs and one.message().keys() == other.message().keys()
+        for key, value in other.message().items():
+            if value.dtype in (torch.int8, torch.uint8):  # rounding may fall to either side
+                assert float((one.message()[key] == value).float().mean()) > 0.98
+            else:
+                torch.testing.assert_close(one.message()[key], value, rtol=2e-3, atol=2e-4)
+    assert any(update.delta is not None and update.delta.norm() > 0.01 for update in apart) or name in (
+        "probe",
+        "ternary",
+    )
+
+
+def test_what_cannot_share_a_pass_runs_alone(learnt, local_job) -> None:
+    world = learnt.world
+    request = SampleRequest(ids=world.shards[0].train_ids[:4])
+    job = local_job(objective="decouple", request=request, settings={"forget": 1.0}, reference=learnt.trained.final)
+    cohort = Cohort.of(world.model, world.shards, world.activations, world.device)
+    alone = Simulation(world.model, world.federation.data)
+    for one, other in zip(*(each.run(learnt.trained.final, job, [0, 1]) for each in (cohort, alone)), strict=True):
+        assert one.delta is not None and other.delta is not None
+        assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from ease.data.examples import examples_at
 from ease.data.request import ClientRequest, SampleRequest
-from ease.federation.local import ClientData, batches, examples_at, project_to_ball, train, work
+from ease.federation.client import ClientData
+from ease.federation.local import batches, project_to_ball, train, work
 from ease.federation.protocol import Optimiser, pack, unpack
 from ease.params import Params
 

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from ease.data.density import densities
+from ease.data.examples import Examples
 from ease.data.partition import Shard
 from ease.data.request import ClassRequest, ClientRequest, SampleRequest, forget_mask
 from ease.federation import objectives
-from ease.federation.local import ClientData, Examples, work
+from ease.federation.client import ClientData
+from ease.federation.local import work
 from ease.federation.objectives import (
     OBJECTIVES,
-    align,
+    Objective,
     both_kinds,
     displace,
     displace_or_align,
-    embed_batch,
+    draw_pushed,
+    embed_drawn,
+    embed_states,
     own_log_probabilities,
 )
 from ease.model.losses import info_nce, log_odds
@@ -83,7 +87,13 @@ def embedded(learnt, examples) -> tuple[Tensor, Tensor]:
     state = learnt.trained.final
     rng = np.random.default_rng(0)
     with torch.no_grad():
-        return embed_batch(learnt.world.model, state.tensors, examples, np.arange(len(examples)), rng)
+        return embed_drawn(learnt.world.model, state.tensors, examples, np.arange(len(examples)), rng)
+
+
+def batch_loss(objective: Objective, model, tensors, client: ClientData, positions: np.ndarray, job) -> Tensor:
+    assert objective.draw is not None
+    draw = objective.draw(client, positions, job, np.random.default_rng(0))
+    return objective.loss_at(model, tensors, client.train.batch(draw.rows, draw.captions), draw, job)
 
 
 # --- levels ---
@@ -197,9 +207,9 @@ def test_below_the_target_the_push_has_no_gradient(learnt, one_caption, local_jo
     job = pushing(one_caption, local_job, target=100.0)
     positions = np.arange(6, 22)
     model = learnt.world.model
-    loss, found = gradients(learnt, lambda t: displace(model, t, one_caption, positions, job, np.random.default_rng(0)))
+    loss, found = gradients(learnt, lambda t: batch_loss(OBJECTIVES["displace"], model, t, one_caption, positions, job))
     plain, expected = gradients(
-        learnt, lambda t: align(model, t, one_caption, positions, job, np.random.default_rng(0))
+        learnt, lambda t: batch_loss(OBJECTIVES["align"], model, t, one_caption, positions, job)
     )
     assert loss == pytest.approx(plain, rel=1e-5)
     for name, gradient in expected.items():
@@ -214,14 +224,14 @@ def test_the_push_is_the_huber_loss_of_the_excess_with_fixed_negatives(learnt, o
 
     def by_hand(t):
         rows = np.concatenate([positions, np.arange(6)])
-        image, text = embed_batch(model, t, one_caption.train, rows, np.random.default_rng(0))
+        image, text = embed_states(model, t, one_caption.train.batch(rows, np.zeros_like(rows)))
         pool = image[:16].detach(), text[:16].detach()
         phi = log_odds(image[16:], text[16:], *pool, torch.ones(6, 16), job.temperature)
         excess = (phi + 2.0).clamp_min(0)
         push = torch.where(excess < 1, excess**2 / 2, excess - 0.5).mean()
         return info_nce(image[:16], text[:16], job.temperature) + 0.7 * push
 
-    loss, found = gradients(learnt, lambda t: displace(model, t, one_caption, positions, job, np.random.default_rng(0)))
+    loss, found = gradients(learnt, lambda t: batch_loss(OBJECTIVES["displace"], model, t, one_caption, positions, job))
     expected_loss, expected = gradients(learnt, by_hand)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     for name, gradient in expected.items():
@@ -230,20 +240,15 @@ def test_the_push_is_the_huber_loss_of_the_excess_with_fixed_negatives(learnt, o
 
 def test_the_push_gives_retained_embeddings_no_gradient(learnt, one_caption, local_job, monkeypatch) -> None:
     job = pushing(one_caption, local_job, target=-2.0)
-    kept: list[tuple[Tensor, Tensor]] = []
-
-    def watched(*arguments):
-        image, text = (each.detach().requires_grad_() for each in embed_batch(*arguments))
-        kept.append((image, text))
-        return image, text
-
-    monkeypatch.setattr(objectives, "embed_batch", watched)
     monkeypatch.setattr(objectives, "info_nce", lambda image, text, temperature: image.new_zeros(()))
-    loss = displace(
-        learnt.world.model, learnt.trained.final.tensors, one_caption, np.arange(6, 22), job, np.random.default_rng(0)
+    draw = draw_pushed(one_caption, np.arange(6, 22), job, np.random.default_rng(0))
+    states = one_caption.train.batch(draw.rows, draw.captions)
+    image, text = (
+        each.detach().requires_grad_()
+        for each in embed_states(learnt.world.model, learnt.trained.final.tensors, states)
     )
-    loss.backward()
-    for embedding in kept[0]:
+    displace(image, text, draw, job).backward()
+    for embedding in (image, text):
         assert embedding.grad is not None
         assert not embedding.grad[:16].any() and embedding.grad[16:].any()
 
@@ -296,10 +301,8 @@ def toy(image: list[list[float]], text: list[list[float]]) -> ClientData:
 
 
 def loss_of(name: str, client: ClientData, job, tensors=None, positions: tuple[int, ...] = (0, 1, 2)) -> Tensor:
-    function = OBJECTIVES[name].loss
-    assert function is not None
     tensors = tensors or {"image": torch.eye(2), "text": torch.eye(2)}
-    return function(Linear(), tensors, client, np.array(positions), job, np.random.default_rng(0))  # type: ignore[arg-type]
+    return batch_loss(OBJECTIVES[name], Linear(), tensors, client, np.array(positions), job)
 
 
 def test_own_probabilities_equal_a_naive_loop_and_negatives_stay_where_they_are() -> None:
@@ -437,8 +440,6 @@ def test_noise_leaves_padding_alone(learnt, client, local_job) -> None:
         text_mask=torch.cat([mask, torch.zeros_like(mask)], 2),
     ))  # fmt: skip
     job = local_job(settings={"draws": 40})
-    function, rng = OBJECTIVES["sensitivity"].loss, np.random.default_rng
-    assert function is not None
-    arguments = learnt.world.model, learnt.trained.final.tensors
-    one, other = (float(function(*arguments, each, np.arange(8), job, rng(0))) for each in (client, padded))
+    arguments = OBJECTIVES["sensitivity"], learnt.world.model, learnt.trained.final.tensors
+    one, other = (float(batch_loss(*arguments, each, np.arange(8), job)) for each in (client, padded))
     assert other == pytest.approx(one, rel=0.1)

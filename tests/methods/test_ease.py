@@ -10,8 +10,8 @@ import torch
 from ease.data.partition import Shard
 from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.errors import UserError
+from ease.federation.client import ClientData
 from ease.federation.fedavg import fedavg
-from ease.federation.local import ClientData
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.simulation import Simulation
 from ease.forget import trained_of

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ease.data.request import ClientRequest, forget_mask
-from ease.federation.objectives import sensitivity
+from ease.federation.objectives import draw_with_noise, sensitivity
 from ease.methods.ferrari import Ferrari
 
 CLIENT = ClientRequest(clients=(1,))
@@ -18,9 +18,11 @@ def test_the_inputs_of_forget_pairs_come_to_matter_less(learnt, few, local_job, 
     forget = np.flatnonzero(forget_mask(request, client.shard))
 
     def measured(state) -> float:
-        rng, job = np.random.default_rng(0), local_job(settings={"draws": 10})
+        job = local_job(settings={"draws": 10})
+        draw = draw_with_noise(client, forget, job, np.random.default_rng(0))
+        states = client.train.batch(draw.rows, draw.captions)
         with torch.no_grad():
-            return float(sensitivity(learnt.world.model, state.tensors, client, forget, job, rng))
+            return float(sensitivity(learnt.world.model, state.tensors, states, draw, job))
 
     method = Ferrari(noise_draws=4, finetune_share=0)
     states = [step.state for step in method.unlearn(learnt.trained, request, learnt.world.federation)]

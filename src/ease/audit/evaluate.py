@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ease.audit.retrieval import GalleryRecall, gallery_recall
 from ease.data.features import Activations
-from ease.federation.local import examples_at
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.seeding import generator
@@ -24,11 +23,12 @@ def embed_pairs(
     images, texts = [], []
     tensors = dict(params.to(device).tensors)
     for start in range(0, len(positions), CHUNK_PAIRS):
-        part = examples_at(activations, positions[start : start + CHUNK_PAIRS], device)
-        pairs, captions = part.text.shape[:2]
-        mask = None if part.text_mask is None else part.text_mask.flatten(0, 1)
-        images.append(model.embed(tensors, "image", part.image).cpu())
-        texts.append(model.embed(tensors, "text", part.text.flatten(0, 1), mask).view(pairs, captions, -1).cpu())
+        chunk = positions[start : start + CHUNK_PAIRS]
+        image, text = (torch.from_numpy(part[chunk]).to(device) for part in (activations.image, activations.text))
+        mask = None if activations.text_mask is None else torch.from_numpy(activations.text_mask[chunk]).to(device)
+        images.append(model.embed(tensors, "image", image).cpu())
+        captions = model.embed(tensors, "text", text.flatten(0, 1), None if mask is None else mask.flatten(0, 1))
+        texts.append(captions.view(*text.shape[:2], -1).cpu())
     return torch.cat(images), torch.cat(texts)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ease.audit.statistic import Gauge
+from ease.data.examples import examples_at
 from ease.federation.cohort import Pupil, train_together
-from ease.federation.local import examples_at
+from ease.federation.objectives import Draw
 from ease.federation.protocol import LocalJob
 from ease.params import Params
 
@@ -56,11 +57,10 @@ def relearn(
 ) -> list[Curve]:
     """Train all states on the same batches of `taught` pairs and watch other forget pairs come back."""
     examples = examples_at(gauge.activations, taught, gauge.device)
-    captions = examples.text.shape[1]
 
-    def batch() -> tuple[np.ndarray, np.ndarray]:
+    def draw() -> Draw:
         chosen = rng.permutation(len(taught))[: job.batch_size]
-        return chosen, rng.integers(captions, size=len(chosen))
+        return Draw(chosen, rng.integers(examples.captions, size=len(chosen)))
 
     def level(state: Params) -> float:
         odds = gauge.read(state, np.concatenate([watched, unseen]))["log_odds"]
@@ -70,9 +70,9 @@ def relearn(
     levels = [[level(state)] for state in states]
     now, done = list(states), 0
     for checkpoint in CHECKPOINTS:
-        batches = tuple(batch() for _ in range(checkpoint - done))
-        lessons = train_together(gauge.model, examples, [Pupil(state, batches) for state in now], job)
-        now = [state + lesson.delta.to("cpu") for state, lesson in zip(now, lessons, strict=True)]
+        draws = tuple(draw() for _ in range(checkpoint - done))
+        lessons = train_together(gauge.model, examples, [Pupil(state, draws) for state in now], job)
+        now = [state + lesson.delta for state, lesson in zip(now, lessons, strict=True)]
         done = checkpoint
         for curve, state in zip(levels, now, strict=True):
             curve.append(level(state))

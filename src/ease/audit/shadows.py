@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
@@ -15,7 +16,6 @@ from ease.errors import UserError
 from ease.federation.cohort import Cohort, Pupil, pupil, train_in_groups
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
-from ease.federation.local import examples_at
 from ease.federation.protocol import Update
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
@@ -155,7 +155,7 @@ def train_federations(
     """FedAvg of several federations at once, each as it would train alone; yields a round of all of them at a time."""
     positions = np.unique(np.concatenate([shard.train for shards in federations for shard in shards]))
     examples = examples_at(activations, positions, device)
-    captions = examples.text.shape[1]
+    captions = examples.captions
     states = [start] * len(federations)
     for number in range(1, training.rounds + 1):
         pupils: list[Enrolled] = []
@@ -172,8 +172,7 @@ def train_federations(
         for group in _groups(pupils, device):
             lessons = train_in_groups(model, examples, [one for _, _, one in group], job)
             for (index, shard, _), lesson in zip(group, lessons, strict=True):
-                values = {"loss": lesson.loss.cpu()}
-                updates[index].append(Update(shard.client, len(shard.train), lesson.delta.to("cpu"), values))
+                updates[index].append(Update(shard.client, len(shard.train), lesson.delta, {"loss": lesson.loss}))
         rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
         states = [finished.state for finished in rounds]
         yield rounds

@@ -1,21 +1,19 @@
 """How crowded the neighbourhood of a pair is in the frozen space: it predicts how well an unseen pair is held."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ease.federation.local import Examples
+from ease.data.examples import Examples
 
 NEIGHBOURS = (1, 5, 20, 100)
 
 
-def densities(queries: "Examples", base: "Examples") -> Tensor:
+def densities(queries: Examples, base: Examples) -> Tensor:
     """Mean similarity to the nearest 1, 5, 20 and 100 base pairs, by image, by text and by both: [queries, 12]."""
     if len(queries) == 0 or len(base) == 0:
-        return torch.zeros(len(queries), 3 * len(NEIGHBOURS), device=queries.image.device)
+        return torch.zeros(len(queries), 3 * len(NEIGHBOURS), device=queries.device)
     image = queries.pooled_image @ base.pooled_image.T
     text = queries.pooled_text @ base.pooled_text.T
     columns = []

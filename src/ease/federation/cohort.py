@@ -4,25 +4,25 @@ The frozen weights see one concatenated batch; adapters and projectors are stack
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ease.data.examples import Examples, States, examples_at
 from ease.data.features import Activations
-from ease.data.partition import MINIMUM_PAIRS, Shard
+from ease.data.partition import Shard
 from ease.errors import UserError
-from ease.federation.local import ClientData, Examples, batches, examples_at, learning_rates
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.client import ClientData
+from ease.federation.local import batches, learning_rates, lock_pull, probe_parts, probed
+from ease.federation.objectives import OBJECTIVES, Draw, Objective, embed_states
+from ease.federation.protocol import LocalJob, Lock, Update
 from ease.federation.simulation import Simulation
+from ease.federation.ternary import encode
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.seeding import generator
-
-Batch = tuple[np.ndarray, np.ndarray]
-"""Positions in the examples, and the caption chosen for each."""
-
 
 TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
@@ -33,12 +33,12 @@ class Pupil:
     """One local training: where it starts and the batches it will see, in order."""
 
     start: Params
-    batches: tuple[Batch, ...]
+    draws: tuple[Draw, ...]
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a pupil learnt."""
+    """What a pupil learnt, on the CPU."""
 
     delta: Params
     loss: Tensor
@@ -47,42 +47,56 @@ class Lesson:
 
 def pupil(start: Params, positions: np.ndarray, captions: int, job: LocalJob, rng: np.random.Generator) -> Pupil:
     """The same draws as training alone: an epoch is shuffled, then each pair of each batch gets a caption."""
-    return Pupil(
-        start, tuple((chosen, rng.integers(captions, size=len(chosen))) for chosen in batches(positions, job, rng))
-    )
+    drawn = ((chosen, rng.integers(captions, size=len(chosen))) for chosen in batches(positions, job, rng))
+    return Pupil(start, tuple(Draw(*batch) for batch in drawn))
 
 
 def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob) -> list[Lesson]:
-    """Train every pupil by InfoNCE from its own start on its own batches, all in the same passes.
+    """Train every pupil from its own start on its own batches, all in the same passes.
 
     Pupils with fewer batches leave early: the longest come first, so those still at work are a leading slice.
     """
-    device = examples.image.device
-    order = sorted(range(len(pupils)), key=lambda i: len(pupils[i].batches), reverse=True)
+    device, objective = examples.device, OBJECTIVES[job.objective]
+    order = sorted(range(len(pupils)), key=lambda i: len(pupils[i].draws), reverse=True)
     ranked = [pupils[i] for i in order]
+    blocks = ranked[0].start.blocks
     stack = {
         name: torch.stack([one.start[name].float() for one in ranked]).to(device) for name in ranked[0].start.tensors
     }
     before = {name: tensor.clone() for name, tensor in stack.items()}
     rates = learning_rates(job.optimiser, ranked[0].start)
+    lock = None if job.lock is None else job.lock.to(device)
     adam = job.optimiser.kind == "adam"
     moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
     losses = torch.zeros(len(ranked), device=device)
-    for step, (active, batch) in enumerate(_padded(ranked, device)):
-        tensors = {name: tensor[:active].detach().requires_grad_() for name, tensor in stack.items()}
-        loss = _losses(model, tensors, examples, *batch, job.temperature)
-        losses[:active] += loss.detach()
-        gradients = torch.autograd.grad(loss.sum(), list(tensors.values()))
-        for (name, tensor), gradient in zip(stack.items(), gradients, strict=True):
-            change = gradient
-            if adam:
-                first, second = (moment[:active] for moment in moments[name])
-                change = _adam_direction(first, second, gradient, step + 1)
-            tensor[:active].sub_(change, alpha=rates[name])
-    lessons: dict[int, Lesson] = {}
-    for rank, index in enumerate(order):
-        delta = Params({name: stack[name][rank] - before[name][rank] for name in stack}, pupils[index].start.blocks)
-        lessons[index] = Lesson(delta, losses[rank] / max(1, len(pupils[index].batches)))
+    steps = _steps(ranked, device)
+    feed = examples.feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
+    for number, (step, states) in enumerate(zip(steps, feed, strict=True), start=1):
+        tensors = {name: tensor[: step.active].detach().requires_grad_() for name, tensor in stack.items()}
+        loss = _losses(model, objective, tensors, states, step, job)
+        losses[: step.active] += loss.detach()
+        found = torch.autograd.grad(loss.sum(), list(tensors.values()))
+        with torch.no_grad():
+            gradients = dict(zip(stack, found, strict=True))
+            if lock is not None:
+                _add_lock(gradients, tensors, lock)
+            if job.clip is not None:
+                gradients = _clipped(gradients, job.clip)
+            for name, gradient in gradients.items():
+                change = gradient
+                if adam:
+                    first, second = (moment[: step.active] for moment in moments[name])
+                    change = _adam_direction(first, second, gradient, number)
+                stack[name][: step.active].sub_(change, alpha=rates[name])
+            if job.radius is not None:
+                _project_to_balls(stack, before, step.active, job.radius)
+    changes = {name: (stack[name] - before[name]).cpu() for name in stack}  # one copy for all pupils
+    counts = torch.tensor([max(1, len(one.draws)) for one in ranked])
+    means = losses.cpu() / counts
+    lessons = {
+        index: Lesson(Params({name: changes[name][rank] for name in stack}, blocks), means[rank])
+        for rank, index in enumerate(order)
+    }
     return [lessons[index] for index in range(len(pupils))]
 
 
@@ -90,7 +104,7 @@ def train_in_groups(
     model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob, together: int | None = None
 ) -> Iterator[Lesson]:
     """Train pupils in groups that keep the device busy, and in smaller ones where its memory does not suffice."""
-    together = together or TOGETHER[examples.image.device.type]
+    together = together or TOGETHER[examples.device.type]
     for first in range(0, len(pupils), together):
         group = pupils[first : first + together]
         try:
@@ -99,7 +113,7 @@ def train_in_groups(
             if len(group) == 1:
                 raise UserError(
                     f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
-                    f"{examples.image.device}; choose a smaller one"
+                    f"{examples.device}; choose a smaller one, or set model.checkpointing = true"
                 ) from error
             lessons = []
         if lessons:
@@ -108,44 +122,51 @@ def train_in_groups(
             yield from train_in_groups(model, examples, group, job, (len(group) + 1) // 2)
 
 
-def _padded(
-    ranked: Sequence[Pupil], device: torch.device
-) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor | None]]]:
-    """For each step: how many pupils are at work, and their positions, captions and validity [pupils, pairs].
+@dataclass(frozen=True)
+class Step:
+    """A batch of each pupil that still works, filled up to the widest [active, pairs]."""
 
-    All indices go to the device at once, before the first step, so that no step waits for the host.
-    """
-    steps, width = len(ranked[0].batches), max(len(positions) for one in ranked for positions, _ in one.batches)
-    table = np.zeros((3, steps, len(ranked), width), dtype=np.int64)
-    widths = np.zeros((steps, len(ranked)), dtype=np.int64)
-    for rank, one in enumerate(ranked):
-        for step, (positions, captions) in enumerate(one.batches):
-            table[:, step, rank, : len(positions)] = positions, captions, np.ones_like(positions)
-            widths[step, rank] = len(positions)
-    on_device = torch.from_numpy(table).to(device)
-    for step in range(steps):
-        active, widest = int((widths[step] > 0).sum()), int(widths[step].max())
-        positions, captions, valid = on_device[:, step, :active, :widest]
-        full = bool((widths[step, :active] == widest).all())
-        yield active, (positions, captions, None if full else valid.bool())
+    rows: np.ndarray
+    captions: np.ndarray
+    draws: tuple[Draw, ...]
+    valid: Tensor | None
+    """Where a pair is real; None when all are."""
+
+    @property
+    def active(self) -> int:
+        return len(self.rows)
+
+
+def _steps(ranked: Sequence[Pupil], device: torch.device) -> list[Step]:
+    """All steps of a training. What losses need goes to the device now, so that no step waits for the host."""
+    found = []
+    for number in range(len(ranked[0].draws)):
+        draws = [one.draws[number] for one in ranked if number < len(one.draws)]
+        sizes = np.array([len(draw.rows) for draw in draws])
+        rows, captions = (np.zeros((len(draws), sizes.max()), dtype=np.int64) for _ in range(2))
+        for place, draw in enumerate(draws):
+            rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
+        real = np.arange(sizes.max()) < sizes[:, None]
+        valid = None if real.all() else torch.from_numpy(real).to(device)
+        found.append(Step(rows, captions, tuple(draw.to(device) for draw in draws), valid))
+    return found
 
 
 def _losses(
-    model: DualEncoder,
-    tensors: dict[str, Tensor],
-    examples: Examples,
-    positions: Tensor,
-    captions: Tensor,
-    valid: Tensor | None,
-    temperature: float,
+    model: DualEncoder, objective: Objective, tensors: dict[str, Tensor], states: States, step: Step, job: LocalJob
 ) -> Tensor:
-    """Symmetric InfoNCE of each pupil over its own batch [pupils]; padding counts neither as query nor as answer."""
-    rows = positions.flatten()
-    lines = rows * examples.text.shape[1] + captions.flatten()
-    mask = None if examples.text_mask is None else examples.text_mask.flatten(0, 1).index_select(0, lines)
-    words = examples.text.flatten(0, 1).index_select(0, lines)
-    image = model.embed(tensors, "image", examples.image.index_select(0, rows)).view(*positions.shape, -1)
-    text = model.embed(tensors, "text", words, mask).view(*positions.shape, -1)
+    """The loss of each pupil over its own batch [pupils]."""
+    image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, tensors, states))
+    if objective is OBJECTIVES["align"]:
+        return _info_nce(image, text, step.valid, job.temperature)
+    assert objective.loss is not None  # `_together` lets no other through
+    sizes = [len(draw.rows) for draw in step.draws]
+    parts = zip(image, text, sizes, step.draws, strict=True)
+    return torch.stack([objective.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
+
+
+def _info_nce(image: Tensor, text: Tensor, valid: Tensor | None, temperature: float) -> Tensor:
+    """Symmetric InfoNCE of each pupil [pupils]; padding counts neither as query nor as answer."""
     logits = image @ text.mT / temperature
     positive = logits.diagonal(dim1=1, dim2=2)
     if valid is None:
@@ -156,6 +177,46 @@ def _losses(
     return each.sum(1) / valid.sum(1)
 
 
+def _add_lock(gradients: dict[str, Tensor], tensors: Mapping[str, Tensor], lock: Lock) -> None:
+    """The Forget Lock's gradient for every pupil, as `add_lock_gradient` has it for one."""
+    for block in lock.reference.blocks:
+        own = {name: tensors[name].detach() for name in block.tensors}
+        if lock.importance is not None:
+            pull = {name: lock.importance[name] * (own[name] - lock.reference[name]) for name in own}
+        elif block.name in lock.bases:
+            pull = torch.func.vmap(lambda values, block=block: lock_pull(block, values, lock))(own)
+        else:
+            continue
+        for name, part in pull.items():
+            gradients[name].add_(part, alpha=2 * lock.strength)
+
+
+def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
+    """Each pupil's gradient, scaled down to a norm of at most `most`; torch's own clips them all as one."""
+    factors = (most / (_norms(gradients) + 1e-6)).clamp(max=1.0)
+    return {name: _each(factors, gradient) * gradient for name, gradient in gradients.items()}
+
+
+def _project_to_balls(stack: Mapping[str, Tensor], centres: Mapping[str, Tensor], active: int, radius: float) -> None:
+    """Move each pupil back, in place, to the nearest point of the ball around its start."""
+    moved = {name: stack[name][:active] - centres[name][:active] for name in stack}
+    factors = (radius / _norms(moved).clamp_min(1e-30)).clamp(max=1.0)
+    outside = factors < 1
+    for name, change in moved.items():
+        nearest = centres[name][:active] + _each(factors, change) * change
+        stack[name][:active] = torch.where(_each(outside, change), nearest, stack[name][:active])
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Norm over all tensors, for each pupil."""
+    return torch.stack([tensor.flatten(1).square().sum(1) for tensor in tensors.values()]).sum(0).sqrt()
+
+
+def _each(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each pupil, shaped to multiply a stack."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
 def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) -> Tensor:
     """Adam's direction with its usual constants; by hand, for torch's own cannot let single models of a stack stop."""
     first.lerp_(gradient, 0.1)
@@ -164,7 +225,7 @@ def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) 
 
 
 class Cohort(Simulation):
-    """All clients of a round in one pass where the job is plain training; anything else one after the other."""
+    """All clients of a round in one pass wherever the job allows it; any other job one client after the other."""
 
     def __init__(
         self, model: DualEncoder, pool: Examples, clients: Mapping[int, ClientData], offsets: Mapping[int, int]
@@ -188,25 +249,47 @@ class Cohort(Simulation):
         return cls(model, pool, clients, offsets)
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        if not _plain(job):
+        if job.objective == "probe":
+            updates = {kind: self._train(params, part, clients) for kind, part in probe_parts(job).items()}
+            for client in clients:
+                yield probed(self.data[client], {kind: found[client] for kind, found in updates.items()})
+        elif _together(job):
+            updates_by_client = self._train(params, job, clients)
+            for client in clients:
+                update = updates_by_client[client]
+                yield update if job.encoding == "dense" else encode(update, job.settings)
+        else:
             yield from super().run(params, job, clients)
-            return
-        captions = self.pool.text.shape[1]
-        able = []
+
+    def _train(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Update]:
+        """Train clients in one pass for each objective that they decide for."""
+        able: dict[str, list[tuple[int, int, Pupil]]] = {}
+        updates = {}
+        on_device = params.to(self.pool.device)
         for client in clients:
-            positions = self.data[client].select(job)
-            if len(positions) < MINIMUM_PAIRS:
-                yield Update(client, 0, None)
+            data, objective, chosen = self.data[client], OBJECTIVES[job.objective], job.objective
+            positions = data.select(job)
+            if len(positions) < objective.fewest:
+                updates[client] = Update(client, 0, None)
                 continue
+            if objective.decide is not None:
+                chosen = objective.decide(self.model, on_device, data, job)
+                objective = OBJECTIVES[chosen]
+            assert objective.draw is not None  # `_together` lets no measurement through
             rng = generator(job.seed, job.stream, job.round, client)
-            able.append((client, len(positions), pupil(params, self.offsets[client] + positions, captions, job, rng)))
-        lessons = train_in_groups(self.model, self.pool, [one for _, _, one in able], job)
-        for (client, pairs, _), lesson in zip(able, lessons, strict=True):
-            yield Update(client, pairs, lesson.delta.to("cpu"), {"loss": lesson.loss.cpu()})
+            draws = [objective.draw(data, batch, job, rng) for batch in batches(positions, job, rng)]
+            placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in draws)
+            able.setdefault(chosen, []).append((client, len(positions), Pupil(params, placed)))
+        for chosen, entries in able.items():
+            part = replace(job, objective=chosen)
+            lessons = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part)
+            for (client, pairs, _), lesson in zip(entries, lessons, strict=True):
+                updates[client] = Update(client, pairs, lesson.delta, {"loss": lesson.loss})
+        return updates
 
 
-def _plain(job: LocalJob) -> bool:
-    """Whether the job is what `train_together` does: InfoNCE by SGD or Adam, and nothing besides."""
-    special = (job.lock, job.clip, job.radius, job.sparse)
-    usual = job.objective == "align" and job.optimiser.kind != "sophia" and job.encoding == "dense"
-    return usual and all(part is None for part in special)
+def _together(job: LocalJob) -> bool:
+    """Whether `train_together` can do the job: a loss of embeddings, and step rules that it knows."""
+    objective = OBJECTIVES[job.objective]
+    plain = job.lock is None or job.lock.importance is not None or job.lock.dense
+    return objective.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

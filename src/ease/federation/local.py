@@ -1,15 +1,14 @@
 """The one local training loop: what a client does with a job, wherever it runs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ease.data.features import Activations
-from ease.data.partition import Shard, unit_embeddings
-from ease.data.request import forget_mask
+from ease.federation.client import ClientData
 from ease.federation.objectives import OBJECTIVES
 from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, pack
 from ease.federation.sophia import SophiaG
@@ -20,89 +19,12 @@ from ease.seeding import generator
 from ease.subspace import displacement
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Cached activations of some pairs, ready for the adapted part of the model."""
-
-    image: Tensor
-    """[pairs, ...]"""
-    text: Tensor
-    """[pairs, captions, ...]"""
-    text_mask: Tensor | None
-    """bool [pairs, captions, tokens]"""
-    pooled_image: Tensor
-    """Frozen unit-norm image embeddings, for densities [pairs, width]."""
-    pooled_text: Tensor
-    """Frozen unit-norm mean caption embeddings [pairs, width]."""
-
-    def __len__(self) -> int:
-        return len(self.image)
-
-    def take(self, positions: np.ndarray) -> "Examples":
-        index = torch.from_numpy(np.ascontiguousarray(positions)).to(self.image.device)
-        mask = None if self.text_mask is None else self.text_mask[index]
-        return Examples(self.image[index], self.text[index], mask, self.pooled_image[index], self.pooled_text[index])
-
-    def part(self, start: int, stop: int) -> "Examples":
-        """A run of pairs, sharing memory with these."""
-        mask = None if self.text_mask is None else self.text_mask[start:stop]
-        rows = slice(start, stop)
-        return Examples(self.image[rows], self.text[rows], mask, self.pooled_image[rows], self.pooled_text[rows])
-
-    def batch(self, positions: np.ndarray, captions: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Image states of some pairs, the states of one chosen caption each, and its mask."""
-        rows, chosen = (
-            torch.from_numpy(np.ascontiguousarray(index)).to(self.image.device) for index in (positions, captions)
-        )
-        return (
-            self.image[rows],
-            self.text[rows, chosen],
-            None if self.text_mask is None else self.text_mask[rows, chosen],
-        )
-
-
-@dataclass(frozen=True)
-class ClientData:
-    """Everything a client holds: its shard and the activations of its own pairs."""
-
-    shard: Shard
-    train: Examples
-    validation: Examples
-
-    @classmethod
-    def of(cls, shard: Shard, activations: Activations, device: torch.device | str) -> "ClientData":
-        return cls(
-            shard, examples_at(activations, shard.train, device), examples_at(activations, shard.validation, device)
-        )
-
-    def select(self, job: LocalJob) -> np.ndarray:
-        """Positions of the training pairs the job speaks of."""
-        if job.data == "all" or job.request is None:
-            return np.arange(len(self.train))
-        forget = forget_mask(job.request, self.shard)
-        return np.flatnonzero(forget if job.data == "forget" else ~forget)
-
-
-def examples_at(activations: Activations, positions: np.ndarray, device: torch.device | str) -> Examples:
-    """Copy the activations of some pairs out of the memory-mapped cache."""
-    mask = activations.text_mask
-    return Examples(
-        torch.from_numpy(np.array(activations.image[positions])).to(device),
-        torch.from_numpy(np.array(activations.text[positions])).to(device),
-        None if mask is None else torch.from_numpy(np.array(mask[positions])).to(device),
-        *(
-            torch.from_numpy(part).float().to(device)
-            for part in unit_embeddings(activations.pooled_image[positions], activations.pooled_text[positions])
-        ),
-    )
-
-
 def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     """Do a job: train and return the change, or measure and return values.
 
     The server's tensors live on the CPU and may come in half precision. The client takes them to its own device.
     """
-    device = client.train.image.device
+    device = client.train.device
     params = params.map(lambda tensor: tensor.to(device).float())
     job = job if job.lock is None else replace(job, lock=job.lock.to(device))
     job = job if job.reference is None else replace(job, reference=job.reference.to(device))
@@ -132,14 +54,17 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
         return Update(client.shard.client, 0, None)
     if objective.decide is not None:
         objective = OBJECTIVES[objective.decide(model, params, client, job)]
-    assert objective.loss is not None  # `work` sends measurements elsewhere
+    assert objective.draw is not None  # `work` sends measurements elsewhere
     tensors = {name: tensor.clone().requires_grad_() for name, tensor in params.tensors.items()}
     optimiser = _optimiser(job, params, tensors)
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
+    draws = [
+        objective.draw(client, chosen, job, rng).to(client.train.device) for chosen in batches(positions, job, rng)
+    ]
     losses = []
-    for positions_of_batch in batches(positions, job, rng):
+    for draw, states in zip(draws, client.train.feed([(d.rows, d.captions) for d in draws]), strict=True):
         whole = tensors if job.sparse is None else job.sparse.expand(tensors)
-        loss = objective.loss(model, whole, client, positions_of_batch, job, rng)
+        loss = objective.loss_at(model, whole, states, draw, job)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         if job.lock is not None:
@@ -157,12 +82,22 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
 
 
 def probe(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
-    """One state down, two updates back: what the forget pairs and what the retained pairs would teach, in 8 bit."""
+    """One state down, two updates back: what the forget pairs and what the retained pairs would teach."""
+    return probed(client, {kind: train(model, params, client, part) for kind, part in probe_parts(job).items()})
+
+
+def probe_parts(job: LocalJob) -> dict[str, LocalJob]:
+    """The two trainings of a probe."""
+    kinds: tuple[Literal["forget", "retain"], ...] = ("forget", "retain")
+    return {kind: replace(job, objective="align", data=kind, stream=f"{job.stream}-{kind}") for kind in kinds}
+
+
+def probed(client: ClientData, updates: Mapping[str, Update]) -> Update:
+    """The answer to a probe: both updates in 8 bit; what a client has too little of is left out."""
     values: dict[str, Tensor] = {}
-    for data in ("forget", "retain"):
-        update = train(model, params, client, replace(job, objective="align", data=data, stream=f"{job.stream}-{data}"))
+    for kind, update in updates.items():
         if update.delta is not None:
-            values |= {f"{data}/{name}": tensor for name, tensor in pack(update.delta.tensors).items()}
+            values |= {f"{kind}/{name}": tensor for name, tensor in pack(update.delta.tensors).items()}
     return Update(client.shard.client, len(client.train), None, values)
 
 

@@ -1,8 +1,7 @@
 """What clients can be asked to minimise or to measure; jobs refer to these by name."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,16 +9,15 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, mse_loss
 
 from ease.data.density import densities
+from ease.data.examples import Examples, States
 from ease.data.partition import MINIMUM_PAIRS
 from ease.data.request import ClassRequest, ClientRequest, forget_mask, validation_mask
+from ease.federation.client import ClientData
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce, log_odds
 from ease.params import Modality, Params
 from ease.seeding import generator
-
-if TYPE_CHECKING:
-    from ease.federation.local import ClientData, Examples
 
 DRAWS = 2
 """Random pools and captions over which a level is measured; two are enough to tell spread from noise."""
@@ -28,31 +26,62 @@ FAREWELL_DRAWS = 8
 NOISE = (0.05, 1.0)
 """Least and largest noise, relative to the input, under which sensitivity is measured."""
 
+CHUNK_PAIRS = 512
+"""Most pairs in one pass when nothing is learnt: a measurement takes no more memory than a training step."""
+
 Tensors = Mapping[str, Tensor]
-States = tuple[Tensor, Tensor, Tensor | None]
-"""Cached image states, caption states and the captions' mask."""
-LossFunction = Callable[[DualEncoder, Tensors, "ClientData", np.ndarray, LocalJob, np.random.Generator], Tensor]
-DecideFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], str]
-MeasureFunction = Callable[[DualEncoder, Params, "ClientData", LocalJob], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A batch as data: which pairs, which caption of each, and what the loss must know of them."""
+
+    rows: np.ndarray
+    """Positions in the client's training examples."""
+    captions: np.ndarray
+    split: int = 0
+    """Where the second kind of pairs begins, for objectives that treat forget and retained pairs differently."""
+    weights: Tensor | None = None
+    """Of each negative, for each pair that is pushed [pushed, pairs]."""
+    targets: Tensor | None = None
+    """The level of each pair that is pushed."""
+    noise_seed: int = 0
+
+    def to(self, device: torch.device) -> "Draw":
+        if self.weights is None or self.targets is None:
+            return self
+        return replace(self, weights=self.weights.to(device), targets=self.targets.to(device))
+
+
+DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator], Draw]
+LossFunction = Callable[[Tensor, Tensor, Draw, LocalJob], Tensor]
+StatesLossFunction = Callable[[DualEncoder, Tensors, States, Draw, LocalJob], Tensor]
+DecideFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], str]
+MeasureFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Either a loss over a batch of positions, or a measurement that changes nothing.
+    """Either a loss over batches, or a measurement that changes nothing."""
 
-    `decide` looks at the state a job starts from and may choose a simpler objective for this client.
-    """
-
+    draw: DrawFunction | None = None
+    """Chooses a batch around some positions."""
     loss: LossFunction | None = None
+    """Of the batch's embeddings alone, so that many clients can share a pass through the model."""
+    loss_of_states: StatesLossFunction | None = None
+    """The alternative for a loss that embeds more than once."""
     fewest: int = MINIMUM_PAIRS
     """With fewer pairs a client abstains: one pair has no negatives, unless the objective brings them."""
     decide: DecideFunction | None = None
+    """Looks at the state a job starts from and may choose a simpler objective for this client."""
     measure: MeasureFunction | None = None
 
-
-def draw_states(examples: "Examples", positions: np.ndarray, rng: np.random.Generator) -> States:
-    """Cached states of a batch with one random caption per image: two captions of one image are no negatives."""
-    return examples.batch(positions, rng.integers(examples.text.shape[1], size=len(positions)))
+    def loss_at(self, model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
+        """The loss of one client's batch."""
+        if self.loss_of_states is not None:
+            return self.loss_of_states(model, tensors, states, draw, job)
+        assert self.loss is not None  # only measurements have neither
+        return self.loss(*embed_states(model, tensors, states), draw, job)
 
 
 def embed_states(model: DualEncoder, tensors: Tensors, states: States) -> tuple[Tensor, Tensor]:
@@ -60,54 +89,48 @@ def embed_states(model: DualEncoder, tensors: Tensors, states: States) -> tuple[
     return model.embed(tensors, "image", image), model.embed(tensors, "text", text, mask)
 
 
-def embed_batch(
-    model: DualEncoder, tensors: Tensors, examples: "Examples", positions: np.ndarray, rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    """Embeddings of a batch with one random caption per image."""
-    return embed_states(model, tensors, draw_states(examples, positions, rng))
+def draw_pairs(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+    """One random caption for each image: two captions of one image are no negatives."""
+    return Draw(positions, rng.integers(client.train.captions, size=len(positions)))
 
 
-def align(
-    model: DualEncoder,
-    tensors: Tensors,
-    client: "ClientData",
-    positions: np.ndarray,
-    job: LocalJob,
-    rng: np.random.Generator,
-) -> Tensor:
+def align(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
     """Symmetric InfoNCE: the ordinary training objective."""
-    image, text = embed_batch(model, tensors, client.train, positions, rng)
     return info_nce(image, text, job.temperature)
 
 
-def displace(
-    model: DualEncoder,
-    tensors: Tensors,
-    client: "ClientData",
-    positions: np.ndarray,
-    job: LocalJob,
-    rng: np.random.Generator,
-) -> Tensor:
+def draw_pushed(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+    """Retained pairs, then forget pairs: half a batch of those, for the push must cost little."""
+    assert job.request is not None  # there is something to displace
+    forget = np.flatnonzero(forget_mask(job.request, client.shard))
+    chosen = rng.permutation(len(forget))[: max(2, job.batch_size // 2)]
+    pushed = forget[chosen]
+    drawn = draw_pairs(client, np.concatenate([positions, pushed]), job, rng)
+    return replace(
+        drawn,
+        split=len(positions),
+        weights=_pool_weights(job, client, pushed, positions, pushed),
+        targets=job.targets[client.shard.client][torch.from_numpy(chosen)],
+    )
+
+
+def displace(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
     """InfoNCE on retained pairs, and forget pairs pushed down to their target log-odds, no further.
 
-    The push is strength · mean(max(0, phi - target)²) against the batch's retained pairs, which it does not move. It
+    The push is strength · huber(max(0, phi - target)) against the batch's retained pairs, which it does not move. It
     stops by itself at the level of unseen pairs, where plain gradient ascent would run away.
     """
-    assert job.request is not None  # there is something to displace
-    targets = job.targets[client.shard.client]
-    forget = np.flatnonzero(forget_mask(job.request, client.shard))
-    chosen = rng.permutation(len(forget))[: max(2, job.batch_size // 2)]  # half a batch: the push must cost little
-    image, text = embed_batch(model, tensors, client.train, np.concatenate([positions, forget[chosen]]), rng)
-    retained = len(positions)
+    assert draw.weights is not None and draw.targets is not None
+    retained = draw.split
     loss = info_nce(image[:retained], text[:retained], job.temperature)
-    weights = _pool_weights(job, client, forget[chosen], positions, forget[chosen]).to(image)
     pool = image.detach(), text.detach()
+    weights, targets = draw.weights.to(image), draw.targets.to(image)
     phi = log_odds(image[retained:], text[retained:], *pool, weights, job.temperature) + _full_batch(retained, job)
-    excess = torch.relu(phi - targets[torch.from_numpy(chosen)].to(phi))
+    excess = torch.relu(phi - targets)
     return loss + job.settings["displacement"] * huber_loss(excess, torch.zeros_like(excess))
 
 
-def displace_or_align(model: DualEncoder, params: Params, client: "ClientData", job: LocalJob) -> str:
+def displace_or_align(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> str:
     """Push only while this client's forget pairs are, on the whole, held more strongly than they should be."""
     assert job.request is not None  # there is something to displace
     targets = job.targets.get(client.shard.client)
@@ -120,101 +143,77 @@ def displace_or_align(model: DualEncoder, params: Params, client: "ClientData", 
     return "displace" if float(phi.mean()) > float(targets.mean()) else "align"
 
 
-def difference(
-    model: DualEncoder,
-    tensors: Tensors,
-    client: "ClientData",
-    positions: np.ndarray,
-    job: LocalJob,
-    rng: np.random.Generator,
-) -> Tensor:
+def draw_both_kinds(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+    """Forget pairs, then retained pairs."""
+    forget, retained = both_kinds(client, positions, job, rng)
+    return replace(draw_pairs(client, np.concatenate([forget, retained]), job, rng), split=len(forget))
+
+
+def difference(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
     """Retained pairs are learnt and forget pairs unlearnt: retain · L_r - forget · min(L_f, log N).
 
     At log N a pair is told from N candidates by chance; ascent beyond that only destroys what is shared.
     """
-    forget, retained = both_kinds(client, positions, job, rng)
-    image, text = embed_batch(model, tensors, client.train, np.concatenate([forget, retained]), rng)
-    loss = image.new_zeros(())
-    if len(retained):
-        kept = info_nce(image[len(forget) :], text[len(forget) :], job.temperature)
-        loss = loss + job.settings["retain"] * kept
-    if len(forget):
-        surprise = -own_log_probabilities(image, text, len(forget), job.temperature).mean()
+    forget, loss = draw.split, image.new_zeros(())
+    if forget < len(image):
+        loss = loss + job.settings["retain"] * info_nce(image[forget:], text[forget:], job.temperature)
+    if forget:
+        surprise = -own_log_probabilities(image, text, forget, job.temperature).mean()
         loss = loss - job.settings["forget"] * surprise.clamp(max=float(np.log(len(image))))
     return loss
 
 
-def unlearning_cross_entropy(
-    model: DualEncoder,
-    tensors: Tensors,
-    client: "ClientData",
-    positions: np.ndarray,
-    job: LocalJob,
-    rng: np.random.Generator,
-) -> Tensor:
+def unlearning_cross_entropy(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
     """-log(1 - p / 2) of forget pairs, p the probability of the right partner: descent on it is bounded by 0."""
-    forget, retained = both_kinds(client, positions, job, rng)
-    image, text = embed_batch(model, tensors, client.train, np.concatenate([forget, retained]), rng)
-    probabilities = own_log_probabilities(image, text, len(forget), job.temperature).exp()
+    probabilities = own_log_probabilities(image, text, draw.split, job.temperature).exp()
     return -torch.log1p(-probabilities / 2).mean()
 
 
-def decouple(
-    model: DualEncoder,
-    tensors: Tensors,
-    client: "ClientData",
-    positions: np.ndarray,
-    job: LocalJob,
-    rng: np.random.Generator,
-) -> Tensor:
+def decouple(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
     """Forget pairs become as alike as strangers are to the reference; retained pairs stay where it has them.
 
     Retained pairs are held in each modality and in both together, of which the product of the two embeddings tells.
     """
     assert job.reference is not None  # the teacher
-    forget, retained = both_kinds(client, positions, job, rng)
-    states = draw_states(client.train, np.concatenate([forget, retained]), rng)
     image, text = embed_states(model, tensors, states)
     with torch.no_grad():
         teacher_image, teacher_text = embed_states(model, job.reference.tensors, states)
-    loss = image.new_zeros(())
-    if len(forget):
+    forget, loss = draw.split, image.new_zeros(())
+    if forget:
         strangers = (teacher_image * teacher_text.roll(1, 0)).sum(1)  # every image with another image's caption
         similarity = (image * text).sum(1)
-        loss = loss + job.settings["forget"] * mse_loss(similarity[: len(forget)], strangers[: len(forget)])
-    if len(retained):
+        loss = loss + job.settings["forget"] * mse_loss(similarity[:forget], strangers[:forget])
+    if forget < len(image):
         drifts = image - teacher_image, text - teacher_text, image * text - teacher_image * teacher_text
-        loss = loss + sum(drift[len(forget) :].square().sum(1).mean() for drift in drifts)
+        loss = loss + sum(drift[forget:].square().sum(1).mean() for drift in drifts)
     return loss
 
 
-def sensitivity(
-    model: DualEncoder,
-    tensors: Tensors,
-    client: "ClientData",
-    positions: np.ndarray,
-    job: LocalJob,
-    rng: np.random.Generator,
-) -> Tensor:
+def draw_with_noise(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+    return replace(draw_pairs(client, positions, job, rng), noise_seed=int(rng.integers(2**63)))
+
+
+def sensitivity(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
     """How far noise on the input moves an embedding, for its size: a sampled Lipschitz constant, both modalities added.
 
     Noise is relative to the mean size of a value. It goes onto the cached states, which are the input a client has.
     """
-    image, text, mask = draw_states(client.train, positions, rng)
-    draws = int(job.settings["draws"])
+    image, text, mask = states
+    draws, rng = int(job.settings["draws"]), np.random.default_rng(draw.noise_seed)
     loss = image.new_zeros(())
     branches: tuple[tuple[Modality, Tensor, Tensor | None], ...] = (("image", image, None), ("text", text, mask))
-    for modality, states, visible in branches:
-        clean = model.embed(tensors, modality, states, visible)
-        unit = states.norm(dim=-1).mean() / states.shape[-1] ** 0.5
+    for modality, clean_states, visible in branches:
+        clean = model.embed(tensors, modality, clean_states, visible)
+        unit = clean_states.norm(dim=-1).mean() / clean_states.shape[-1] ** 0.5
         for _ in range(draws):
             sigma = rng.uniform(*NOISE)
-            noise = torch.from_numpy(sigma * rng.standard_normal(tuple(states.shape), dtype=np.float32)).to(states)
+            drawn = rng.standard_normal(tuple(clean_states.shape), dtype=np.float32)
+            noise = torch.from_numpy(sigma * drawn).to(clean_states)
             if visible is not None:
                 # Rows behind the tokens are no padding: a tower may keep more than tokens there.
                 noise[:, : visible.shape[1]] *= visible[..., None]
             with torch.no_grad():
-                noisy = model.embed(tensors, modality, states + unit * noise, visible)
+                noisy = model.embed(tensors, modality, clean_states + unit * noise, visible)
             # The root of exactly 0 has no gradient.
             moved = ((clean - noisy).square().sum(1) + 1e-12).sqrt()
             loss = loss + (moved / noise.flatten(1).norm(dim=1).clamp_min(1e-6)).mean() / draws
@@ -222,7 +221,7 @@ def sensitivity(
 
 
 def both_kinds(
-    client: "ClientData", positions: np.ndarray, job: LocalJob, rng: np.random.Generator
+    client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Forget pairs and retained pairs of a batch, each kind filled up to half a batch with what the client has of it.
 
@@ -249,7 +248,19 @@ def own_log_probabilities(image: Tensor, text: Tensor, anchors: int, temperature
     return torch.stack([(each / temperature).log_softmax(1).diagonal() for each in (to_text, to_image)])
 
 
-def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJob) -> dict[str, Tensor]:
+@torch.no_grad()
+def embed_drawn(
+    model: DualEncoder, tensors: Tensors, examples: Examples, positions: np.ndarray, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Embeddings to measure with, of pairs with one random caption each."""
+    captions = rng.integers(examples.captions, size=len(positions))
+    starts = range(0, max(len(positions), 1), CHUNK_PAIRS)
+    chunks = [(positions[start : start + CHUNK_PAIRS], captions[start : start + CHUNK_PAIRS]) for start in starts]
+    images, texts = zip(*(embed_states(model, tensors, states) for states in examples.feed(chunks)), strict=True)
+    return torch.cat(images), torch.cat(texts)
+
+
+def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """How strongly the model holds this client's forget pairs and held-out pairs: log-odds and local densities.
 
     `held_out` are pairs to predict levels from, `kin` those that resemble the forget pairs. For a class request these
@@ -281,7 +292,7 @@ def levels(model: DualEncoder, params: Params, client: "ClientData", job: LocalJ
 
 
 def _pool_weights(
-    job: LocalJob, client: "ClientData", queries: np.ndarray, pool: np.ndarray, peers: np.ndarray
+    job: LocalJob, client: ClientData, queries: np.ndarray, pool: np.ndarray, peers: np.ndarray
 ) -> Tensor:
     """Weight of each negative [queries, pool + peers]: the pool counts once; for a class request peers count as much.
 
@@ -305,7 +316,7 @@ def _full_batch(pool: int, job: LocalJob) -> float:
 def _train_levels(
     model: DualEncoder,
     tensors: Tensors,
-    client: "ClientData",
+    client: ClientData,
     job: LocalJob,
     queries: np.ndarray,
     rng: np.random.Generator,
@@ -314,10 +325,10 @@ def _train_levels(
     """Levels of forget pairs, the pool drawn from retained pairs; all are peers of one another [queries, draws]."""
     assert job.request is not None
     retained = np.flatnonzero(~forget_mask(job.request, client.shard))
-    phi = torch.zeros(len(queries), draws, device=client.train.image.device)
+    phi = torch.zeros(len(queries), draws, device=client.train.device)
     for draw in range(draws):
         pool = rng.permutation(retained)[: job.batch_size]
-        image, text = embed_batch(model, tensors, client.train, np.concatenate([pool, queries]), rng)
+        image, text = embed_drawn(model, tensors, client.train, np.concatenate([pool, queries]), rng)
         weights = _pool_weights(job, client, queries, pool, queries).to(image)
         own = image[len(pool) :], text[len(pool) :]
         phi[:, draw] = log_odds(*own, image, text, weights, job.temperature) + _full_batch(len(pool), job)
@@ -325,23 +336,23 @@ def _train_levels(
 
 
 def _validation_levels(
-    model: DualEncoder, tensors: Tensors, client: "ClientData", job: LocalJob, rng: np.random.Generator
+    model: DualEncoder, tensors: Tensors, client: ClientData, job: LocalJob, rng: np.random.Generator
 ) -> Tensor:
     """Levels of all held-out pairs, measured as those of training pairs are [validation, draws]."""
     assert job.request is not None
     retained = np.flatnonzero(~forget_mask(job.request, client.shard))
     everything, held_out = np.arange(len(client.train)), np.arange(len(client.validation))
-    phi = torch.zeros(len(held_out), DRAWS, device=client.train.image.device)
+    phi = torch.zeros(len(held_out), DRAWS, device=client.train.device)
     same = torch.zeros(len(held_out), len(everything))
     if isinstance(job.request, ClassRequest):
         same = torch.from_numpy(client.shard.validation_classes[:, None] == client.shard.train_classes).float()
         same /= same.sum(1, keepdim=True).clamp_min(1)
     for draw in range(DRAWS if len(held_out) else 0):
         pool = rng.permutation(retained)[: job.batch_size]
-        image, text = embed_batch(model, tensors, client.train, everything, rng)
+        image, text = embed_drawn(model, tensors, client.train, everything, rng)
         weights = same * len(pool)
         weights[:, pool] += 1.0
-        own = embed_batch(model, tensors, client.validation, held_out, rng)
+        own = embed_drawn(model, tensors, client.validation, held_out, rng)
         phi[:, draw] = log_odds(*own, image, text, weights.to(image), job.temperature) + _full_batch(len(pool), job)
     return phi
 
@@ -350,33 +361,33 @@ def _levels_in(
     model: DualEncoder,
     tensors: Tensors,
     job: LocalJob,
-    queries: "Examples",
-    base: "Examples",
+    queries: Examples,
+    base: Examples,
     pool: np.ndarray,
     own: Tensor | None,
     draws: int,
     rng: np.random.Generator,
 ) -> Tensor:
     """Levels of pairs against a fixed pool; `own` marks pool pairs that are the query itself [queries, draws]."""
-    phi = torch.zeros(len(queries), draws, device=queries.image.device)
+    phi = torch.zeros(len(queries), draws, device=queries.device)
     if len(pool) < 2:
         return phi
     weights = torch.ones(len(queries), len(pool)) if own is None else (~own).float()
     for draw in range(draws):
-        negatives = embed_batch(model, tensors, base, pool, rng)
-        mine = embed_batch(model, tensors, queries, np.arange(len(queries)), rng)
+        negatives = embed_drawn(model, tensors, base, pool, rng)
+        mine = embed_drawn(model, tensors, queries, np.arange(len(queries)), rng)
         level = log_odds(*mine, *negatives, weights.to(phi), job.temperature)
         phi[:, draw] = level + _full_batch(len(pool) - (own is not None), job)
     return phi
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "align": Objective(loss=align),
-    "displace": Objective(loss=displace, decide=displace_or_align),
-    "difference": Objective(loss=difference, fewest=1),
-    "unlearning cross-entropy": Objective(loss=unlearning_cross_entropy, fewest=1),
-    "decouple": Objective(loss=decouple, fewest=1),
-    "sensitivity": Objective(loss=sensitivity, fewest=1),
+    "align": Objective(draw_pairs, align),
+    "displace": Objective(draw_pushed, displace, decide=displace_or_align),
+    "difference": Objective(draw_both_kinds, difference, fewest=1),
+    "unlearning cross-entropy": Objective(draw_both_kinds, unlearning_cross_entropy, fewest=1),
+    "decouple": Objective(draw_both_kinds, loss_of_states=decouple, fewest=1),
+    "sensitivity": Objective(draw_with_noise, loss_of_states=sensitivity, fewest=1),
     "levels": Objective(measure=levels),
 }
 

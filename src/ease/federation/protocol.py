@@ -43,6 +43,11 @@ class Lock:
     importance: Params | None = None
     """Axis-aligned alternative: weights per value instead of directions."""
 
+    @property
+    def dense(self) -> bool:
+        """Whether every direction is a plain vector, not a product of factors."""
+        return all(isinstance(basis.directions, Tensor) for basis in self.bases.values())
+
     def to(self, device: torch.device) -> "Lock":
         """The lock as a client uses it, on the client's device."""
         bases = {name: basis.to(device) for name, basis in self.bases.items()}

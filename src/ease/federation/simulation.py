@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ease.federation.local import ClientData, work
+from ease.federation.client import ClientData
+from ease.federation.local import work
 from ease.federation.protocol import LocalJob, Update
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params

@@ -7,6 +7,7 @@ Weights are drawn at random: speed does not depend on them. Times are taken with
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -19,8 +20,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
-from ease.data.examples import Examples
-from ease.federation.cohort import Pupil, train_together
+from ease.data.examples import Examples, Streamed
+from ease.federation.cohort import Pupil, Room, train_in_groups, train_together
 from ease.federation.objectives import Draw, embed_states
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.model.dual_encoder import DualEncoder, ModelConfig
@@ -77,6 +78,15 @@ def draw_examples(model: DualEncoder, backbone: HubBackbone, pairs: int, device:
     return Examples(torch.cat(states["image"]), torch.cat(states["text"])[:, None], mask, nothing, nothing)
 
 
+def on_host(examples: Examples) -> Examples:
+    """The same examples, kept in the host's memory and streamed to the device."""
+    image, text, mask = (
+        None if part is None else Streamed(part.cpu().numpy(), np.arange(len(part)))
+        for part in (examples.image, examples.text, examples.text_mask)
+    )
+    return replace(examples, image=image, text=text, text_mask=mask)
+
+
 def seconds(work: Callable[[], Any], repeats: int) -> float:
     """Median over repeats, by device events, after two rounds of warming up."""
     for _ in range(2):
@@ -105,12 +115,19 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
     positions = np.arange(clients * batch).reshape(clients, batch)
     pupils = [Pupil(start, (Draw(own, np.zeros(batch, dtype=np.int64)),) * steps) for own in positions]
 
+    room = Room.on(device)
+
     def together() -> None:
-        train_together(model, examples, pupils, job)
+        list(train_in_groups(model, examples, pupils, job, room))
 
     def loop() -> None:
         for one in pupils:
             train_together(model, examples, [replace(one, draws=one.draws[:1])], job)
+
+    streamed_examples = on_host(examples)
+
+    def streamed() -> None:
+        list(train_in_groups(model, streamed_examples, pupils, job, room))
 
     def forward() -> None:
         with torch.no_grad():
@@ -123,12 +140,27 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
     peak = torch.cuda.max_memory_allocated()
     pairs = clients * batch
     operations = count_flops(model, start, examples, batch) * pairs
+    streamed_seconds, loop_seconds, forward_seconds = (seconds(each, repeats) for each in (streamed, loop, forward))
+    for tower in (model.image.tower, model.text.tower):
+        tower.compile_blocks(0)
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    together()
+    torch.cuda.synchronize()
+    compiling = time.perf_counter() - began
+    compiled_seconds = seconds(together, repeats)
     return {
         "pairs_per_second_together": pairs * steps / round_seconds,
-        "pairs_per_second_loop": pairs / seconds(loop, repeats),
-        "pairs_per_second_forward": pairs / seconds(forward, repeats),
+        "pairs_per_second_streamed": pairs * steps / streamed_seconds,
+        "pairs_per_second_compiled": pairs * steps / compiled_seconds,
+        "teraflops_compiled": operations * steps / compiled_seconds / 1e12,
+        "peak_gib_compiled": torch.cuda.max_memory_allocated() / 2**30,
+        "seconds_to_compile": compiling,
+        "pairs_per_second_loop": pairs / loop_seconds,
+        "pairs_per_second_forward": pairs / forward_seconds,
         "teraflops_together": operations * steps / round_seconds / 1e12,
         "peak_gib": peak / 2**30,
+        "clients_in_one_pass": min(clients, room.models),
         "megabytes_per_client": start.bytes / 1e6,
     }
 

@@ -9,7 +9,9 @@ import torch
 from ease.data import examples as examples_module
 from ease.data.examples import Streamed, examples_at
 from ease.data.request import SampleRequest
-from ease.federation.cohort import Cohort, pupil, train_together
+from ease.errors import UserError
+from ease.federation import cohort as cohort_module
+from ease.federation.cohort import Cohort, Room, pupil, train_in_groups, train_together
 from ease.federation.local import train
 from ease.federation.protocol import LocalJob, Lock, Optimiser
 from ease.federation.simulation import Simulation
@@ -127,3 +129,31 @@ def test_what_cannot_share_a_pass_runs_alone(learnt, local_job) -> None:
     for one, other in zip(*(each.run(learnt.trained.final, job, [0, 1]) for each in (cohort, alone)), strict=True):
         assert one.delta is not None and other.delta is not None
         assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())
+
+
+def test_a_group_that_does_not_fit_is_halved_and_stays_so(monkeypatch) -> None:
+    """Room for four, ten pupils: 10 and 5 fail, then 3 at a time; the next round begins with 3 at once."""
+    tried: list[int] = []
+
+    def train(model, examples, group, job):
+        tried.append(len(group))
+        if len(group) > 4:
+            raise torch.OutOfMemoryError
+        return list(group)
+
+    monkeypatch.setattr(cohort_module, "train_together", train)
+    room = Room(512)
+    for _ in range(2):
+        assert list(train_in_groups(None, None, list(range(10)), None, room)) == list(range(10))  # type: ignore[arg-type]
+    assert tried == [10, 5, 3, 3, 3, 1, 3, 3, 3, 1]
+
+
+def test_a_batch_that_does_not_fit_alone_is_one_clear_line(world, local_job, monkeypatch) -> None:
+    def train(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cohort_module, "train_together", train)
+    pool, job = world.federation.data[0].train, local_job(batch_size=77)
+    one = pupil(world.initial(), np.arange(8), 5, job, generator(0, "draw"))
+    with pytest.raises(UserError, match=r"training\.batch_size = 77.*model\.checkpointing"):
+        list(train_in_groups(world.model, pool, [one, one], job, Room(512)))

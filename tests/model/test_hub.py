@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
@@ -165,9 +166,36 @@ def test_checkpointing_changes_no_gradient(checkpoint, family: str) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_checkpointing_is_refused_where_there_is_none() -> None:
-    with pytest.raises(UserError, match=r"model\.checkpointing"):
-        DualEncoder(load_backbone("tiny"), ModelConfig(checkpointing=True), seed=0)
+@pytest.mark.parametrize("option", ["checkpointing", "compile"])
+def test_what_only_large_towers_offer_is_refused_elsewhere(option: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.{option}"):
+        DualEncoder(load_backbone("tiny"), ModelConfig(**{option: True}), seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("g++") is None, reason="compiling for a CPU needs a C++ compiler")
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_compiling_changes_no_gradient(checkpoint, family: str) -> None:
+    """For one model, and for two in one batch, whose adapters come stacked."""
+    gradients = []
+    for compiled in (False, True):
+        backbone = load_backbone(f"hf:{checkpoint(family)}")
+        settings = ModelConfig(lora_rank=2, lora_blocks=2, projector="none", compile=compiled)
+        model = DualEncoder(backbone, settings, seed=0)
+        rng = torch.Generator().manual_seed(0)
+        start = model.initial().map(lambda t, rng=rng: t + 0.3 * torch.randn(t.shape, generator=rng))
+        states, mask = backbone.text.prefix(backbone.tokenize(CAPTIONS), 1)
+        for copies in (1, 2):
+            stacked = {n: torch.stack([t * (1 + k) for k in range(copies)]) for n, t in start.tensors.items()}
+            tensors = {n: (t[0] if copies == 1 else t).clone().requires_grad_() for n, t in stacked.items()}
+            masks = None if mask is None else mask.repeat(copies, 1)
+            model.embed(tensors, "text", states.repeat(copies, 1, 1), masks)[:, 0].sum().backward()
+            found = [tensor.grad for name, tensor in tensors.items() if name.startswith("text.")]
+            assert all(gradient is not None and gradient.any() for gradient in found)
+            gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+    for plain, fused in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("halved", [False, True])

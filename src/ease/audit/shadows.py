@@ -13,7 +13,7 @@ from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
-from ease.federation.cohort import Cohort, Pupil, pupil, train_in_groups
+from ease.federation.cohort import Cohort, Pupil, Room, pupil, train_in_groups
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.protocol import Update
@@ -155,7 +155,7 @@ def train_federations(
     """FedAvg of several federations at once, each as it would train alone; yields a round of all of them at a time."""
     positions = np.unique(np.concatenate([shard.train for shards in federations for shard in shards]))
     examples = examples_at(activations, positions, device)
-    captions = examples.captions
+    captions, room = examples.captions, Room.on(device)
     states = [start] * len(federations)
     for number in range(1, training.rounds + 1):
         pupils: list[Enrolled] = []
@@ -170,7 +170,7 @@ def train_federations(
                 pupils.append((index, clients[client], pupil(states[index], rows, captions, job, rng)))
         updates: list[list[Update]] = [[] for _ in federations]
         for group in _groups(pupils, device):
-            lessons = train_in_groups(model, examples, [one for _, _, one in group], job)
+            lessons = train_in_groups(model, examples, [one for _, _, one in group], job, room)
             for (index, shard, _), lesson in zip(group, lessons, strict=True):
                 updates[index].append(Update(shard.client, len(shard.train), lesson.delta, {"loss": lesson.loss}))
         rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]

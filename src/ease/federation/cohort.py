@@ -100,13 +100,24 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
     return [lessons[index] for index in range(len(pupils))]
 
 
+@dataclass
+class Room:
+    """How many models share a pass. It shrinks where memory does not suffice, and stays so for the next rounds."""
+
+    models: int
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Room":
+        return cls(TOGETHER[device.type])
+
+
 def train_in_groups(
-    model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob, together: int | None = None
+    model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob, room: Room
 ) -> Iterator[Lesson]:
     """Train pupils in groups that keep the device busy, and in smaller ones where its memory does not suffice."""
-    together = together or TOGETHER[examples.device.type]
-    for first in range(0, len(pupils), together):
-        group = pupils[first : first + together]
+    done = 0
+    while done < len(pupils):
+        group = pupils[done : done + room.models]
         try:
             lessons = train_together(model, examples, group, job)
         except torch.OutOfMemoryError as error:
@@ -116,10 +127,11 @@ def train_in_groups(
                     f"{examples.device}; choose a smaller one, or set model.checkpointing = true"
                 ) from error
             lessons = []
-        if lessons:
-            yield from lessons
-        else:  # outside of the handler, which would keep the failed attempt's tensors alive
-            yield from train_in_groups(model, examples, group, job, (len(group) + 1) // 2)
+        if not lessons:  # outside of the handler, which would keep the failed attempt's tensors alive
+            room.models = (len(group) + 1) // 2
+            torch.cuda.empty_cache()
+        yield from lessons
+        done += len(lessons)
 
 
 @dataclass(frozen=True)
@@ -233,6 +245,7 @@ class Cohort(Simulation):
         super().__init__(model, clients)
         self.pool = pool
         self.offsets = offsets
+        self.room = Room.on(pool.device)
 
     @classmethod
     def of(
@@ -282,7 +295,7 @@ class Cohort(Simulation):
             able.setdefault(chosen, []).append((client, len(positions), Pupil(params, placed)))
         for chosen, entries in able.items():
             part = replace(job, objective=chosen)
-            lessons = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part)
+            lessons = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.room)
             for (client, pairs, _), lesson in zip(entries, lessons, strict=True):
                 updates[client] = Update(client, pairs, lesson.delta, {"loss": lesson.loss})
         return updates

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ease.config import Config
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
+from ease.model.hub import HubTower
 from ease.model.lora import LoraLinear, check_rank, linear
 from ease.model.peft import load_adapter
 from ease.params import Block, Modality, Params
@@ -36,6 +37,8 @@ class ModelConfig(Config):
     """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already."""
     checkpointing: bool = False
     """Checkpoints of transformers: less memory for more time, the inner activations of a block are computed twice."""
+    compile: bool = False
+    """Checkpoints of transformers: fuse the operations of each block; the first steps take a minute longer."""
     hidden: int = Field(256, ge=1)
     """Width of the projectors' hidden layer."""
     embedding: int = Field(256, ge=2)
@@ -103,13 +106,10 @@ class DualEncoder(nn.Module):
             )
         for modality, tower in (("image", backbone.image), ("text", backbone.text)):
             first = first_adapted(tower, config)
-            if config.checkpointing:
-                if not hasattr(tower, "checkpointing"):
-                    raise UserError(f"model.checkpointing: {backbone.name} is small and has none; leave it off")
-                tower.checkpointing = True
             tower.requires_grad_(False)
             if config.lora != "off":
                 _add_adapters(tower, first, config, modality, seed)
+            _set_up(tower, first, config, backbone.name)
             rng = torch_generator(seed, "projector", modality)
             setattr(self, modality, AlignedBranch(tower, first) if aligned else Branch(tower, first, config, rng))
         if config.adapter is not None:
@@ -154,6 +154,18 @@ def first_adapted(tower: Tower, config: ModelConfig) -> int:
             if role in config.lora_targets:
                 check_rank(config.lora_rank, getattr(parent, attribute), f"{role} of block {index}")
     return first
+
+
+def _set_up(tower: Tower, first: int, config: ModelConfig, name: str) -> None:
+    """Turn on what a tower offers to save memory or time."""
+    wanted = {"checkpointing": config.checkpointing, "compile": config.compile}
+    if not isinstance(tower, HubTower):
+        for option in (option for option, on in wanted.items() if on):
+            raise UserError(f"model.{option}: {name} is small and has none; leave it off")
+        return
+    tower.checkpointing = config.checkpointing
+    if config.compile:
+        tower.compile_blocks(first)
 
 
 def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, seed: int) -> None:

@@ -66,6 +66,11 @@ class HubTower(nn.Module):
         parent = self.blocks[block].get_submodule("self_attn")
         return {role: (parent, attribute) for role, attribute in LAYERS.items()}
 
+    def compile_blocks(self, first: int) -> None:
+        """Fuse the operations of each block from `first` on; all blocks share the compiled code."""
+        for block in self.blocks[first:]:
+            block.compile()
+
     def _through(self, blocks: nn.ModuleList, states: Tensor) -> Tensor:
         options = {"is_causal": True} if self.causal else {}
         for block in blocks:

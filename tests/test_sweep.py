@@ -12,6 +12,7 @@ from ease.experiment import load_tuned
 from ease.forget import request_id
 from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
+from ease.methods.calibration import Gap
 from ease.run import Run, World
 from ease.scenarios import scenario_request, validation_request
 from ease.storage import read_json
@@ -108,20 +109,20 @@ def test_the_score_by_hand(learnt, monkeypatch) -> None:
     monkeypatch.setattr(ease.sweep, "forget", lambda *_, **__: iter(()))
     outcome = type("Outcome", (), {"model": lambda self: learnt.trained.final})()
     monkeypatch.setattr(ease.sweep, "outcome_of", lambda *_: outcome)
-    monkeypatch.setattr(ease.sweep, "_gap", lambda *_: -1.0)
+    monkeypatch.setattr(ease.sweep, "_gap", lambda *_: Gap(-1.0, 0.3, 9, 9))
     for recall, expected in ((60.0, 0.75), (90.0, 0.5)):
         monkeypatch.setattr(ease.sweep, "validation_recall", lambda *_, recall=recall: recall)
-        assert judge.score(make_method("finetune")) == pytest.approx(expected)
+        assert judge.score(make_method("finetune")) == pytest.approx((expected, 0.15))
 
 
 def test_settings_that_diverge_are_stored_with_the_reason_and_never_chosen(search, tmp_path, monkeypatch) -> None:
     """The defaults of fine-tuning diverge, its second trial scores 3; of MultiDelete nothing is left."""
     second = trials("finetune", 2)[1]
 
-    def score(self: Judge, method: Unlearner) -> float:
+    def score(self: Judge, method: Unlearner) -> tuple[float, float]:
         if method != second:
             raise Diverged("round 1: every update was rejected")
-        return 3.0
+        return 3.0, 0.1
 
     monkeypatch.setattr(Judge, "of", lambda *_: Judge(*[None] * 4, gap_before=1.0, recall_before=1.0))
     monkeypatch.setattr(Judge, "score", score)
@@ -135,12 +136,25 @@ def test_settings_that_diverge_are_stored_with_the_reason_and_never_chosen(searc
     assert load_tuned(tmp_path / "tuned.toml") == chosen
 
 
+@pytest.mark.parametrize(("error", "second_wins"), [(0.1, True), (0.25, False)])
+def test_defaults_as_good_within_the_error_stay(search, monkeypatch, error: float, second_wins: bool) -> None:
+    """Defaults 0.7, the second trial 0.5 of either method: better by 0.2."""
+    monkeypatch.setattr(Judge, "of", lambda *_: Judge(*[None] * 4, gap_before=1.0, recall_before=1.0))
+    firsts = [trials(name, 2)[0] for name in search.methods]
+    monkeypatch.setattr(Judge, "score", lambda self, method: (0.7 if method in firsts else 0.5, error))
+    list(sweep([search], 1))
+    for scenarios in choose([search]).values():
+        for found in scenarios.values():
+            assert (found.score, found.error, found.default_score) == (0.5 if second_wins else 0.7, error, 0.7)
+            assert bool(found.settings) is second_wins
+
+
 def test_a_gap_that_is_no_number_is_no_score(learnt, monkeypatch) -> None:
     judge = Judge(learnt.run, learnt.world, learnt.trained, ClientRequest(clients=(0,)), 2.0, 80.0)
     monkeypatch.setattr(ease.sweep, "forget", lambda *_, **__: iter(()))
     outcome = type("Outcome", (), {"model": lambda self: learnt.trained.final})()
     monkeypatch.setattr(ease.sweep, "outcome_of", lambda *_: outcome)
-    monkeypatch.setattr(ease.sweep, "_gap", lambda *_: math.nan)
+    monkeypatch.setattr(ease.sweep, "_gap", lambda *_: Gap(math.nan, math.nan, 9, 9))
     monkeypatch.setattr(ease.sweep, "validation_recall", lambda *_: 60.0)
     assert judge.trial(make_method("finetune"))["score"] is None
 

@@ -97,6 +97,8 @@ class Chosen(Config):
     """What a sweep found for one method and scenario."""
 
     score: float
+    error: float = 0.0
+    """Standard error of the score; better by no more than this, other settings do not replace the defaults."""
     default_score: float | None = None
     """Absent where the defaults diverged."""
     budget: int

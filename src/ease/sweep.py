@@ -6,7 +6,8 @@ validation pairs of the clients and classes that stay,
 
     score = |g after| / |g before| + max(0, 1 - r after / r before).
 
-Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too.
+Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too. Defaults
+that are beaten by no more than the standard error of g stay: the luckiest of several equal trials is no better than they are.
 """
 
 import json
@@ -27,7 +28,7 @@ from ease.experiment import Chosen, run_folder
 from ease.forget import forget, outcome_of, trained_of
 from ease.methods import METHODS, make_method
 from ease.methods.base import Trained, Unlearner
-from ease.methods.calibration import measure_levels, membership_gap
+from ease.methods.calibration import Gap, measure_levels, membership_gap
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.scenarios import Scenario, scenario_config, validation_request
@@ -144,7 +145,7 @@ class Judge:
     @classmethod
     def of(cls, run: Run, world: World, request: Request) -> "Judge":
         trained = trained_of(run)
-        gap = abs(_gap(world, trained, request, trained.final))
+        gap = abs(_gap(world, trained, request, trained.final).gap)
         recall = validation_recall(world, request, trained.final)
         if gap == 0 or recall == 0:
             raise UserError(f"{run.folder}: the trained model has learnt nothing to forget; train longer")
@@ -153,26 +154,29 @@ class Judge:
     def trial(self, method: Unlearner) -> dict[str, Any]:
         """The score as it is stored; settings without a usable model have none, and the reason instead."""
         try:
-            return {"score": self.score(method)}
+            score, error = self.score(method)
+            return {"score": score, "error": error}
         except Diverged as error:
             return {"score": None, "reason": str(error)}
 
-    def score(self, method: Unlearner) -> float:
+    def score(self, method: Unlearner) -> tuple[float, float]:
+        """The score and the standard error that the membership gap brings into it."""
         for _ in forget(self.run, self.world, self.request, method, observe=False):
             pass
         state = outcome_of(self.run, self.request, method).model()
-        gap = abs(_gap(self.world, self.trained, self.request, state))
+        found = _gap(self.world, self.trained, self.request, state)
         recall = validation_recall(self.world, self.request, state)
-        if not isfinite(gap):
+        if not isfinite(found.gap):
             raise Diverged("the log-odds are not finite: the model diverged, no membership gap")
-        return gap / self.gap_before + max(0.0, 1 - recall / self.recall_before)
+        score = abs(found.gap) / self.gap_before + max(0.0, 1 - recall / self.recall_before)
+        return score, found.standard_error / self.gap_before
 
 
-def _gap(world: World, trained: Trained, request: Request, state: Params) -> float:
+def _gap(world: World, trained: Trained, request: Request, state: Params) -> Gap:
     found = membership_gap(measure_levels(trained, state, request, world.federation, "sweep"))
     if found is None:
         raise UserError("partition.validation_share: too few held-out pairs to measure a membership gap; raise it")
-    return found.gap
+    return found
 
 
 def validation_recall(world: World, request: Request, state: Params) -> float:
@@ -194,7 +198,7 @@ def sweep(searches: Sequence[Search], processes: int) -> Iterator[str]:
 
 
 def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
-    """Method -> scenario -> the settings of the lowest score; the defaults win a tie.
+    """Method -> scenario -> the settings of the lowest score, or the defaults where they are as good within its error.
 
     Settings that diverged are never chosen; where all did, there is no choice.
     """
@@ -203,13 +207,17 @@ def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
         for scenario in search.scenarios:
             for name in search.methods:
                 tried = trials(name, search.budget)
-                scores = [read_json(search.score_path(scenario, method))["score"] for method in tried]
+                stored = [read_json(search.score_path(scenario, method)) for method in tried]
+                scores = [trial["score"] for trial in stored]
                 best = min(range(len(tried)), key=lambda n: inf if scores[n] is None else scores[n])
                 if scores[best] is None:
                     continue
+                if scores[0] is not None and scores[0] - scores[best] <= stored[best]["error"]:
+                    best = 0
                 settings = tried[best].model_dump(mode="json", exclude_defaults=True)
                 chosen.setdefault(name, {})[scenario] = Chosen(
                     score=round(scores[best], 4),
+                    error=round(stored[best]["error"], 4),
                     default_score=None if scores[0] is None else round(scores[0], 4),
                     budget=len(tried),
                     settings=settings,
@@ -225,7 +233,7 @@ def chosen_toml(chosen: Mapping[str, Mapping[str, Chosen]], source: str) -> str:
     ]
     for name, scenarios in sorted(chosen.items()):
         for scenario, found in sorted(scenarios.items()):
-            lines += ["", f"[{name}.{scenario}]", f"score = {found.score}"]
+            lines += ["", f"[{name}.{scenario}]", f"score = {found.score}", f"error = {found.error}"]
             lines += [] if found.default_score is None else [f"default_score = {found.default_score}"]
             lines += [f"budget = {found.budget}"]
             values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.settings.items())

@@ -6,8 +6,8 @@ validation pairs of the clients and classes that stay,
 
     score = |g after| / |g before| + max(0, 1 - r after / r before).
 
-Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too. Defaults
-that are beaten by no more than the standard error of g stay: the luckiest of several equal trials is no better than they are.
+Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too.
+Defaults that are beaten by no more than the standard error of g stay: the luckiest of equal trials is no better.
 """
 
 import json

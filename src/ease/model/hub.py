@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
@@ -19,6 +20,10 @@ from ease.storage import digest, read_json, sha256
 LAYERS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
 MODEL_FILES = (".safetensors", ".json", ".txt", ".model")
 """What decides a checkpoint's embeddings: weights, configuration and vocabulary."""
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN's: it plans anew for every shape, and shapes change from step to step."""
+MOST_VARIANTS = 64
+"""Compiled forms of a block, for stacked and single adapters, with and without gradient; beyond, torch gives up."""
 LEGACY_END = 2
 """CLIP configurations of old name this as the end token; there the end is the largest token of a caption."""
 
@@ -68,16 +73,18 @@ class HubTower(nn.Module):
 
     def compile_blocks(self, first: int) -> None:
         """Fuse the operations of each block from `first` on; all blocks share the compiled code."""
+        torch._dynamo.config.recompile_limit = MOST_VARIANTS
         for block in self.blocks[first:]:
-            block.compile()
+            block.compile(dynamic=True)
 
     def _through(self, blocks: nn.ModuleList, states: Tensor) -> Tensor:
         options = {"is_causal": True} if self.causal else {}
-        for block in blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                states = _recomputed(block, states, options)
-            else:
-                states = block(states, None, **options)
+        with sdpa_kernel(ATTENTION):
+            for block in blocks:
+                if self.checkpointing and torch.is_grad_enabled():
+                    states = _recomputed(block, states, options)
+                else:
+                    states = block(states, None, **options)
         return states
 
     def _autocast(self, device: torch.device) -> torch.autocast:
@@ -93,7 +100,8 @@ def _recomputed(block: nn.Module, states: Tensor, options: dict[str, Any]) -> Te
     trained = {name: tensor for name, tensor in block.named_parameters() if tensor.requires_grad}
 
     def run(states: Tensor, *tensors: Tensor) -> Tensor:
-        return functional_call(block, dict(zip(trained, tensors, strict=True)), (states, None), options)
+        with sdpa_kernel(ATTENTION):  # again, for in the backward pass the caller's choice is over
+            return functional_call(block, dict(zip(trained, tensors, strict=True)), (states, None), options)
 
     return checkpoint(run, states, *trained.values(), use_reentrant=False)
 

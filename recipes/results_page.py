@@ -72,9 +72,8 @@ class Finished:
 def collect(folders: Sequence[Path]) -> dict[str, Finished]:
     """Every experiment below some folders; a folder may also be an experiment itself."""
     found: dict[str, Finished] = {}
-    for path in (
-        path for folder in folders for path in sorted([*folder.glob("results.json"), *folder.glob("*/results.json")])
-    ):
+    places = [place for folder in folders for place in (folder, *sorted(folder.glob("*")))]
+    for path in (place / "results.json" for place in places if (place / "results.json").is_file()):
         name = path.resolve().parent.name
         if name in found:
             raise UserError(f"{path}: a second experiment called {name}; name each once")
@@ -280,7 +279,9 @@ def _levels(sheet: Sheet | None) -> str:
 
 
 def world(found: Finished) -> str:
-    return {"scenes": "scenes", "karpathy": "Flickr8k"}.get(_run(found)["data"]["name"], found.name)
+    """What the data are called: by the name of their file, as in `dataset_flickr8k.json`, if they have one."""
+    data = _run(found)["data"]
+    return Path(data["path"]).stem.removeprefix("dataset_").capitalize() if data["path"] else data["name"]
 
 
 def _run(found: Finished) -> Mapping[str, Any]:
@@ -319,7 +320,7 @@ def sources(found: Sequence[Finished]) -> str:
         header = one.header
         date = datetime.fromisoformat(header["date"])
         seeds = len(header["experiment"]["seeds"])
-        facts = [*header["versions"].items(), *header["machine"].items()]
+        facts = [*sorted(header["versions"].items()), *sorted(header["machine"].items())]
         place = f"Commit `{header['commit'] or 'unknown'}`; {', '.join(f'{name} {fact}' for name, fact in facts)}:"
         ran = f"{seeds} seed{'s' if seeds > 1 else ''}, {date.day} {date:%B %Y}"
         places.setdefault(place, []).append(f"[{one.name}](tables/{one.name}.md): `{one.command}`, {ran}")

@@ -14,7 +14,7 @@ from ease.storage import write_json
 ROOT = Path(__file__).parent.parent
 TEMPLATE = (ROOT / "recipes" / "results_page.md").read_text()
 SEEDS = (0, 1)
-HEADER = {
+HEADER: dict[str, Any] = {
     "title": "A comparison by hand",
     "kind": "table",
     "experiment": {
@@ -22,7 +22,7 @@ HEADER = {
         "seeds": list(SEEDS),
         "shadows": 0,
         "run": {
-            "data": {"name": "scenes"},
+            "data": {"name": "scenes", "path": None},
             "model": {"backbone": "tiny", "lora": "ffa", "lora_rank": 8},
             "partition": {"clients": 10, "beta": 0.5},
             "training": {"rounds": 20, "local_epochs": 2},
@@ -131,6 +131,14 @@ def test_beside_the_paper(results: dict[str, Any]) -> None:
     assert lines[-1].startswith("| Retrain itself | 21.0 / 90.0 / 30.0 | 0.1 / 90.7 |")
     assert any(line.startswith("| FUSED |  | +82.0 / -4.5 |") for line in lines)
     assert not any("Exact" in line for line in lines)
+
+
+def test_data_are_called_by_their_file(results: dict[str, Any]) -> None:
+    found = results_page.Finished("main", results)
+    assert results_page.world(found) == "scenes"
+    run = {**HEADER["experiment"]["run"], "data": {"name": "karpathy", "path": "/a/b/dataset_flickr8k.json"}}
+    other = {**results, "header": {**HEADER, "experiment": {**HEADER["experiment"], "run": run}}}
+    assert results_page.world(results_page.Finished("other", other)) == "Flickr8k"
 
 
 def test_a_curve_of_a_varied_setting(results: dict[str, Any]) -> None:

@@ -172,9 +172,15 @@ def load_experiment(path: Path, assignments: Sequence[str] = (), quick: bool = F
     """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
     table = _anchor(read_toml(path), path.parent)
     if quick:
-        table = _merge(_merge(table, QUICK), table.get("quick", {}))
+        table = _merge(_merge(_at_hand(table, path), QUICK), table.get("quick", {}))
     table = _anchor(override(table, assignments), Path.cwd())
     return validate(Experiment, table, " with ".join([str(path), *(["--set"] if assignments else [])]))
+
+
+def _at_hand(table: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The same on generated scenes with the tiny backbone: other data and weights are not on every machine."""
+    run = validate(RunConfig, table.get("run", {}), f"{path}: run")
+    return table if (run.data.name, run.model.backbone) == ("scenes", "tiny") else {**table, "run": {}}
 
 
 def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:

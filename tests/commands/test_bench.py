@@ -82,6 +82,14 @@ def test_a_sweep_feeds_an_experiment(ease, tmp_path) -> None:
         (["--tables", "nowhere"], "nowhere/results.json: no such file"),
         ([EXPERIMENTS / "main.toml", "--set", "shadows=3"], "shadows: choose an even number"),
         ([EXPERIMENTS / "main.toml", "--set", "tuned=gone.toml"], "gone.toml: no such file"),
+        (
+            [EXPERIMENTS / "main-flickr30k.toml", "--set", "run.data.path=mine/x.json"],
+            "mine/x.json: no such file or folder; name your copy with --set run.data.path=",
+        ),
+        (
+            [EXPERIMENTS / "main.toml", "--set", 'run.data={name = "folder", path = "/", images = "gone"}'],
+            "/gone: no such",
+        ),
     ],
 )
 def test_mistakes_are_one_line(ease, tmp_path, monkeypatch, arguments, words) -> None:

@@ -127,11 +127,14 @@ def test_an_audit_counts_while_its_model_is_the_one_that_was_audited(run: Path) 
     assert summary.audited == 0 and "The model has changed since it was audited" in summary.path.read_text()
 
 
-def test_a_bench_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None:
-    rows = [{"scenario": "class", "method": "ease", "seed": 0, "metrics": {"forget/recall@1": 12.34}}]
+def test_an_experiment_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None:
+    recalls = {f"{part}/recall@1": 12.34 for part in ("forget", "retain", "test")}
+    row = {"scenario": "class", "seed": 0, "label": "Mine", "settings": {}, "tuned": False, "metrics": recalls}
+    header = {"title": "x", "kind": "table", "command": "ease bench x.toml", "experiment": {"seeds": [0], "vary": {}}}
+    rows = [row | {"role": "method"}, row | {"role": "retrain"}]
     (tmp_path / "bench").mkdir()
     for folder in (run, tmp_path / "bench"):
-        (folder / "results.json").write_text(json.dumps({"rows": rows}))
+        (folder / "results.json").write_text(json.dumps({"header": header, "bands": [], "rows": rows}))
         assert "12.3" in report_run(folder, None, False, quiet=True).path.read_text()
 
 

@@ -65,7 +65,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
     requests, home = _find(folder)
     outcomes = [Outcome(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))]
     answers = [_answer(outcome) for outcome in outcomes]
-    bench = _table(folder / "results.json") if (folder / "results.json").is_file() else None
+    results = _table(folder / "results.json") if (folder / "results.json").is_file() else None
     why_no_pairs = ""
     if (home / "run.json").is_file():
         run = Run.load(home)
@@ -77,7 +77,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
                 answers = with_thumbnails(run, outcomes, answers)
     else:
         why_no_pairs = NO_RUN if thumbnails is not False else ""
-    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, bench, why_no_pairs)
+    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs)
     out = out or folder / "report.html"
     content = page(contents).encode()
     write_atomic(out, content)

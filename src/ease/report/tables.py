@@ -103,16 +103,16 @@ RETAIN = (
 )
 SIDES = (("Forgetting", FORGET), ("Keeping, and what it costs", RETAIN))
 _NAMED = {column.title: column for column in (*FORGET, *RETAIN)}
-PRINTED = tuple(
-    tuple(_NAMED[title] for title in titles)
-    for titles in (
-        ("F-R@1", "F-R@5", "F-R@10", "MIA %"),
-        ("R-R@1", "R-R@5", "R-R@10", "up MB", "down MB"),
-        ("T-R@1", "LiRA AUC", "rho", "time s", "sum of gaps"),
+PRINTED = {
+    name: tuple(_NAMED[title] for title in titles)
+    for name, titles in (
+        ("Forgetting", ("F-R@1", "F-R@5", "F-R@10", "MIA %")),
+        ("Keeping, and what it costs", ("R-R@1", "R-R@5", "R-R@10", "up MB", "down MB")),
+        ("The rest", ("T-R@1", "LiRA AUC", "rho", "time s", "sum of gaps")),
     )
-)
-"""The parts of a printed table: the paper's two, then the rest. More columns for each of three scenarios side by side
-would be too small to read."""
+}
+"""The parts of a table on a page: the paper's two, then what it does not tell. More columns, or three scenarios of them
+side by side, would be too small to read."""
 NOTE = (
     "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
     "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
@@ -224,7 +224,8 @@ def mean_similarity(overlap: Mapping[str, Any]) -> float:
     return float(found[~np.eye(len(found), dtype=bool)].mean())
 
 
-def _notes(found: Sequence[Sheet]) -> list[str]:
+def notes(found: Sequence[Sheet]) -> list[str]:
+    """What must be known to read the tables."""
     tuned = any(line.tuned for sheet in found for line in sheet.lines)
     return [NOTE, *([TUNED] if tuned else [])]
 
@@ -236,7 +237,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     parts = [f"# {header['title']}", "", f"`{header['command']}`, {seeds} seed{'s' if seeds > 1 else ''}.", ""]
     if "subspaces" in results:
         return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
-    parts += [line for note in _notes(found) for line in (note, "")]
+    parts += [line for note in notes(found) for line in (note, "")]
     for sheet in found:
         parts += [f"## {sheet.name}", ""]
         for name, side in SIDES:
@@ -275,9 +276,9 @@ def latex(results: Mapping[str, Any]) -> str:
             r"\begin{table*}[t]",
             r"\centering",
             r"\setlength{\tabcolsep}{3pt}",
-            rf"\caption{{{_escape(caption)}. {_escape(' '.join(_notes(here)))}}}",
+            rf"\caption{{{_escape(caption)}. {_escape(' '.join(notes(here)))}}}",
         ]
-        for part in PRINTED:
+        for part in PRINTED.values():
             columns = [column for column in part if any(columns_of(sheet, [column]) for sheet in here)]
             parts += [r"\par\vspace{4pt}", *_tabular(here, columns)] if columns else []
         parts += [r"\end{table*}", ""]

@@ -32,16 +32,28 @@ def changed(*assignments: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "processes"), [("compute", 2), ("subspaces", 1)])
-def test_an_experiment_from_end_to_end(ease, tmp_path, name, processes) -> None:
+@pytest.mark.parametrize(
+    ("name", "figure", "processes"),
+    [
+        ("compute", "", 2),
+        ("subspaces", "subspaces", 1),
+        ("lira", "grid", 1),
+        ("bars", "bars", 1),
+        ("raincloud", "raincloud", 1),
+        ("tradeoff", "tradeoff", 1),
+        ("backbone-transfer", "curves", 1),
+    ],
+)
+def test_an_experiment_of_each_kind_from_end_to_end(ease, tmp_path, name, figure, processes) -> None:
     command = ["bench", EXPERIMENTS / f"{name}.toml", "--quick", "--out", tmp_path, "--processes", processes]
     result = ease(*command, *changed())
     assert result.code == 0, result.err
     folder = tmp_path / f"{name}-quick"
     assert f"written to {folder}" in result.out.replace("\n", "")
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
-    figures = {"subspaces.svg", "subspaces.pdf"} if name == "subspaces" else {"tables.tex"}
-    assert written.keys() == {"results.json", "tables.md", *figures}
+    others = {f"{figure}.svg", f"{figure}.pdf"} if figure else set()
+    others |= {"tables.tex"} if name != "subspaces" else set()
+    assert written.keys() == {"results.json", "tables.md", *others}
     found = json.loads(written["results.json"])
     assert found["header"]["command"].startswith(f"ease bench {EXPERIMENTS}")
     assert {row["scenario"] for row in found["rows"]} == (

@@ -178,7 +178,7 @@ def grid(results: Mapping[str, Any]) -> Figure:
     panel.hlines(
         [0.5, len(lines) - 1.5], -0.5, len(found) - 0.5, color="white", linewidth=4
     )  # methods between references
-    figure.colorbar(image, label="AUC of the likelihood-ratio attack (0.5: chance)", ticks=[0, 0.25, 0.5, 0.75, 1])
+    figure.colorbar(image, label="LiRA AUC (0.5: chance)", ticks=[0, 0.25, 0.5, 0.75, 1])
     return figure
 
 
@@ -216,16 +216,14 @@ def bars(results: Mapping[str, Any]) -> Figure:
         panel.tick_params(axis="x", pad=1)
         panel.set_yticks([HOLE + 50, HOLE + 100], [])
         for ring in (50, 100):  # in the gap before the first sector, where no bar is
-            number_of_ring = panel.text(
-                -gap * sector / 2, HOLE + ring, f"{ring} %", ha="center", va="center", fontsize=6
-            )
+            number_of_ring = panel.text(-gap * sector / 2, HOLE + ring, str(ring), ha="center", va="center", fontsize=6)
             number_of_ring.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         panel.set(ylim=(0, HOLE + 104))
         panel.xaxis.grid(False)
         panel.set_title(f"{sheet.scenario} request", pad=8)
         panel.spines["polar"].set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()  # the arcs come first
-    _legend(figure, [*handles[len(metrics) :], handles[0]], [*labels[len(metrics) :], labels[0]])
+    _legend(figure, [*handles[len(metrics) :], handles[0]], [*labels[len(metrics) :], labels[0]], title="recall in %")
     return figure
 
 

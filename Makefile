@@ -28,7 +28,7 @@ browser: .venv/browser
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
 
-# Every experiment in a small version that needs nothing from outside: about 15 minutes on 2 cores. For a nightly run.
+# Every experiment in a small version that needs nothing from outside: about 20 minutes on 2 cores. For a nightly run.
 bench-quick: .venv/ready
 	for file in $(wildcard experiments/*.toml); do \
 		OMP_NUM_THREADS=1 $(BIN)/ease bench $$file --quick --out results || exit 1; \

@@ -75,6 +75,23 @@ def test_quick_comes_before_set_and_spares_what_it_does_not_name(small_experimen
     assert quick.run.gallery == 7 and quick.run.training.batch_size == 8
 
 
+def test_varied_paths_are_meant_from_the_file_too(tmp_path) -> None:
+    """A checkpoint in a folder and a data set are paths; a known name and a number are not."""
+    (tmp_path / "clip").mkdir()
+    path = tmp_path / "x.toml"
+
+    def varied(line: str) -> dict:
+        path.write_text(f'title = "x"\nvary = {{ {line} }}\n')
+        return load_experiment(path).vary
+
+    assert varied('"model.backbone" = ["hf:clip", "siglip"]') == {
+        "model.backbone": (f"hf:{tmp_path / 'clip'}", "siglip")
+    }
+    assert varied('"data.path" = ["a.json"]') == {"data.path": (str(tmp_path / "a.json"),)}
+    assert varied('"partition.clients" = [2, 3]') == {"partition.clients": (2, 3)}
+    assert varied("gallery = [7]") == {"gallery": (7,)}
+
+
 def test_paths_are_meant_from_the_file(tmp_path) -> None:
     path = tmp_path / "x.toml"
     path.write_text('title = "x"\n[run.data]\nname = "folder"\npath = "photos"\n')

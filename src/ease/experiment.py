@@ -188,9 +188,19 @@ def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     anchored = dict(table)
     if isinstance(table.get("run"), dict):
         anchored["run"] = anchor_paths(table["run"], folder)
+    if isinstance(table.get("vary"), dict):
+        anchored["vary"] = {name: _anchor_values(name, values, folder) for name, values in table["vary"].items()}
     if isinstance(table.get("tuned"), str):
         anchored["tuned"] = str((folder / table["tuned"]).resolve())
     return anchored
+
+
+def _anchor_values(name: str, values: Any, folder: Path) -> Any:
+    """The values of a varied setting, where they are paths as absolute as those of the run."""
+    section, _, key = name.partition(".")
+    if not key or not isinstance(values, list):
+        return values
+    return [anchor_paths({section: {key: value}}, folder)[section][key] for value in values]
 
 
 def _merge(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

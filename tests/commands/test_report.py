@@ -156,7 +156,7 @@ def test_a_damaged_file_is_one_line_that_names_it(run: Path, ease: Any, name: st
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, ease: Any) -> None:
     code, _, said = ease("report", tmp_path)
-    assert code == 2 and "no run and no request here" in said
+    assert code == 2 and "no run, request or results here" in said
 
 
 def test_one_answer_is_not_a_request(run: Path, ease: Any) -> None:

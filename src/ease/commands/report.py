@@ -50,18 +50,24 @@ class ReportSummary:
     path: Path
     answers: int
     audited: int
+    compared: int
+    """Models of an experiment."""
     size: int
 
     def as_json(self) -> dict[str, Any]:
-        return {"path": str(self.path), "answers": self.answers, "audited": self.audited, "bytes": self.size}
+        counts = {"answers": self.answers, "audited": self.audited, "compared": self.compared}
+        return {"path": str(self.path), **counts, "bytes": self.size}
 
     def render(self) -> Iterator[RenderableType]:
-        yield f"{self.answers} answers, {self.audited} of them audited"
+        if self.answers or not self.compared:
+            yield f"{self.answers} answers, {self.audited} of them audited"
+        if self.compared:
+            yield f"{self.compared} models of an experiment"
         yield f"Open {self.path} ({self.size / 1e3:.0f} kB, self-contained)"
 
 
 def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: bool) -> ReportSummary:
-    """Write the page of a run, or of one of its requests; pictures only of generated scenes unless asked for."""
+    """Write the page of a run, a request or an experiment; pictures only of generated scenes unless asked for."""
     requests, home = _find(folder)
     outcomes = [Outcome(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))]
     answers = [_answer(outcome) for outcome in outcomes]
@@ -81,7 +87,8 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
     out = out or folder / "report.html"
     content = page(contents).encode()
     write_atomic(out, content)
-    return ReportSummary(out, len(answers), sum(answer.audit is not None for answer in answers), len(content))
+    audited = sum(answer.audit is not None for answer in answers)
+    return ReportSummary(out, len(answers), audited, len(results["rows"]) if results else 0, len(content))
 
 
 def _find(folder: Path) -> tuple[list[Path], Path]:
@@ -94,7 +101,7 @@ def _find(folder: Path) -> tuple[list[Path], Path]:
         return [folder], folder.parent.parent
     if any((folder / name).exists() for name in ("run.json", "requests", "results.json")):
         return sorted(folder.glob("requests/*")), folder
-    raise UserError(f"{folder}: no run and no request here; name a run directory, e.g. runs/first")
+    raise UserError(f"{folder}: no run, request or results here; name a folder such as runs/first or results/main")
 
 
 def _answer(outcome: Outcome) -> Answer:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
+from ease.console import as_text
 from ease.data.request import ClientRequest
 from ease.errors import UserError
 from ease.forget import Outcome, forget, outcome_of
@@ -135,7 +136,9 @@ def test_an_experiment_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None
     (tmp_path / "bench").mkdir()
     for folder in (run, tmp_path / "bench"):
         (folder / "results.json").write_text(json.dumps({"header": header, "bands": [], "rows": rows}))
-        assert "12.3" in report_run(folder, None, False, quiet=True).path.read_text()
+        summary = report_run(folder, None, False, quiet=True)
+        assert "12.3" in summary.path.read_text() and summary.compared == 2
+        assert ("answers" in as_text(summary)) == (folder == run) and "2 models of an experiment" in as_text(summary)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def test_the_figures_of_the_tables(results) -> None:
     """As in the tables: Near has 25 ± 1.4 for forget pairs, inside the band; the sum of its gaps is 7."""
     html = experiment_section(results)
     rows = rows_of(html)
-    assert "Near25.0 ± 1.4 +0.0°25.0 ± 1.4 +0.025.0 ± 1.4 +0.0" in rows
-    assert "Far†55.0 ± 7.1 +30.055.0 ± 7.1 +30.055.0 ± 7.1 +30.0" in rows
+    assert "Near25.0 ± 1.4 (+0.0)°25.0 ± 1.4 (+0.0)25.0 ± 1.4 (+0.0)" in rows
+    assert "Far†55.0 ± 7.1 (+30.0)55.0 ± 7.1 (+30.0)55.0 ± 7.1 (+30.0)" in rows
     assert "<strong>25.0 ± 1.4</strong>" in html and "order 1" not in html
 
 

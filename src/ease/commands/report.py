@@ -50,8 +50,8 @@ class ReportSummary:
     path: Path
     answers: int
     audited: int
-    compared: int
-    """Models of an experiment."""
+    compared: int | None
+    """Models of an experiment, where there is one."""
     size: int
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class ReportSummary:
         return {"path": str(self.path), **counts, "bytes": self.size}
 
     def render(self) -> Iterator[RenderableType]:
-        if self.answers or not self.compared:
+        if self.answers or self.compared is None:
             yield f"{self.answers} answers, {self.audited} of them audited"
         if self.compared:
             yield f"{self.compared} models of an experiment"
@@ -88,7 +88,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
     content = page(contents).encode()
     write_atomic(out, content)
     audited = sum(answer.audit is not None for answer in answers)
-    return ReportSummary(out, len(answers), audited, len(results["rows"]) if results else 0, len(content))
+    return ReportSummary(out, len(answers), audited, len(results["rows"]) if results else None, len(content))
 
 
 def _find(folder: Path) -> tuple[list[Path], Path]:

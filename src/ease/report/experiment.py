@@ -37,8 +37,8 @@ def experiment_section(results: Mapping[str, Any]) -> Markup:
         tag("p", tag("code", bench.header.command), f" {seeds} seed{'s' if seeds > 1 else ''}.", class_="small"),
         _nearest(found),
         *(_drawing(encode(figure, "svg"), CAPTIONS[kind]) for kind, figure in draw(results).items()),
-        *(_sheet(sheet) for sheet in found),
         *(tag("p", note, class_="small") for note in (notes(found) if found else [])),
+        *(_sheet(sheet) for sheet in found),
         _overlaps(bench) if bench.subspaces else None,
         aria_labelledby="experiment",
     )
@@ -89,7 +89,7 @@ def _cell(figure: Figure | None) -> Markup | str:
     if figure is None:
         return ""
     text = figure.value + (f" ± {figure.spread}" if figure.spread else "")
-    gap = tag("span", f" {figure.note.replace('-', '−')}", class_="gap") if figure.note else None
+    gap = tag("span", f" ({figure.note.replace('-', '−')})", class_="gap") if figure.note else None
     return join(tag("strong", text) if figure.best else text, gap, "°" if figure.inside else None)
 
 

@@ -31,6 +31,24 @@ def test_rounds_are_counted_from_where_the_run_stood(shown: Console) -> None:
     assert "training" in text(shown) and "4/5" in text(shown) and "loss 0.5  clients 10" in text(shown)
 
 
+def test_slow_rounds_have_a_time_left_too(shown: Console, monkeypatch) -> None:
+    """Two of five rounds in 200 seconds leave 300: five minutes."""
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(shown, "get_time", lambda: clock[0])
+    with rounds_bar("grid", 5, first="training") as bar:
+        for _ in range(2):
+            clock[0] += 100
+            bar.step(done="EASE")
+    assert "0:05:00" in text(shown) and ("training" in text(shown)) == shown.is_terminal
+
+
+def test_the_last_round_leaves_no_time(shown: Console) -> None:
+    with rounds_bar("grid", 1) as bar:
+        bar.step(done="EASE")
+    assert shown.is_terminal or text(shown) == "grid 1/1  done EASE\n"
+
+
 def test_quiet_shows_nothing(shown: Console) -> None:
     with rounds_bar("training", 5, quiet=True) as bar:
         bar.step(loss="0.5")

@@ -19,10 +19,50 @@ def test_shipped_experiments_are_valid(path, quick, tmp_path) -> None:
     assert jobs and (experiment.kind == "subspaces" or all(cell.entrants for job in jobs for cell in job.cells))
 
 
-def test_the_main_comparison_has_every_method() -> None:
-    main = load_experiment(EXPERIMENTS[0].parent / "main.toml")
+MAIN = [path for path in EXPERIMENTS if path.stem.startswith("main")]
+
+
+@pytest.mark.parametrize("path", MAIN, ids=lambda path: path.stem)
+def test_the_main_comparison_has_every_method(path) -> None:
+    main = load_experiment(path)
     assert {entry.method for entry in main.methods} == METHODS.keys() - {"retrain"}
     assert main.scenarios == ("client", "class", "sample") and len(main.seeds) == 3
+
+
+def test_the_main_comparison_has_three_data_sets_with_three_backbones_each(tmp_path) -> None:
+    found = set()
+    for name in ("flickr30k", "coco", "textcaps"):
+        jobs = plan(load_experiment(EXPERIMENTS[0].parent / f"main-{name}.toml"), tmp_path)
+        found |= {(job.config.data.path.parts[-2], job.config.model.backbone) for job in jobs}
+    assert found == {(d, b) for d in ("flickr30k", "coco", "textcaps") for b in ("clip-b32", "clip-l14", "siglip")}
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_a_quick_experiment_needs_nothing_from_outside(path, tmp_path) -> None:
+    for job in plan(load_experiment(path, quick=True), tmp_path):
+        assert (job.config.data.name, job.config.data.path, job.config.model.backbone) == ("scenes", None, "tiny")
+        assert (job.config.data.train, job.config.training.rounds, job.config.seed) == (600, 8, 0)
+
+
+def test_quick_on_other_data_is_quick_on_scenes(tmp_path) -> None:
+    """The same cells, so that what one has done the other need not."""
+    folder = EXPERIMENTS[0].parent
+    scenes, photographs = (
+        {
+            cell.path(job.folder)
+            for job in plan(load_experiment(folder / name, quick=True), tmp_path)
+            for cell in job.cells
+        }
+        for name in ("main.toml", "main-flickr8k.toml")
+    )
+    assert scenes == photographs and len(scenes) == 3
+
+
+def test_quick_keeps_settings_of_a_run_on_scenes(tmp_path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('title = "x"\n[run.model]\nlora = "off"\n[run.data]\nseed = 7\n')
+    quick = load_experiment(path, quick=True).run
+    assert (quick.model.lora, quick.data.seed, quick.data.train) == ("off", 7, 600)
 
 
 def test_quick_comes_before_set_and_spares_what_it_does_not_name(small_experiment) -> None:
@@ -33,6 +73,23 @@ def test_quick_comes_before_set_and_spares_what_it_does_not_name(small_experimen
     quick = load_experiment(small_experiment, ["run.gallery=7"], quick=True)
     assert (quick.seeds, quick.band_retrains, quick.run.training.rounds) == ((0,), 0, 1)
     assert quick.run.gallery == 7 and quick.run.training.batch_size == 8
+
+
+def test_varied_paths_are_meant_from_the_file_too(tmp_path) -> None:
+    """A checkpoint in a folder and a data set are paths; a known name and a number are not."""
+    (tmp_path / "clip").mkdir()
+    path = tmp_path / "x.toml"
+
+    def varied(line: str) -> dict:
+        path.write_text(f'title = "x"\nvary = {{ {line} }}\n')
+        return load_experiment(path).vary
+
+    assert varied('"model.backbone" = ["hf:clip", "siglip"]') == {
+        "model.backbone": (f"hf:{tmp_path / 'clip'}", "siglip")
+    }
+    assert varied('"data.path" = ["a.json"]') == {"data.path": (str(tmp_path / "a.json"),)}
+    assert varied('"partition.clients" = [2, 3]') == {"partition.clients": (2, 3)}
+    assert varied("gallery = [7]") == {"gallery": (7,)}
 
 
 def test_paths_are_meant_from_the_file(tmp_path) -> None:

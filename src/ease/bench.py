@@ -27,7 +27,7 @@ from ease.methods import make_method
 from ease.overlap import client_overlap
 from ease.params import Params
 from ease.report.tables import DIVERGED
-from ease.run import Run, World
+from ease.run import DataConfig, Run, World
 from ease.scenarios import scenario_request
 from ease.storage import read_json, write_json
 from ease.workers import spread
@@ -163,7 +163,18 @@ def _similarities(world: World, state: Params, positions: np.ndarray) -> list[fl
 
 def bench(experiment: Experiment, folder: Path, processes: int) -> Iterator[str]:
     """Do everything that is missing in a folder, in several processes; a note after each part."""
-    yield from spread(work, [job for job in plan(experiment, folder) if not job.done], processes)
+    jobs = [job for job in plan(experiment, folder) if not job.done]
+    for job in jobs:
+        check_data(job.config.data)
+    yield from spread(work, jobs, processes)
+
+
+def check_data(data: DataConfig) -> None:
+    """Refuse files that are not there before anything is written."""
+    for name in ("path", "test_path", "images"):
+        path = getattr(data, name)
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: no such file or folder; name your copy with --set run.data.{name}=...")
 
 
 def results(experiment: Experiment, folder: Path) -> dict[str, Any]:

@@ -148,7 +148,9 @@ def audit(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory, or one request folder in it.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Run directory, one request folder in it, or an experiment's.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The page; by default report.html in DIR.")] = None,
     thumbnails: Annotated[
         bool | None,

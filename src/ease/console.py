@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from io import StringIO
 from itertools import count
 from typing import Protocol, TypeVar
@@ -24,6 +25,8 @@ from rich.text import Text
 from ease.errors import UserError
 
 SECONDS_BEFORE_PROGRESS = 2.0
+ESTIMATE_SECONDS = 3600.0
+"""How far back the time left is reckoned from: a single round may take minutes."""
 
 Item = TypeVar("Item")
 
@@ -49,20 +52,26 @@ class RoundProgress:
 
 
 @contextmanager
-def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False) -> Iterator[RoundProgress]:
-    """A progress bar on the error stream, so that standard output stays clean for results."""
+def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first: str = "") -> Iterator[RoundProgress]:
+    """A progress bar on the error stream, so that standard output stays clean for results; `first` is what it says
+    until the first round is over."""
     if quiet:
         yield RoundProgress(lambda note: None)
         return
     if not errors.is_terminal:  # a log file: a line for each round instead of a bar
-        numbers = count(done + 1)
-        yield RoundProgress(
-            lambda note: errors.print(f"{title} {next(numbers)}/{total}  {note}", soft_wrap=True, markup=False)
-        )
+        numbers, begun = count(1), time.monotonic()
+
+        def tell(note: str) -> None:
+            number = next(numbers)
+            left = (time.monotonic() - begun) / number * (total - done - number)
+            told = f"left {timedelta(seconds=round(left))}  " if done + number < total else ""
+            errors.print(f"{title} {done + number}/{total}  {told}{note}", soft_wrap=True, markup=False)
+
+        yield RoundProgress(tell)
         return
-    with Progress(*_columns(), console=errors, transient=False) as progress:
+    with Progress(*_columns(), console=errors, transient=False, speed_estimate_period=ESTIMATE_SECONDS) as progress:
         try:
-            task = progress.add_task(title, total=total, completed=done, note="")
+            task = progress.add_task(title, total=total, completed=done, note=first)
             yield RoundProgress(lambda note: progress.update(task, advance=1, note=note))
         except UserError:
             progress.live.transient = True  # the error alone stays on the screen, as one line

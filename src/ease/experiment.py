@@ -174,9 +174,15 @@ def load_experiment(path: Path, assignments: Sequence[str] = (), quick: bool = F
     """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
     table = _anchor(read_toml(path), path.parent)
     if quick:
-        table = _merge(_merge(table, QUICK), table.get("quick", {}))
+        table = _merge(_merge(_at_hand(table, path), QUICK), table.get("quick", {}))
     table = _anchor(override(table, assignments), Path.cwd())
     return validate(Experiment, table, " with ".join([str(path), *(["--set"] if assignments else [])]))
+
+
+def _at_hand(table: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The same on generated scenes with the tiny backbone: other data and weights are not on every machine."""
+    run = validate(RunConfig, table.get("run", {}), f"{path}: run")
+    return table if (run.data.name, run.model.backbone) == ("scenes", "tiny") else {**table, "run": {}}
 
 
 def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -184,9 +190,19 @@ def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     anchored = dict(table)
     if isinstance(table.get("run"), dict):
         anchored["run"] = anchor_paths(table["run"], folder)
+    if isinstance(table.get("vary"), dict):
+        anchored["vary"] = {name: _anchor_values(name, values, folder) for name, values in table["vary"].items()}
     if isinstance(table.get("tuned"), str):
         anchored["tuned"] = str((folder / table["tuned"]).resolve())
     return anchored
+
+
+def _anchor_values(name: str, values: Any, folder: Path) -> Any:
+    """The values of a varied setting, where they are paths as absolute as those of the run."""
+    section, _, key = name.partition(".")
+    if not key or not isinstance(values, list):
+        return values
+    return [anchor_paths({section: {key: value}}, folder)[section][key] for value in values]
 
 
 def _merge(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

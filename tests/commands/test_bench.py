@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from ease.commands.bench import BenchSummary
 from ease.console import as_text
@@ -32,16 +34,28 @@ def changed(*assignments: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "processes"), [("compute", 2), ("subspaces", 1)])
-def test_an_experiment_from_end_to_end(ease, tmp_path, name, processes) -> None:
+@pytest.mark.parametrize(
+    ("name", "figure", "processes"),
+    [
+        ("compute", "", 2),
+        ("subspaces", "subspaces", 1),
+        ("lira", "grid", 1),
+        ("bars", "bars", 1),
+        ("raincloud", "raincloud", 1),
+        ("tradeoff", "tradeoff", 1),
+        ("backbone-transfer", "curves", 1),
+    ],
+)
+def test_an_experiment_of_each_kind_from_end_to_end(ease, tmp_path, name, figure, processes) -> None:
     command = ["bench", EXPERIMENTS / f"{name}.toml", "--quick", "--out", tmp_path, "--processes", processes]
     result = ease(*command, *changed())
     assert result.code == 0, result.err
     folder = tmp_path / f"{name}-quick"
     assert f"written to {folder}" in result.out.replace("\n", "")
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
-    figures = {"subspaces.svg", "subspaces.pdf"} if name == "subspaces" else {"tables.tex"}
-    assert written.keys() == {"results.json", "tables.md", *figures}
+    others = {f"{figure}.svg", f"{figure}.pdf"} if figure else set()
+    others |= {"tables.tex"} if name != "subspaces" else set()
+    assert written.keys() == {"results.json", "tables.md", *others}
     found = json.loads(written["results.json"])
     assert found["header"]["command"].startswith(f"ease bench {EXPERIMENTS}")
     assert {row["scenario"] for row in found["rows"]} == (
@@ -56,6 +70,37 @@ def test_an_experiment_from_end_to_end(ease, tmp_path, name, processes) -> None:
 
     again = ease(*command, *changed(), "--json")
     assert again.code == 0 and again.err == "" and json.loads(again.out)["rows"] == found["rows"]
+
+
+@pytest.mark.slow
+def test_the_main_comparison_on_photographs_with_two_checkpoints(ease, tmp_path, checkpoint) -> None:
+    """The grid of a data set as it is shipped, but for its size: noise as photographs, backbones that know nothing."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (90, 32, 32, 3), dtype=np.uint8)
+    captions = [" ".join(rng.choice(["a", "dog", "on", "the", "beach"], 6)) for _ in noise]
+    splits = ["train"] * 60 + ["val"] * 10 + ["test"] * 20
+    (tmp_path / "images").mkdir()
+    for number, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
+    images = [
+        {"filename": f"{number}.png", "split": split, "sentences": [{"raw": caption}]}
+        for number, (split, caption) in enumerate(zip(splits, captions, strict=True))
+    ]
+    (tmp_path / "x.json").write_text(json.dumps({"images": images}))
+    backbones = [f"hf:{checkpoint(family)}" for family in ("clip", "siglip")]
+    small = [
+        f'vary={{"model.backbone" = {json.dumps(backbones)}}}',
+        "run.device=cpu",
+        f"run.data.path={tmp_path / 'x.json'}",
+    ]
+    small += ['methods=["finetune", "ease"]', 'scenarios=["client"]', "shadows=0", "band_retrains=0"]
+    result = ease("bench", EXPERIMENTS / "main-flickr30k.toml", "--out", tmp_path, "--json", *changed(*small))
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert [row["at"]["value"] for row in found["rows"] if row["label"] == "EASE"] == backbones
+    tables = (tmp_path / "main-flickr30k" / "tables.md").read_text()
+    assert all(f"## Client request, model.backbone = {name}" in tables for name in backbones)
+    assert (tmp_path / "main-flickr30k" / "tables.tex").read_text().count(r"\begin{table*}") == 2
 
 
 @pytest.mark.slow
@@ -82,6 +127,14 @@ def test_a_sweep_feeds_an_experiment(ease, tmp_path) -> None:
         (["--tables", "nowhere"], "nowhere/results.json: no such file"),
         ([EXPERIMENTS / "main.toml", "--set", "shadows=3"], "shadows: choose an even number"),
         ([EXPERIMENTS / "main.toml", "--set", "tuned=gone.toml"], "gone.toml: no such file"),
+        (
+            [EXPERIMENTS / "main-flickr30k.toml", "--set", "run.data.path=mine/x.json"],
+            "mine/x.json: no such file or folder; name your copy with --set run.data.path=",
+        ),
+        (
+            [EXPERIMENTS / "main.toml", "--set", 'run.data={name = "folder", path = "/", images = "gone"}'],
+            "/gone: no such",
+        ),
     ],
 )
 def test_mistakes_are_one_line(ease, tmp_path, monkeypatch, arguments, words) -> None:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
+from ease.console import as_text
 from ease.data.request import ClientRequest
 from ease.errors import UserError
 from ease.forget import Outcome, forget, outcome_of
@@ -127,12 +128,17 @@ def test_an_audit_counts_while_its_model_is_the_one_that_was_audited(run: Path) 
     assert summary.audited == 0 and "The model has changed since it was audited" in summary.path.read_text()
 
 
-def test_a_bench_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None:
-    rows = [{"scenario": "class", "method": "ease", "seed": 0, "metrics": {"forget/recall@1": 12.34}}]
+def test_an_experiment_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None:
+    recalls = {f"{part}/recall@1": 12.34 for part in ("forget", "retain", "test")}
+    row = {"scenario": "class", "seed": 0, "label": "Mine", "settings": {}, "tuned": False, "metrics": recalls}
+    header = {"title": "x", "kind": "table", "command": "ease bench x.toml", "experiment": {"seeds": [0], "vary": {}}}
+    rows = [row | {"role": "method"}, row | {"role": "retrain"}]
     (tmp_path / "bench").mkdir()
     for folder in (run, tmp_path / "bench"):
-        (folder / "results.json").write_text(json.dumps({"rows": rows}))
-        assert "12.3" in report_run(folder, None, False, quiet=True).path.read_text()
+        (folder / "results.json").write_text(json.dumps({"header": header, "bands": [], "rows": rows}))
+        summary = report_run(folder, None, False, quiet=True)
+        assert "12.3" in summary.path.read_text() and summary.compared == 2
+        assert ("answers" in as_text(summary)) == (folder == run) and "2 models of an experiment" in as_text(summary)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ def test_a_damaged_file_is_one_line_that_names_it(run: Path, ease: Any, name: st
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, ease: Any) -> None:
     code, _, said = ease("report", tmp_path)
-    assert code == 2 and "no run and no request here" in said
+    assert code == 2 and "no run, request or results here" in said
 
 
 def test_one_answer_is_not_a_request(run: Path, ease: Any) -> None:

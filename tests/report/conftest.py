@@ -93,11 +93,7 @@ def contents() -> Callable[..., Contents]:
             Answer("client-8/finetune", "r/finetune", make_record("finetune", blocks=False)),
             Answer("client-8/retrain", "r/retrain", make_record("retrain", blocks=False)),
         ]
-        rows = [
-            {"scenario": "client", "method": "ease", "seed": s, "metrics": {"forget/recall@1": 20.0 + s}}
-            for s in (0, 1)
-        ]
-        return Contents("first", "runs/first", answers, {"rows": rows})
+        return Contents("first", "runs/first", answers, make_results())
 
     return make
 
@@ -116,8 +112,7 @@ def row(role: str, label: str, seed: int, forget: float, retain: float, test: fl
     return {**fields, "settings": {}, "tuned": False, "metrics": metrics, **extra}
 
 
-@pytest.fixture
-def results() -> dict[str, Any]:
+def make_results() -> dict[str, Any]:
     """Two seeds. Near: gaps to retrain +4, -2, +1 and -4, -2, +1. Far: +30, 0, 0 twice."""
     rows = [row("trained", "Trained", seed, 80, 90, 40) for seed in (0, 1)]
     rows += [row("method", "Near", 0, 24, 88, 31), row("method", "Near", 1, 26, 88, 31)]
@@ -127,3 +122,8 @@ def results() -> dict[str, Any]:
     header = {"title": "A & B", "kind": "table", "command": "ease bench x", "experiment": {"vary": {}, "seeds": [0, 1]}}
     bands = [{"scenario": "client", "seed": 0, "models": 2, "metrics": {"forget/recall@1": [18.0, 25.0]}}]
     return {"header": header, "bands": bands, "rows": rows}
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    return make_results()

@@ -224,6 +224,20 @@ def test_no_caption_becomes_a_script(show: Open, contents: Make) -> None:
     assert opened.locator(".thumbnails li p").first.inner_text() == caption
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_experiment_is_for_everyone_too(show: Open, results: dict[str, Any], scheme: str) -> None:
+    """Its figure is drawn, on white and at its own size, and scrolls by itself on a phone."""
+    results["header"]["kind"] = "bars"
+    opened = show(Contents("main", "results/main", results=results), width=360, scheme=scheme)
+    assert opened.locator(".drawn img").evaluate("image => image.complete && image.naturalWidth > 200")
+    assert opened.evaluate("document.documentElement.scrollWidth") == 360
+    assert opened.evaluate(NAMELESS) == []
+    assert [text for ratio, text in opened.evaluate(CONTRAST) if ratio < 4.5] == []
+    assert opened.locator(".drawn").evaluate("part => getComputedStyle(part).backgroundColor") == "rgb(255, 255, 255)"
+    folder = Path(os.environ.get("EASE_ARTIFACTS") or ROOT / "build") / "report"
+    opened.screenshot(path=folder / f"experiment-{scheme}.png", full_page=True)
+
+
 def test_pictures_of_the_page_are_kept_for_people(show: Open, contents: Make) -> None:
     folder = Path(os.environ.get("EASE_ARTIFACTS") or ROOT / "build") / "report"
     for name, width, scheme in (("desktop", 1200, "light"), ("phone", 320, "light"), ("dark", 1000, "dark")):

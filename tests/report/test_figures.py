@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ease.report.figures import DRAWN, draw, encode, representative_pairs
+from ease.report.figures import DRAWN, draw, encode, representative_pairs, spaced
 
 
 @pytest.fixture
@@ -78,6 +78,41 @@ def test_bars_are_as_long_as_the_values(drawable) -> None:
     (panel,) = draw(drawable["bars"])["bars"].axes
     lengths = [bar.get_height() for bar in panel.containers[1]]
     assert lengths == [25] * 3 + [88] * 3 + [31] * 3  # Near: forget, retain and test, three depths each
+
+
+def test_retraining_is_an_arc_across_each_sector_of_the_bars(drawable) -> None:
+    """25, 90 and 30 percent, three depths each, above the hole of 25; no bar of its own."""
+    (panel,) = draw(drawable["bars"])["bars"].axes
+    assert [set(arc.get_ydata()) for arc in panel.lines] == [{50.0}] * 3 + [{115.0}] * 3 + [{55.0}] * 3
+    assert [bars.get_label() for bars in panel.containers] == ["Trained", "Near", "Far"]
+
+
+def test_curves_name_their_lines_at_the_end(drawable) -> None:
+    """Near ends at 25, 88 and 31: the last is moved up, so that two words do not lie on each other."""
+    (panel,) = draw(drawable["curves"])["curves"].axes
+    assert {text.get_text(): text.xy[1] for text in panel.texts} == {"forget": 25, "retain": 88, "test": 34}
+    assert panel.get_xlabel() == "entanglement threshold δ"
+
+
+def test_labels_are_moved_apart_and_not_reordered() -> None:
+    assert spaced([50, 10, 12, 90], 9) == [50, 10, 19, 90]
+    assert spaced([5, 5, 5], 9) == [5, 14, 23]
+
+
+def test_the_strongest_setting_has_the_large_mark_and_panels_share_their_scale(drawable) -> None:
+    figure = draw(drawable["tradeoff"])["tradeoff"]
+    (panel,) = figure.axes
+    large = [line for line in panel.lines if line.get_markersize() == 7]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in large] == [([25], [88])]
+    low, high = panel.get_ylim()
+    assert high <= 103 and high - low >= 12
+
+
+def test_a_label_with_a_comma_is_one_line_of_the_tradeoff(drawable) -> None:
+    rows = [row | ({"label": "Near, late"} if row["label"] == "Near" else {}) for row in drawable["tradeoff"]["rows"]]
+    (panel,) = draw({**drawable["tradeoff"], "rows": rows})["tradeoff"].axes
+    drawn = {line.get_label(): len(line.get_xdata()) for line in panel.lines}
+    assert drawn["Near, late"] == 2
 
 
 def test_pairs_from_the_most_to_the_least_alike() -> None:

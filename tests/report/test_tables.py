@@ -1,8 +1,15 @@
 """Tables: figures by hand, and the same results always give the same bytes."""
 
 import copy
+import re
+from itertools import accumulate
 
-from ease.report.tables import FORGET, RETAIN, best_of, figures, latex, markdown, mean_similarity, sheets
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from matplotlib.mathtext import MathTextParser
+
+from ease.report.tables import FORGET, PRINTED, RETAIN, best_of, figures, latex, markdown, mean_similarity, sheets
 
 
 def test_means_spreads_gaps_and_the_band(results) -> None:
@@ -45,22 +52,108 @@ def test_markdown(results) -> None:
     assert widths == heads
 
 
-def test_latex_has_no_bare_special_character(results) -> None:
+COMMANDS = {
+    "amsmath": {"text"},
+    "booktabs": {"toprule", "midrule", "cmidrule", "bottomrule"},
+    "graphicx": {"resizebox"},
+    "": {"begin", "end", "centering", "setlength", "tabcolsep", "caption", "par", "vspace", "linewidth", "multicolumn"}
+    | {"textbf", "scriptsize", "pm", "circ", "dagger", "rho", "Sigma"}
+    | {"textbackslash", "textasciitilde", "textasciicircum"},
+}
+"""Every command that a table may use, under the package it comes from."""
+
+
+def check_latex(text: str) -> None:
+    """What a compiler would stop at: an open group, a command of no package, a row that does not fit its columns, a
+    special character that means something else than itself."""
+    first, *lines = text.split("\n")
+    assert first == r"% Needs \usepackage{amsmath,booktabs,graphicx}"
+    used = set(re.findall(r"\\([A-Za-z]+)", "\n".join(lines)))
+    assert used <= set().union(*COMMANDS.values()), used
+    opened: list[str] = []
+    columns = 0
+    for line in lines:
+        for kind, name in re.findall(r"\\(begin|end)\{([^}]*)\}", line):
+            assert kind == "begin" or opened.pop() == name
+            opened += [name] if kind == "begin" else []
+        if found := re.match(r"\\begin\{tabular\}\{([lc]*)\}", line):
+            columns = len(found[1])
+        plain = re.sub(r"\\[&%#_{}$]", "", line)  # what is escaped means itself
+        assert plain.count("$") % 2 == 0
+        outside = re.sub(r"\$[^$]*\$", "", plain)
+        assert not set("#_^~<>|`") & set(outside) and outside.isascii()
+        assert "%" not in outside.removesuffix("%")  # at the very end it only joins lines
+        if plain.endswith(r"\\"):
+            wider = sum(int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", plain))
+            assert plain.count("&") + 1 + wider == columns and opened[-1] == "tabular"
+        else:
+            assert "&" not in plain
+    bare = re.sub(r"\\[&%#_{}$]", "", "\n".join(lines))
+    for formula in set(re.findall(r"\$[^$]*\$", bare)):
+        MathTextParser("path").parse(formula)
+    depth = [{"{": 1, "}": -1}.get(character, 0) for character in bare]
+    assert opened == [] and sum(depth) == 0 and min(accumulate(depth)) == 0
+
+
+@given(label=st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_latex_would_compile_whatever_a_label_says(results, label) -> None:
+    rows = [dict(row, label=label) if row["label"] == "Near" else row for row in results["rows"]]
+    check_latex(latex({**results, "rows": rows}))
+
+
+def test_latex_of_every_shape_would_compile(results) -> None:
+    """Attacked, with three scenarios, a varied setting of the run, and a method that diverged."""
+    for row in results["rows"]:
+        row["metrics"] |= {"mia": 0.25, "lira/auc": 0.5}
+        row["at"] = {"name": "model.backbone", "value": "clip_b32"}
+    lose(results, "Far", 0, 1)
+    results["rows"] = [dict(row, scenario=name) for name in ("client", "class", "sample") for row in results["rows"]]
+    results["header"]["experiment"]["vary"] = {"model.backbone": ["clip_b32"]}
+    text = latex(results)
+    check_latex(text)
+    assert r"(model.backbone = clip\_b32)" in text and "MIA" in text and text.count(r"\begin{tabular}") == 3
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (r"\end{tabular}", ""),
+        (r"\toprule", r"\topline"),
+        (r"A \& B", "A & B"),
+        (r" & \textbf", r" \textbf"),
+        (r"(20\%)", "(20%)"),
+        (r"$^\circ$", r"^\circ"),
+        (r"\caption{", r"\caption"),
+    ],
+)
+def test_the_check_of_latex_finds_mistakes(results, right, wrong) -> None:
+    text = latex(results)
+    assert right in text
+    with pytest.raises((AssertionError, IndexError)):
+        check_latex(text.replace(right, wrong))
+
+
+def test_latex_by_hand(results) -> None:
     text = latex(results)
     assert r"A \& B" in text and r"\textbf{25.0}{\scriptsize$\pm$1.4} (+0.0)$^\circ$" in text
     assert r"Far$^\dagger$" in text and r"(20\%)" in text
-    body = text.replace(r"\&", "").replace(r"\%", "")
-    assert "%" not in body.replace("{!}{%", "") and not set("°†±_") & set(body)
-    for line in body.splitlines():
-        if line.endswith(r"\\") and not line.startswith(" &"):
-            assert line.count("&") in (4, 8)  # forget: three recalls and rho; retain: four recalls, three costs, rank
+    assert text.index(r"\midrule" + "\nRetrain") > text.index("Far")  # the reference stands apart
 
 
 def test_scenarios_stand_side_by_side_in_latex(results) -> None:
+    """Three recalls of forget pairs; three of retained ones and two kinds of bytes; test recall, rho, time and rank."""
     other = [dict(copy.deepcopy(row), scenario="class") for row in results["rows"]]
     text = latex({**results, "rows": results["rows"] + other})
-    assert text.count(r"\begin{tabular}{lcccccccc}") == 1 and text.count(r"\begin{table*}") == 1
-    assert r"\multicolumn{4}{c}{Client request} & \multicolumn{4}{c}{Class request}" in text
+    assert re.findall(r"\\begin\{tabular\}\{l(c*)\}", text) == ["c" * 6, "c" * 10, "c" * 8]
+    assert text.count(r"\begin{table*}") == 1
+    assert r"\multicolumn{3}{c}{Client request} & \multicolumn{3}{c}{Class request}" in text
+
+
+def test_every_column_is_printed_once() -> None:
+    assert sorted(column.title for part in PRINTED.values() for column in part) == sorted(
+        c.title for c in (*FORGET, *RETAIN)
+    )
 
 
 def test_a_varied_setting_of_the_run_makes_sheets_and_of_a_method_makes_lines(results) -> None:

@@ -68,7 +68,7 @@ def _bold(text: str, figure: Figure) -> Text:
 def bench_run(experiment: Experiment, name: str, out: Path, processes: int | None, quiet: bool) -> BenchSummary:
     """Run what is missing of an experiment, then write everything anew."""
     missing = sum(job.notes for job in plan(experiment, out))
-    with rounds_bar(name, missing, quiet=quiet) as bar:
+    with rounds_bar(name, missing, quiet=quiet, first="training") as bar:
         for note in bench(experiment, out, processes or default_processes(experiment.run.device)):
             bar.step(done=note)
     folder = out / name

@@ -50,22 +50,28 @@ class ReportSummary:
     path: Path
     answers: int
     audited: int
+    compared: int | None
+    """Models of an experiment, where there is one."""
     size: int
 
     def as_json(self) -> dict[str, Any]:
-        return {"path": str(self.path), "answers": self.answers, "audited": self.audited, "bytes": self.size}
+        counts = {"answers": self.answers, "audited": self.audited, "compared": self.compared}
+        return {"path": str(self.path), **counts, "bytes": self.size}
 
     def render(self) -> Iterator[RenderableType]:
-        yield f"{self.answers} answers, {self.audited} of them audited"
+        if self.answers or self.compared is None:
+            yield f"{self.answers} answers, {self.audited} of them audited"
+        if self.compared:
+            yield f"{self.compared} models of an experiment"
         yield f"Open {self.path} ({self.size / 1e3:.0f} kB, self-contained)"
 
 
 def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: bool) -> ReportSummary:
-    """Write the page of a run, or of one of its requests; pictures only of generated scenes unless asked for."""
+    """Write the page of a run, a request or an experiment; pictures only of generated scenes unless asked for."""
     requests, home = _find(folder)
     outcomes = [Outcome(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))]
     answers = [_answer(outcome) for outcome in outcomes]
-    bench = _table(folder / "results.json") if (folder / "results.json").is_file() else None
+    results = _table(folder / "results.json") if (folder / "results.json").is_file() else None
     why_no_pairs = ""
     if (home / "run.json").is_file():
         run = Run.load(home)
@@ -77,11 +83,12 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
                 answers = with_thumbnails(run, outcomes, answers)
     else:
         why_no_pairs = NO_RUN if thumbnails is not False else ""
-    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, bench, why_no_pairs)
+    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs)
     out = out or folder / "report.html"
     content = page(contents).encode()
     write_atomic(out, content)
-    return ReportSummary(out, len(answers), sum(answer.audit is not None for answer in answers), len(content))
+    audited = sum(answer.audit is not None for answer in answers)
+    return ReportSummary(out, len(answers), audited, len(results["rows"]) if results else None, len(content))
 
 
 def _find(folder: Path) -> tuple[list[Path], Path]:
@@ -94,7 +101,7 @@ def _find(folder: Path) -> tuple[list[Path], Path]:
         return [folder], folder.parent.parent
     if any((folder / name).exists() for name in ("run.json", "requests", "results.json")):
         return sorted(folder.glob("requests/*")), folder
-    raise UserError(f"{folder}: no run and no request here; name a run directory, e.g. runs/first")
+    raise UserError(f"{folder}: no run, request or results here; name a folder such as runs/first or results/main")
 
 
 def _answer(outcome: Outcome) -> Answer:

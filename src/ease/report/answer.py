@@ -128,7 +128,7 @@ def answer_section(read: CheckedAnswer, number: int, folder: str, why_no_pairs: 
         ),
         missing(answer.why_no_audit, audit_command) if read.audit is None else _verdict(read.audit),
         None if read.audit is None else _measures(read.audit),
-        _rounds(read, audit_command),
+        _rounds(read),
         _spectrum(read, number, folder),
         None if read.audit is None else _evidence(read.audit),
         _pairs(answer, why_no_pairs),
@@ -155,26 +155,32 @@ def _flags(record: Record) -> str:
 
 def _verdict(audit: Audit) -> Markup:
     """One sentence; its colour only repeats what its first words say."""
-    judged = sum(measure.inside is not None for measure in audit.measures)
-    if audit.verdict.startswith("no "):
-        kind, mark, headline, sentence = "unknown", "?", "No verdict.", _sentence(audit.verdict.partition(": ")[2])
-    elif not judged:
-        kind, mark, headline, sentence = "unknown", "?", "No verdict.", "No measure has a band of retrained models."
-    else:
-        passed = audit.verdict.startswith(audit.words)
-        kind, mark = ("good", "✓") if passed else ("bad", "!")
-        headline = "Like retraining, as far as it was measured." if passed else "Not like retraining yet."
-        sentence = f"All {judged} measures lie where a retrained model’s would: {audit.words}."
-        if audit.outside:
-            names = ", ".join(_in_words(name) for name in audit.outside)
-            sentence = f"{len(audit.outside)} of {judged} measures lie outside the band of retrained models: {names}."
-            sentence += f" By chance alone about {0.05 * judged:.0f} would."
+    kind, mark, headline, sentence = told(audit)
     return tag(
         "p",
         tag("span", mark, class_="mark", aria_hidden="true"),
         tag("span", tag("strong", headline), " ", sentence),
         class_=f"verdict {kind}",
     )
+
+
+def told(audit: Audit) -> tuple[str, str, str, str]:
+    """The verdict's kind, its mark, a headline and a sentence."""
+    judged = sum(measure.inside is not None for measure in audit.measures)
+    if audit.verdict.startswith("no "):
+        return "unknown", "?", "No verdict.", _sentence(audit.verdict.partition(": ")[2])
+    if not judged:
+        return "unknown", "?", "No verdict.", "No measure has a band of retrained models."
+    passed = audit.verdict.startswith(audit.words)
+    sentence = f"All {judged} measures lie where a retrained model’s would: {audit.words}."
+    if audit.outside:
+        names = ", ".join(_in_words(name) for name in audit.outside)
+        lie = "lies" if len(audit.outside) == 1 else "lie"
+        sentence = f"{len(audit.outside)} of {judged} measures {lie} outside the band of retrained models: {names}."
+        sentence += f" By chance alone about {0.05 * judged:.0f} would."
+    if passed:
+        return "good", "✓", "Like retraining, as far as it was measured.", sentence
+    return "bad", "!", "Not like retraining yet.", sentence
 
 
 def _sentence(text: str) -> str:
@@ -249,7 +255,7 @@ def _measure_row(measure: Measure) -> Markup:
     )
 
 
-def _rounds(read: CheckedAnswer, audit_command: str) -> Markup:
+def _rounds(read: CheckedAnswer) -> Markup:
     lines = {
         name: [entry.metrics[f"{name}/recall@1"] for entry in read.record.rounds if f"{name}/recall@1" in entry.metrics]
         for name in ("forget", "retain", "test")
@@ -275,9 +281,9 @@ def _rounds(read: CheckedAnswer, audit_command: str) -> Markup:
             "The shaded band is where the forget pairs of retrained models lie. " if band else None,
             f"Phases in order: {', '.join(phases)}." if phases else None,
         ),
-        None
-        if retrain is not None
-        else missing("No retraining of this request is stored, so there is nothing to compare with.", audit_command),
+        tag("p", "No retraining of this request is stored, so there is nothing to compare with.", class_="missing")
+        if retrain is None
+        else None,
     )
 
 

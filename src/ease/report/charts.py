@@ -271,7 +271,7 @@ def raincloud(clouds: Mapping[str, Sequence[float]]) -> Markup:
         marks.append(tag("line", x1=x(median), x2=x(median), y1=middle - 1, y2=middle + 8, class_="axis"))
         marks += [
             tag("circle", cx=x(value), cy=middle + 12 + jitter * lane * 0.2, r=1.6, class_=f"rain {name}")
-            for value, jitter in zip(_some(values), _jitter(), strict=False)
+            for value, jitter in zip(some(values), _jitter(), strict=False)
         ]
         marks.append(tag("text", STATES.get(name, name), x=2, y=middle + 8, class_="tick"))
         said.append(f"{STATES.get(name, name)}: median {median:.2f}, middle half {low:.2f} to {high:.2f}")
@@ -294,7 +294,7 @@ def density(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return grid.tolist(), (height / height.max()).tolist()
 
 
-def _some(values: Sequence[float]) -> list[float]:
+def some(values: Sequence[float]) -> list[float]:
     """Evenly spaced order statistics: the shape stays, whichever pairs are drawn."""
     ordered = sorted(values)
     if len(ordered) <= MOST_DOTS:

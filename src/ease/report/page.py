@@ -5,14 +5,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from statistics import fmean
 from typing import Any
 
-from ease.config import validate
-from ease.report.answer import Answer, CheckedAnswer, answer_section, asked, check
+from ease.report.answer import Answer, CheckedAnswer, answer_section, asked, check, told
+from ease.report.experiment import experiment_section
 from ease.report.markup import Markup, json_script, missing, table, tag
-from ease.report.records import Bench
-from ease.report.tables import DIVERGED
 
 COLUMNS = {
     "forget/recall@1": "forget R@1",
@@ -30,7 +27,8 @@ class Contents:
     folder: str
     """The run, quoted as the commands on the page name it."""
     answers: Sequence[Answer] = ()
-    bench: dict[str, Any] | None = None
+    results: Mapping[str, Any] | None = None
+    """Of an experiment, as `ease bench` wrote them."""
     why_no_pairs: str = ""
 
 
@@ -46,14 +44,14 @@ def page(contents: Contents) -> str:
     parts: list[Markup] = [
         answer_section(read, number, contents.folder, contents.why_no_pairs) for number, read in enumerate(shown)
     ]
-    if not shown:
+    if not shown and contents.results is None:
         parts.append(
             missing("Nothing has been forgotten in this run yet.", f"ease forget {contents.folder} --client 0")
         )
     if answers:
         parts.append(_comparison(answers))
-    if contents.bench is not None:
-        parts.append(_bench(validate(Bench, contents.bench, "results.json")))
+    if contents.results is not None:
+        parts.append(experiment_section(contents.results))
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -69,7 +67,9 @@ def page(contents: Contents) -> str:
         tag(
             "header",
             tag("p", "Unlearning report", class_="kicker"),
-            tag("h1", f"What was forgotten in {contents.title}"),
+            tag(
+                "h1", f"What was {'forgotten' if shown or contents.results is None else 'compared'} in {contents.title}"
+            ),
             _contents_list(shown),
         ),
         tag("main", *parts, id="main"),
@@ -107,9 +107,10 @@ def _contents_list(shown: Sequence[CheckedAnswer]) -> Markup | None:
 def _state(read: CheckedAnswer) -> str:
     if read.audit is None:
         return "not audited"
-    if read.audit.verdict.startswith("no "):
-        return "no verdict"
-    return f"outside on {len(read.audit.outside)}" if read.audit.outside else "inside the band"
+    kind, mark, *_ = told(read.audit)
+    return f"{mark} " + {"good": "like retraining", "bad": f"outside on {len(read.audit.outside)}"}.get(
+        kind, "no verdict"
+    )
 
 
 def _comparison(answers: Sequence[CheckedAnswer]) -> Markup:
@@ -142,32 +143,6 @@ def _share(read: CheckedAnswer, *keys: str) -> str:
         return ""
     ours, theirs = (sum(record.metrics.get(key, 0.0) for key in keys) for record in (read.record, read.retrain))
     return f"{ours / theirs:.0%}" if theirs else ""
-
-
-def _bench(bench: Bench) -> Markup:
-    """Means over seeds, one row for each request and method."""
-    cells: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in bench.rows:
-        runs = cells.setdefault((row.scenario or "", row.method), [])
-        runs += [row.metrics] if row.note != DIVERGED else []
-    known = {key for row in bench.rows for key, value in row.metrics.items() if isinstance(value, int | float)}
-    columns = [key for key in COLUMNS if key in known] or sorted(known)[:6]
-
-    def mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:
-        values = [run[key] for run in runs if isinstance(run.get(key), int | float)]
-        return f"{fmean(values):.1f}" if values else "" if runs else DIVERGED
-
-    rows = [
-        [method, scenario, *(mean(runs, key) for key in columns), str(len(runs))]
-        for (scenario, method), runs in cells.items()
-    ]
-    headings = ["Method", "request", *(COLUMNS.get(key, key) for key in columns), "runs"]
-    return tag(
-        "section",
-        tag("h2", "Benchmark", id="bench"),
-        table(headings, rows, "Means over seeds; recall in percent."),
-        aria_labelledby="bench",
-    )
 
 
 def _how_to_read() -> Markup:

@@ -1,6 +1,6 @@
 """What the report reads of stored records and audits; fields it does not show are passed over."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -136,13 +136,31 @@ class Audit(Stored):
 
 
 class BenchRow(Stored):
-    scenario: str | None = None
-    method: str
-    metrics: dict[str, Any] = Field(default_factory=dict)
-    note: str = ""
+    scenario: str
+    seed: int
+    role: Literal["trained", "method", "band", "retrain"]
+    label: str
+    settings: dict[str, Any]
+    tuned: bool
+    metrics: dict[str, float]
+
+
+class BenchExperiment(Stored):
+    seeds: tuple[int, ...]
+    vary: dict[str, Any]
+
+
+class BenchHeader(Stored):
+    title: str
+    kind: str
+    command: str
+    experiment: BenchExperiment
 
 
 class Bench(Stored):
-    """Several methods, requests and seeds side by side."""
+    """Several methods, requests and seeds side by side, as `ease bench` writes them."""
 
+    header: BenchHeader
+    bands: tuple[dict[str, Any], ...]
     rows: tuple[BenchRow, ...]
+    subspaces: tuple[dict[str, Any], ...] = ()

@@ -20,7 +20,10 @@ class Line:
     scenario: str
     role: str
     """`trained`, `method`, `band` (a retraining in another order) or `retrain`."""
+    name: str
+    """The same at every value of a varied setting."""
     label: str
+    """The name, and the value of a varied setting of the method."""
     tuned: bool
     at: Any
     """Value of the varied setting, if there is one."""
@@ -93,12 +96,23 @@ FORGET = (
 RETAIN = (
     *_recalls("R", "retain"),
     _recalls("T", "test")[0],
-    Column("up MB", "cost/bytes_up", "Up", scale=1e-6, judged="share"),
-    Column("down MB", "cost/bytes_down", "Down", scale=1e-6, judged="share"),
-    Column("time s", "cost/seconds", "Time", judged="share"),
+    Column("up MB", "cost/bytes_up", "Up (MB)", scale=1e-6, judged="share"),
+    Column("down MB", "cost/bytes_down", "Down (MB)", scale=1e-6, judged="share"),
+    Column("time s", "cost/seconds", "Time (s)", judged="share"),
     Column("sum of gaps", "rank", r"$\Sigma|$gap$|$", judged="rank"),
 )
 SIDES = (("Forgetting", FORGET), ("Keeping, and what it costs", RETAIN))
+_NAMED = {column.title: column for column in (*FORGET, *RETAIN)}
+PRINTED = {
+    name: tuple(_NAMED[title] for title in titles)
+    for name, titles in (
+        ("Forgetting", ("F-R@1", "F-R@5", "F-R@10", "MIA %")),
+        ("Keeping, and what it costs", ("R-R@1", "R-R@5", "R-R@10", "up MB", "down MB")),
+        ("The rest", ("T-R@1", "LiRA AUC", "rho", "time s", "sum of gaps")),
+    )
+}
+"""The parts of a table on a page: the paper's two, then what it does not tell. More columns, or three scenarios of them
+side by side, would be too small to read."""
 NOTE = (
     "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
     "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
@@ -138,7 +152,7 @@ def _line(scenario: str, role: str, label: str, rows: Sequence[Mapping[str, Any]
     at = rows[0].get("at")
     metrics = {row["seed"]: dict(row["metrics"]) for row in rows if row.get("note") != DIVERGED}
     lost = len(rows) - len(metrics)
-    return Line(scenario, role, label, rows[0]["tuned"], at["value"] if at else None, metrics, lost)
+    return Line(scenario, role, rows[0]["label"], label, rows[0]["tuned"], at["value"] if at else None, metrics, lost)
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,8 @@ def mean_similarity(overlap: Mapping[str, Any]) -> float:
     return float(found[~np.eye(len(found), dtype=bool)].mean())
 
 
-def _notes(found: Sequence[Sheet]) -> list[str]:
+def notes(found: Sequence[Sheet]) -> list[str]:
+    """What must be known to read the tables."""
     tuned = any(line.tuned for sheet in found for line in sheet.lines)
     return [NOTE, *([TUNED] if tuned else [])]
 
@@ -222,7 +237,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     parts = [f"# {header['title']}", "", f"`{header['command']}`, {seeds} seed{'s' if seeds > 1 else ''}.", ""]
     if "subspaces" in results:
         return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
-    parts += [line for note in _notes(found) for line in (note, "")]
+    parts += [line for note in notes(found) for line in (note, "")]
     for sheet in found:
         parts += [f"## {sheet.name}", ""]
         for name, side in SIDES:
@@ -251,26 +266,26 @@ def _markdown(figure: Figure | None) -> str:
 
 
 def latex(results: Mapping[str, Any]) -> str:
-    """The same in two parts, with the scenarios side by side; needs the packages amsmath, booktabs and graphicx."""
+    """The same in parts below each other, with the scenarios side by side."""
     found = sheets(results)
-    parts = []
+    parts = [r"% Needs \usepackage{amsmath,booktabs,graphicx}"]
     for title in dict.fromkeys(sheet.title for sheet in found):
         here = [sheet for sheet in found if sheet.title == title]
         caption = results["header"]["title"] + (f" ({title})" if title else "")
         parts += [
             r"\begin{table*}[t]",
             r"\centering",
-            rf"\caption{{{_escape(caption)}. {_escape(' '.join(_notes(here)))}}}",
+            r"\setlength{\tabcolsep}{3pt}",
+            rf"\caption{{{_escape(caption)}. {_escape(' '.join(notes(here)))}}}",
         ]
-        for number, (name, side) in enumerate(SIDES):
-            parts += [r"\vspace{4pt}"] if number else []
-            parts += _tabular(here, name, side)
+        for part in PRINTED.values():
+            columns = [column for column in part if any(columns_of(sheet, [column]) for sheet in here)]
+            parts += [r"\par\vspace{4pt}", *_tabular(here, columns)] if columns else []
         parts += [r"\end{table*}", ""]
     return "\n".join(parts)
 
 
-def _tabular(here: Sequence[Sheet], name: str, side: Sequence[Column]) -> list[str]:
-    columns = [column for column in side if any(column in columns_of(sheet, side) for sheet in here)]
+def _tabular(here: Sequence[Sheet], columns: Sequence[Column]) -> list[str]:
     width, last = len(columns), len(here) * len(columns) + 1
     groups = [rf"\multicolumn{{{width}}}{{c}}{{{sheet.scenario.capitalize()} request}}" for sheet in here]
     rules = [rf"\cmidrule(lr){{{2 + width * n}-{1 + width * (n + 1)}}}" for n in range(len(here))]
@@ -279,6 +294,7 @@ def _tabular(here: Sequence[Sheet], name: str, side: Sequence[Column]) -> list[s
     lines += [" & ".join(["Method", *(column.latex for _ in here for column in columns)]) + r" \\", r"\midrule"]
     cells = [figures(sheet, column) for sheet in here for column in columns]
     for number, line in enumerate(here[0].lines):
+        lines += [r"\midrule"] if line.role == "retrain" else []
         label = _escape(line.label + ("†" if line.tuned else ""))
         lines.append(" & ".join([label, *(_latex(column[number]) for column in cells)]) + r" \\")
     return [*lines, r"\bottomrule", r"\end{tabular}}"]
@@ -293,17 +309,13 @@ def _latex(figure: Figure | None) -> str:
     return text + (f" ({note})" if note else "") + (r"$^\circ$" if figure.inside else "")
 
 
+ESCAPES = str.maketrans(
+    {character: rf"\{character}" for character in "&%#_{}$"}
+    | {character: f"${character}$" for character in "|<>"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "°": r"$^\circ$", "†": r"$^\dagger$", "`": ""}
+)
+
+
 def _escape(text: str) -> str:
-    for plain, written in {
-        "&": r"\&",
-        "%": r"\%",
-        "#": r"\#",
-        "_": r"\_",
-        "|": r"$|$",
-        "±": r"$\pm$",
-        "°": r"$^\circ$",
-        "†": r"$^\dagger$",
-        "`": "",
-    }.items():
-        text = text.replace(plain, written)
-    return text
+    return text.translate(ESCAPES)

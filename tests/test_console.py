@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ease import console
-from ease.console import as_text, labelled, megabytes, rounds_bar, status, table, with_progress
+from ease.console import as_html, as_text, labelled, megabytes, rounds_bar, status, table, with_progress
 from ease.errors import UserError
 
 
@@ -113,3 +113,32 @@ def test_notes_of_progress_are_shown_as_they_are(shown: Console) -> None:
 
 def test_megabytes() -> None:
     assert megabytes(1_250_000) == "1.2 MB"
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What rich takes for a notebook, and what it would show in the cell of its own accord."""
+    seen: list[str] = []
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernel sets it
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: seen.append(text))
+    return seen
+
+
+def test_a_summary_is_shown_once_in_a_notebook(notebook: list[str]) -> None:
+    """Making its text and its HTML shows nothing by itself; the notebook shows one of the two."""
+
+    class Summary:
+        def render(self) -> Iterator[RenderableType]:
+            yield table("numbers", ["", "R@1"], [["forget", "12.5"]])
+
+    assert "12.5" in as_text(Summary()) and "12.5" in as_html(Summary())
+    assert notebook == []
+
+
+def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No bar that is drawn anew, which a cell would keep every state of."""
+    made = console.stream(stderr=True)
+    assert not made.is_terminal
+    made.print("training 1/5")
+    assert capsys.readouterr().err == "training 1/5\n" and notebook == []

@@ -37,8 +37,17 @@ class Shown(Protocol):
     def render(self) -> Iterator[RenderableType]: ...
 
 
-screen = Console()
-errors = Console(stderr=True)
+def stream(stderr: bool) -> Console:
+    """Standard output or error. In a notebook plain lines, as in a log file.
+
+    Rich would make an output of its own of every line there, and Jupyter forces colour, which looks like a terminal.
+    """
+    notebook = Console().is_jupyter
+    return Console(stderr=stderr, force_jupyter=False, force_terminal=False if notebook else None)
+
+
+screen = stream(stderr=False)
+errors = stream(stderr=True)
 
 
 class RoundProgress:
@@ -163,17 +172,18 @@ def status(text: str, quiet: bool) -> AbstractContextManager[object]:
 
 def as_text(shown: Shown) -> str:
     """A summary as plain text."""
-    recorder = Console(width=100, record=True, file=StringIO())
-    return _recorded(recorder, shown).export_text().rstrip()
+    return _recorded(shown).export_text().rstrip()
 
 
 def as_html(shown: Shown) -> str:
-    """A summary as HTML for a notebook."""
-    recorder = Console(width=100, record=True, file=StringIO())
-    return _recorded(recorder, shown).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    """A summary as HTML for a notebook, whose own style would break lines and pull those of a table apart."""
+    form = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
+    return _recorded(shown).export_html(inline_styles=True, code_format=form)
 
 
-def _recorded(recorder: Console, shown: Shown) -> Console:
+def _recorded(shown: Shown) -> Console:
+    """A console that keeps what it is told, and shows none of it, in a notebook either."""
+    recorder = Console(width=100, record=True, file=StringIO(), force_jupyter=False)
     show(shown, recorder)
     return recorder
 

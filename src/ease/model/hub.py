@@ -75,7 +75,7 @@ class HubTower(nn.Module):
         """Fuse the operations of each block from `first` on; all blocks share the compiled code."""
         torch._dynamo.config.recompile_limit = MOST_VARIANTS
         for block in self.blocks[first:]:
-            block.compile(dynamic=True)
+            block.compile()
 
     def _through(self, blocks: nn.ModuleList, states: Tensor) -> Tensor:
         options = {"is_causal": True} if self.causal else {}

@@ -39,6 +39,9 @@ class Params:
     tensors: Mapping[str, Tensor]
     blocks: tuple[Block, ...]
 
+    def __repr__(self) -> str:
+        return f"Params({self.size:,} values in {len(self.blocks)} blocks)"
+
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 

@@ -340,3 +340,29 @@ def test_a_gallery_of_5000_images_and_25000_captions_is_never_one_matrix() -> No
     """Measured: a third of a GiB in chunks, 1.8 GiB in one piece; the promise is less than 2."""
     ended = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
     assert int(ended.stdout) < 2**30
+
+
+def test_only_the_queries_count_and_all_of_them_are_in_every_gallery() -> None:
+    """One query and three others on a plane. Its caption lies 30° off; one other's image and caption hide it.
+
+    Others at 0° and 10° of the query's caption: among galleries of three (the query and two of three others), the image
+    finds its caption unless a nearer one is there. The exact expectation is the mean over the three pairs of others.
+    """
+    angles = np.deg2rad([0.0, 20.0, 90.0, 180.0])
+    points = torch.tensor(np.stack([np.cos(angles), np.sin(angles)], 1))
+    turned = np.deg2rad([30.0, 10.0, 100.0, 190.0])
+    captions = torch.tensor(np.stack([np.cos(turned), np.sin(turned)], 1))[:, None]
+    found = gallery_recall(points, captions, 3, 400, np.random.default_rng(0), ks=(1,), queries=1)
+    # image 0 at 0°: caption 1 at 10° is nearer than its own at 30°; caption 0 at 30°: image 1 at 20° is nearer.
+    # So it is a miss in both directions whenever pair 1 is there, in two of the three galleries.
+    assert found.size == 3
+    assert found["recall@1"].mean == pytest.approx(100 / 3, abs=6)
+    alone = gallery_recall(points[[0, 2, 3]], captions[[0, 2, 3]], 3, 1, np.random.default_rng(0), ks=(1,), queries=1)
+    assert alone["recall@1"].mean == 100
+
+
+@pytest.mark.parametrize("queries", [0, 4])
+def test_queries_must_fit_into_a_gallery(queries: int) -> None:
+    points = torch.nn.functional.normalize(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+    with pytest.raises(UserError, match=f"queries={queries}"):
+        gallery_recall(points, points[:, None], 3, 1, np.random.default_rng(0), queries=queries)

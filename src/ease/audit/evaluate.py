@@ -13,6 +13,8 @@ from ease.params import Params
 from ease.seeding import generator
 
 CHUNK_PAIRS = 256
+LEAST_GALLERY = 50
+"""Among fewer pairs recall says little: smaller sets, down to a single pair, are looked for among test pairs."""
 
 
 @torch.no_grad()
@@ -45,14 +47,22 @@ def recalls(
     size = common_size(sets, size)
     results = {}
     for name, positions in sets.items():
-        image, text = embed_pairs(model, params, activations, _subset(positions, size * draws), device)
-        results[name] = gallery_recall(image, text, size, draws, generator(0, "gallery", name))
+        queries = None if len(positions) >= size else len(positions)
+        among = _subset(positions, size * draws)
+        if queries is not None:
+            among = np.concatenate([positions, _subset(np.setdiff1d(sets["test"], positions), size * draws)])
+        image, text = embed_pairs(model, params, activations, among, device)
+        results[name] = gallery_recall(image, text, size, draws, generator(0, "gallery", name), queries=queries)
     return results
 
 
 def common_size(sets: Mapping[str, np.ndarray], size: int) -> int:
-    """The largest gallery that every set can fill, up to `size`: recall on unequal galleries cannot be compared."""
-    return min(size, *(len(positions) for positions in sets.values()))
+    """The largest gallery that every set can fill, up to `size`: recall on unequal galleries cannot be compared.
+
+    Where that would be less than `LEAST_GALLERY`, test pairs, if they are among the sets, fill the smaller ones up.
+    """
+    smallest = min(len(positions) for positions in sets.values())
+    return min(size, max(smallest, min(LEAST_GALLERY, len(sets.get("test", ())))))
 
 
 def _subset(positions: np.ndarray, most: int) -> np.ndarray:

@@ -54,8 +54,8 @@ class DataConfig(Config):
     """Generated pairs of no client, for choosing settings."""
     test: int = Field(1000, ge=4)
     """Generated test pairs."""
-    skip_corrupt: bool = False
-    """Leave unreadable images out instead of stopping."""
+    strict: bool = False
+    """Stop at unreadable images instead of leaving them out."""
 
     @model_validator(mode="after")
     def _needs_path(self) -> "DataConfig":
@@ -151,7 +151,7 @@ def load_pairs(config: DataConfig, image_size: int) -> PairSet:
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
-    return pairs_from_rows(rows, config.path, image_size, config.held_out_share, config.skip_corrupt)
+    return pairs_from_rows(rows, config.path, image_size, config.held_out_share, config.strict)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ def test_only_what_occurred_is_told() -> None:
     report = DataReport(splits={"train": 6000, "validation": 0, "test": 9}, rotated=1200, listings=(Path("/c/x.txt"),))
     assert list(report.lines()) == [
         "6,009 pairs: 6,000 train, 0 validation, 9 test",
-        "  1,200 images turned upright as their EXIF note says",
+        "  1,200 images turned upright by the EXIF note",
         "  listed in /c/x.txt",
     ]
 

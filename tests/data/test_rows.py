@@ -71,41 +71,60 @@ def test_the_same_picture_under_two_ids_is_counted_and_listed(row):
     assert listing.read_text() == "id0, twin\n"
 
 
-def test_unreadable_images_stop_or_are_left_out_and_all_listed(row, own_cache):
-    rows = [row(number) for number in range(6)]
-    rows[1].image.unlink()
-    for number in (2, 3, 5):
-        rows[number].image.write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"cannot read 1 of 6 images: .*1\.png \(No such file.*skip_corrupt = true"):
+def spoiled(row, count: int, bad: dict[int, bytes | None]) -> list[Row]:
+    """So many rows; of the bad ones the file holds these bytes, or is gone."""
+    rows = [row(number) for number in range(count)]
+    for number, content in bad.items():
+        rows[number].image.unlink() if content is None else rows[number].image.write_bytes(content)
+    return rows
+
+
+def test_a_tenth_of_the_images_may_be_missing_or_damaged_and_all_are_listed(row):
+    """Two of twenty are a tenth."""
+    pairs = pairs_from_rows(spoiled(row, 20, {1: None, 18: b"broken"}), SOURCE, 4)
+    good = [number for number in range(20) if number not in (1, 18)]
+    assert pairs.ids == tuple(f"id{number}" for number in good)
+    assert pairs.pixels[:, 0, 0, 0].tolist() == [10 * number for number in good]
+    assert pairs.report.unreadable == 2 and pairs.report.splits["train"] == 18 and pairs.report.blank_captions == 0
+    (listing,) = pairs.report.listings
+    assert [Path(line.split(" (")[0]).name for line in listing.read_text().splitlines()] == ["1.png", "18.png"]
+    assert "No such file" in listing.read_text() and "cannot identify" in listing.read_text()
+
+
+def test_more_than_a_tenth_is_a_wrong_folder_however_they_fail(row):
+    """Three of twenty: neither the missing one nor the two damaged ones would be too many alone."""
+    rows = spoiled(row, 20, {1: None, 2: b"broken", 3: b"broken"})
+    with pytest.raises(
+        UserError, match=r"3 of 20 images: .*1\.png .*2\.png .*3\.png .*; so many mean a wrong"
+    ) as caught:
         pairs_from_rows(rows, SOURCE, 4)
-    with pytest.raises(UserError, match=r"cannot read 3 of 5 images: .*2\.png .*3\.png .*5\.png .*; mend") as caught:
-        pairs_from_rows([rows[0], *rows[2:]], SOURCE, 4)
-    assert "\n" not in str(caught.value)
-    pairs = pairs_from_rows(rows, SOURCE, 4, skip_corrupt=True)
-    assert pairs.ids == ("id0", "id4") and pairs.pixels[:, 0, 0, 0].tolist() == [0, 40]
-    assert pairs.report.unreadable == 4 and pairs.report.splits["train"] == 2 and pairs.report.blank_captions == 0
-    listed = "".join(path.read_text() for path in pairs.report.listings).splitlines()
-    assert [Path(line.split(" (")[0]).name for line in listed] == ["1.png", "2.png", "3.png", "5.png"]
-    with pytest.raises(UserError, match="none of the 1 images can be read"):
-        pairs_from_rows([rows[2]], SOURCE, 4, skip_corrupt=True)
+    assert "check data.path and data.images" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_when_too_many_are_missing_nothing_is_decoded(row, monkeypatch):
+    monkeypatch.setattr("ease.data.rows.decode", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(UserError, match="cannot read 3 of 20 images"):
+        pairs_from_rows(spoiled(row, 20, dict.fromkeys((1, 2, 3))), SOURCE, 4)
+
+
+@pytest.mark.parametrize("content", [None, b"broken"])
+def test_strict_stops_at_the_first_unreadable_image(row, content):
+    with pytest.raises(UserError, match=r"cannot read 1 of 20 images: .*7\.png .*; mend .*data\.strict = false"):
+        pairs_from_rows(spoiled(row, 20, {7: content}), SOURCE, 4, strict=True)
 
 
 def test_a_long_list_of_unreadable_images_names_three_and_counts_the_rest(row):
-    rows = [row(number) for number in range(5)]
-    for entry in rows:
-        entry.image.write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"cannot read 5 of 5 images.* and 2 others; mend") as caught:
-        pairs_from_rows(rows, SOURCE, 4)
+    with pytest.raises(UserError, match=r"cannot read 5 of 5 images.* and 2 others; so many") as caught:
+        pairs_from_rows(spoiled(row, 5, dict.fromkeys(range(5), b"broken")), SOURCE, 4)
     listing = Path(str(caught.value).split("listed in ")[1].split(")")[0])
     assert len(listing.read_text().splitlines()) == 5 and "3.png" not in str(caught.value)
 
 
-def test_twins_beside_a_damaged_image_are_named_by_their_own_ids(row):
-    """Positions count all images, the damaged one at the front too."""
-    broken, twin = row(9), row(1)
-    broken.image.write_bytes(b"broken")
-    pairs = pairs_from_rows([broken, twin, replace(twin, id="twin")], SOURCE, 4, skip_corrupt=True)
-    assert "id1, twin\n" in [path.read_text() for path in pairs.report.listings]
+def test_twins_beside_unreadable_images_are_named_by_their_own_ids(row):
+    """Positions count all images, the missing and the damaged one at the front too."""
+    rows = spoiled(row, 20, {0: None, 1: b"broken"})
+    pairs = pairs_from_rows([*rows, replace(rows[5], id="twin")], SOURCE, 4)
+    assert "id5, twin\n" in [path.read_text() for path in pairs.report.listings]
 
 
 def test_bytes_instead_of_a_file_and_their_place_in_messages(row):

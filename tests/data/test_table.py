@@ -126,12 +126,14 @@ def test_images_elsewhere_and_a_second_table(folder, load, tmp_path):
     assert pairs.ids == ("a", "sub/a", "b") and pairs.splits == ("train", "validation", "test")
 
 
-def test_skip_corrupt(jsonl, folder):
+def test_an_unreadable_image_is_left_out_unless_the_user_is_strict(jsonl, folder, picture):
+    """One of ten is a bad file; the setting reaches the reader."""
     (folder / "b.jpg").write_bytes(b"\xff\xd8 broken")
-    lines = {"image": "b.jpg", "caption": "x"}, {"image": "a.png", "caption": "y"}
-    with pytest.raises(UserError, match="skip_corrupt"):
-        jsonl(*lines)
-    assert jsonl(*lines, skip_corrupt=True).ids == ("a",)
+    others = [picture(folder / f"{number}.png", number).name for number in range(9)]
+    lines = [{"image": name, "caption": "x"} for name in ("b.jpg", *others)]
+    assert jsonl(*lines).ids == tuple(map(str, range(9)))
+    with pytest.raises(UserError, match=r"cannot read 1 of 10 images.*data\.strict = false"):
+        jsonl(*lines, strict=True)
 
 
 # --- mistakes ---

@@ -12,17 +12,17 @@ SHORT_CAPTION = 60
 LAST_WORD = re.compile(r"\w+\W*$")
 
 FINDINGS = {
-    "joined": "{:,} rows joined with an earlier row of the same image",
-    "without_caption": "{:,} images left out: no caption",
-    "unreadable": "{:,} images left out: not readable",
-    "blank_captions": "{:,} blank captions dropped",
-    "cut_captions": "{:,} captions cut: longer than the text encoder reads",
-    "over_five": "{:,} images with more than five captions: first five used",
-    "under_five": "{:,} images with fewer than five captions: repeated up to five",
-    "same_picture": "{:,} images with the picture of another id: forgetting one leaves the other",
-    "rotated": "{:,} images turned upright as their EXIF note says",
-    "converted": "{:,} images converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
-    "small": "{:,} images of less than 16 pixels in width or height: kept",
+    "joined": "{} row{s} joined with an earlier row of the same image",
+    "without_caption": "{} image{s} left out: no caption",
+    "unreadable": "{} image{s} left out: not readable",
+    "blank_captions": "{} blank caption{s} dropped",
+    "cut_captions": "{} caption{s} cut: longer than the text encoder reads",
+    "over_five": "{} image{s} with more than five captions: first five used",
+    "under_five": "{} image{s} with fewer than five captions: repeated up to five",
+    "same_picture": "{} image{s} with the picture of another id: forgetting one leaves the other",
+    "rotated": "{} image{s} turned upright by the EXIF note",
+    "converted": "{} image{s} converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
+    "small": "{} image{s} of less than 16 pixels in width or height: kept",
 }
 """Each count in words, in the order in which they are shown."""
 
@@ -53,7 +53,7 @@ class DataReport:
         yield f"{total:,} pairs: " + ", ".join(f"{count:,} {split}" for split, count in self.splits.items())
         for name, sentence in FINDINGS.items():
             if count := getattr(self, name):
-                yield "  " + sentence.format(count)
+                yield "  " + sentence.format(f"{count:,}", s="" if count == 1 else "s")
         for path in self.listings:
             yield f"  listed in {path}"
 

@@ -24,6 +24,8 @@ SPLIT_NAMES = {
 }
 """The name of a split in a file, in small letters, and ours. `restval`, COCO's spare part, is trained on."""
 NAMED_IN_MESSAGE = 3
+MOST_UNREADABLE = 0.1
+"""Share of the images up to which unreadable ones are left out; more mean a wrong folder, not some bad files."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Row:
 
 
 def pairs_from_rows(
-    rows: Sequence[Row], source: Path, size: int, held_out_share: float = 0.2, skip_corrupt: bool = False
+    rows: Sequence[Row], source: Path, size: int, held_out_share: float = 0.2, strict: bool = False
 ) -> PairSet:
     """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`."""
     if not rows:
@@ -58,10 +60,13 @@ def pairs_from_rows(
         raise UserError(f"{source}: none of the {len(cleaned)} images has a caption; add captions")
 
     identities, missing = identify([row.image for row in captioned])
-    present, missing_list = _leave_out(captioned, missing, source, skip_corrupt)
-    decoded = decode([row.image for row in present], identities, size)
-    kept, corrupt_list = _leave_out(present, decoded.unreadable, source, skip_corrupt)
-    twins = [", ".join(present[position].id for position in group) for group in decoded.same_picture]
+    _check_readable(captioned, missing, source, strict)  # before the long decoding
+    present = [position for position in range(len(captioned)) if position not in missing]
+    decoded = decode([captioned[position].image for position in present], identities, size)
+    unreadable = missing | {present[place]: reason for place, reason in decoded.unreadable.items()}
+    unreadable_list = _check_readable(captioned, unreadable, source, strict)
+    kept = [row for position, row in enumerate(captioned) if position not in unreadable]
+    twins = [", ".join(captioned[present[place]].id for place in group) for group in decoded.same_picture]
 
     ids = tuple(row.id for row in kept)
     captions = tuple(_exactly_five(row.captions) for row in kept)
@@ -70,12 +75,12 @@ def pairs_from_rows(
         splits={split: splits.count(split) for split in SPLITS},
         joined=len(rows) - len(joined),
         without_caption=len(cleaned) - len(captioned),
-        unreadable=len(captioned) - len(kept),
+        unreadable=len(unreadable),
         blank_captions=sum(written) - sum(len(row.captions) for row in cleaned),
         over_five=sum(len(row.captions) > CAPTIONS_PER_IMAGE for row in kept),
         under_five=sum(len(row.captions) < CAPTIONS_PER_IMAGE for row in kept),
         same_picture=sum(map(len, decoded.same_picture)),
-        listings=(*missing_list, *corrupt_list, *_listing("same-picture", twins)),
+        listings=(*unreadable_list, *_listing("same-picture", twins)),
         **decoded.traits,
     )
     fingerprint = digest("pairs", size, ids, captions, splits, decoded.checksum)
@@ -104,22 +109,22 @@ def _join(rows: Iterable[Row]) -> list[Row]:
     return list(joined.values())
 
 
-def _leave_out(
-    rows: list[Row], reasons: dict[int, str], source: Path, skip_corrupt: bool
-) -> tuple[list[Row], tuple[Path, ...]]:
-    """The rows that can be read, and the file that lists the others; an error unless the user lets them go."""
+def _check_readable(rows: Sequence[Row], reasons: dict[int, str], source: Path, strict: bool) -> tuple[Path, ...]:
+    """The file that lists the unreadable images; an error if there are too many, or if the user wants every image."""
     problems = [f"{rows[position].name} ({reason})" for position, reason in sorted(reasons.items())]
     listing = _listing("unreadable", problems)
-    if problems and not skip_corrupt:
-        more = len(problems) - NAMED_IN_MESSAGE
-        others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
-        raise UserError(
-            f"{source}: cannot read {len(problems)} of {len(rows)} images: {', '.join(problems[:NAMED_IN_MESSAGE])}"
-            f"{others}; mend or remove them (all are listed in {listing[0]}) or set `data.skip_corrupt = true`"
-        )
-    if len(problems) == len(rows):
-        raise UserError(f"{source}: none of the {len(rows)} images can be read; check the image folder")
-    return [row for position, row in enumerate(rows) if position not in reasons], listing
+    too_many = len(problems) > MOST_UNREADABLE * len(rows)
+    if not too_many and not (strict and problems):
+        return listing
+    more = len(problems) - NAMED_IN_MESSAGE
+    others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
+    remedy = (
+        f"so many mean a wrong folder: check data.path and data.images, or mend them (all are listed in {listing[0]})"
+        if too_many
+        else f"mend or remove them (all are listed in {listing[0]}) or set data.strict = false"
+    )
+    named = f"{', '.join(problems[:NAMED_IN_MESSAGE])}{others}"
+    raise UserError(f"{source}: cannot read {len(problems)} of {len(rows)} images: {named}; {remedy}")
 
 
 def _listing(kind: str, lines: Sequence[str]) -> tuple[Path, ...]:

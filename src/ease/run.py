@@ -17,7 +17,7 @@ from ease.data.features import Activations, cached_activations
 from ease.data.hf import hf_rows
 from ease.data.karpathy import karpathy_rows
 from ease.data.pairs import PairSet
-from ease.data.partition import Shard, joint_embedding, make_shards, partition, pseudo_classes
+from ease.data.partition import Shard, cached_classes, joint_embedding, make_shards, partition
 from ease.data.rows import Row, pairs_from_rows
 from ease.data.scenes import load_scenes
 from ease.data.table import folder_rows, table_rows
@@ -199,7 +199,7 @@ def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[t
     """Cluster the training pairs in the frozen space and deal them to clients."""
     pool = pairs.indices("train")
     settings = config.partition
-    labels, centroids = pseudo_classes(
+    labels, centroids = cached_classes(
         activations.pooled_image[pool], activations.pooled_text[pool], settings.classes, config.data.seed
     )
     dealt = partition(settings.scheme, labels, settings.clients, settings.beta, config.seed)

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ease.audit.evaluate import recalls
 from ease.audit.retrieval import GalleryRecall
 from ease.console import errors, megabytes, rounds_bar, status, table
-from ease.data.report import count_cut
+from ease.data.features import cached_cut
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.storage import write_json
@@ -92,7 +92,7 @@ def _data_report(world: World) -> list[str]:
     """What was odd in the files of the data; nothing for generated data."""
     if world.pairs.report is None:
         return []
-    cut = count_cut(world.pairs.captions, world.backbone.tokenize)
+    cut = cached_cut(world.pairs, world.backbone)
     return list(replace(world.pairs.report, cut_captions=cut).lines())
 
 

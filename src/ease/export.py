@@ -125,13 +125,10 @@ def write_onnx(source: Source, out: Path) -> list[Path]:
     }
     graphs = {}
     for modality, (name, example, shape) in examples.items():
-        encoder = Encoder(source.model, modality)
-        with torch.no_grad():
-            encoder(example)  # a tower may load its weights when it is first used
         try:
             with _quiet_exporter():
                 program = torch.onnx.export(
-                    encoder,
+                    Encoder(source.model, modality),
                     (example,),
                     dynamo=True,
                     dynamic_shapes=(shape,),

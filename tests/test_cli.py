@@ -170,7 +170,7 @@ def spoil(folder: Path, how: str) -> tuple[str, ...]:
     if how == "unreadable":
         captions.unlink()
         captions.mkdir()
-        return str(captions), "cannot read"
+        return str(captions), "is a folder"
     if how == "no pairs":
         captions.write_text("\n")
         return str(folder), "no images listed"

@@ -17,7 +17,7 @@ from ease.data.features import Activations, cached_activations
 from ease.data.hf import hf_rows
 from ease.data.karpathy import karpathy_rows
 from ease.data.pairs import PairSet
-from ease.data.partition import Shard, cached_classes, joint_embedding, make_shards, partition
+from ease.data.partition import MINIMUM_PAIRS, Shard, cached_classes, joint_embedding, make_shards, partition
 from ease.data.rows import Row, pairs_from_rows
 from ease.data.scenes import load_scenes
 from ease.data.table import folder_rows, table_rows
@@ -154,6 +154,17 @@ def load_pairs(config: DataConfig, image_size: int) -> PairSet:
     return pairs_from_rows(rows, config.path, image_size, config.held_out_share, config.strict)
 
 
+def check_splits(pairs: PairSet, config: DataConfig) -> None:
+    """Refuse data that could be trained on but not measured, before the training."""
+    for split in ("train", "test"):
+        count = len(pairs.indices(split))
+        if count < MINIMUM_PAIRS:
+            raise UserError(
+                f"{config.path}: {count} of the {len(pairs)} pairs are in the {split} split, at least {MINIMUM_PAIRS} "
+                "are needed; name a split for each image, or none and set data.held_out_share"
+            )
+
+
 @dataclass(frozen=True)
 class World:
     """What a configuration stands for: pairs, cached activations, shards, classes and the model."""
@@ -173,6 +184,7 @@ class World:
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
         pairs = load_pairs(config.data, backbone.image_size)
+        check_splits(pairs, config.data)
         first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
         activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
         model = DualEncoder(backbone, config.model, config.seed).to(device)

@@ -46,7 +46,7 @@ def test_what_was_odd_is_told_before_training(ease, small, tmp_path, odd_data, m
         "  1 image converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
     ]
     broken, twins = (Path(line.removeprefix("  listed in ")).read_text() for line in told[-2:])
-    assert broken.startswith(f"{odd_data}/6.png (cannot identify") and twins == "0, 1\n"
+    assert broken.startswith(f"{odd_data}/6.png (not an image") and twins == "0, 1\n"
 
 
 def test_quiet_means_quiet(ease, small, tmp_path, odd_data) -> None:

@@ -56,6 +56,30 @@ def test_any_mode_becomes_rgb_and_is_counted(tmp_path, mode):
     assert (picture.pixels > 250).all() and picture.traits == ("converted",)
 
 
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "TIFF"])
+def test_of_several_frames_the_first_is_used_and_that_is_counted(tmp_path, kind):
+    first, second = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    first.save(tmp_path / "a", kind, save_all=True, append_images=[second])
+    picture = decode_image(tmp_path / "a", 4)
+    assert "animated" in picture.traits
+    assert picture.pixels[..., 0].min() > 250 and picture.pixels[..., 2].max() < 5
+
+
+def test_the_previews_in_a_cameras_file_are_no_frames(tmp_path):
+    first, preview = Image.new("RGB", (40, 40), "white"), Image.new("RGB", (20, 20))
+    first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
+    picture = decode_image(tmp_path / "a.jpg", 4)
+    assert (picture.pixels > 250).all() and picture.traits == ()
+
+
+def test_links_are_followed(tmp_path):
+    photo(tmp_path / "real.png")
+    (tmp_path / "a.png").symlink_to(tmp_path / "real.png")
+    (tmp_path / "lost.png").symlink_to(tmp_path / "gone.png")
+    assert identify([tmp_path / "a.png"])[0] == identify([tmp_path / "real.png"])[0]
+    assert identify([tmp_path / "lost.png"])[1] == {0: "No such file or directory"}
+
+
 def test_one_pixel_is_counted(tmp_path):
     picture = decode_image(photo(tmp_path / "a.png", (1, 2, 3), (1, 1)), 8)
     assert (picture.pixels == (1, 2, 3)).all() and picture.traits == ("small",)
@@ -199,6 +223,7 @@ def test_corrupt_files_are_left_out_with_a_reason(tmp_path, monkeypatch):
         assert result.pixels[:, 0, 0, 0].tolist() == [10, 20]
         assert sorted(result.unreadable) == [0, 2, 4] and all(result.unreadable.values())
         assert "truncated" in result.unreadable[0]
+        assert result.unreadable[2] == result.unreadable[4] == "not an image, or damaged at its beginning"
         monkeypatch.setattr(images, "decode_image", lambda *_: pytest.fail("damaged files cost a second pass"))
 
 

@@ -1,6 +1,8 @@
 """From rows to pairs: what is joined, dropped, counted and refused, whatever the layout."""
 
+import gzip
 import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +52,12 @@ def test_blank_captions_are_dropped_and_images_without_any_left_out(row):
         pairs_from_rows(rows[1:], SOURCE, 4)
 
 
+def test_captions_without_anything_to_read_are_blank(row):
+    """A zero-width space, a byte order mark and a bell show nothing; a picture of a smile and a full stop do."""
+    pairs = pairs_from_rows([row(0, ["\u200b", "\ufeff ", "\a", "\u00a0", "\U0001f600", "."])], SOURCE, 4)
+    assert pairs.captions[0][:2] == ("\U0001f600", ".") and pairs.report.blank_captions == 4
+
+
 def test_rows_of_one_image_are_joined_and_a_caption_counts_once(row):
     pairs = pairs_from_rows([row(0, ["a"]), row(1), row(0, ["b", "a"]), row(0, ["c"])], SOURCE, 4)
     assert pairs.ids == ("id0", "id1") and pairs.captions[0] == ("a", "b", "c", "a", "b")
@@ -88,7 +96,7 @@ def test_a_tenth_of_the_images_may_be_missing_or_damaged_and_all_are_listed(row)
     assert pairs.report.unreadable == 2 and pairs.report.splits["train"] == 18 and pairs.report.blank_captions == 0
     (listing,) = pairs.report.listings
     assert [Path(line.split(" (")[0]).name for line in listing.read_text().splitlines()] == ["1.png", "18.png"]
-    assert "No such file" in listing.read_text() and "cannot identify" in listing.read_text()
+    assert "No such file" in listing.read_text() and "not an image" in listing.read_text()
 
 
 def test_more_than_a_tenth_is_a_wrong_folder_however_they_fail(row):
@@ -130,7 +138,7 @@ def test_twins_beside_unreadable_images_are_named_by_their_own_ids(row):
 def test_bytes_instead_of_a_file_and_their_place_in_messages(row):
     held = replace(row(0), image=memoryview(row(0).image.read_bytes()))
     assert pairs_from_rows([held], SOURCE, 4).fingerprint == pairs_from_rows([row(0)], SOURCE, 4).fingerprint
-    with pytest.raises(UserError, match=r"images: list\.json: entry 0 \(cannot identify"):
+    with pytest.raises(UserError, match=r"images: list\.json: entry 0 \(not an image"):
         pairs_from_rows([replace(held, image=memoryview(b"broken"))], SOURCE, 4)
 
 
@@ -179,9 +187,11 @@ def test_unknown_splits_are_named_with_the_known_ones(name):
         check_split(name, "here")
 
 
-@pytest.mark.parametrize("path", ["../x.png", "a/../../x.png", "/etc/x.png", "", " ", "a\0.png", None, 3, ".."])
+@pytest.mark.parametrize(
+    "path", ["../x.png", "a/../../x.png", "/etc/x.png", "..\\x.png", "", " ", "a\0.png", None, 3, ".."]
+)
 def test_paths_that_are_none_or_leave_the_folder(path):
-    with pytest.raises(UserError, match=r"here: .*(leaves the image folder|must be the relative path)"):
+    with pytest.raises(UserError, match=r"here: .*(leaves the image folder|must be the path of an image)"):
         check_relative_path(path, "here")
 
 
@@ -190,10 +200,40 @@ def test_paths_that_stay_inside(path, tmp_path):
     assert tmp_path.resolve() in (tmp_path / check_relative_path(path, "here")).resolve().parents
 
 
+def test_windows_separators_and_absolute_paths_inside_the_folder(tmp_path):
+    """The folder may be named through a link, as a mounted disk often is."""
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    assert check_relative_path("trips\\a.png", "here").as_posix() == "trips/a.png"
+    for folder in (tmp_path / "real", link):
+        for named in (tmp_path / "real", link):
+            assert check_relative_path(f"{named}/trips/a.png", "here", folder).as_posix() == "trips/a.png"
+        for outside in (tmp_path / "a.png", f"{folder}/../a.png", "/etc/a.png"):
+            with pytest.raises(UserError, match=r"leaves the image folder; name one .* in data\.images"):
+                check_relative_path(str(outside), "here", folder)
+
+
+def test_a_web_address_is_no_file():
+    with pytest.raises(UserError, match=r"here: 'http://x/a\.png' is a web address; download"):
+        check_relative_path("http://x/a.png", "here")
+
+
 def test_text_of_a_users_file(tmp_path):
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfh\xc3\xa4")
     assert read_text(tmp_path / "bom") == "hä"
+    (tmp_path / "ends").write_bytes(b"a\r\nb\rc\nd")
+    assert read_text(tmp_path / "ends") == "a\nb\nc\nd"
     (tmp_path / "utf16").write_bytes("hä".encode("utf-16"))
-    for name, message in (("gone", "no such file"), ("utf16", "not UTF-8"), (".", "cannot read")):
+    (tmp_path / "packed").write_bytes(gzip.compress(b"x"))
+    with zipfile.ZipFile(tmp_path / "zipped", "w") as file:
+        file.writestr("x", "x")
+    for name, message in (
+        ("gone", "no such file"),
+        ("utf16", "not UTF-8"),
+        (".", "is a folder; name the file"),
+        ("packed", "is a compressed file; unpack it"),
+        ("zipped", "is a compressed file; unpack it"),
+    ):
         with pytest.raises(UserError, match=message):
             read_text(tmp_path / name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ease.console import with_progress
 from ease.errors import UserError
@@ -58,7 +58,7 @@ class Decoded(NamedTuple):
     same_picture: list[list[int]]
     """Positions of images whose pixels are all equal."""
     traits: dict[str, int]
-    """How many images were `rotated`, `converted` or `small`."""
+    """How many images were `rotated`, `converted`, `animated` or `small`."""
 
 
 class Picture(NamedTuple):
@@ -157,6 +157,8 @@ def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSour
 def _picture_or_reason(image: ImageSource, size: int) -> Picture | str:
     try:
         return decode_image(image, size)
+    except UnidentifiedImageError:  # it would show the reader's inner workings
+        return "not an image, or damaged at its beginning"
     except DECODER_ERRORS as error:
         return str(error) or type(error).__name__
 
@@ -165,12 +167,14 @@ def decode_image(image: ImageSource, size: int) -> Picture:
     """One image: upright, RGB, squashed to a square."""
     with _open(image) as file, Image.open(file) as opened:
         small, converted = min(opened.size) < SMALL_SIDE, opened.mode != "RGB"
+        # MPO is what cameras write: a plain picture with previews behind it.
+        animated = getattr(opened, "is_animated", False) and opened.format != "MPO"
         # Lets the JPEG decoder skip detail that the resize would discard; it never goes below the size asked for.
         opened.draft(None, (2 * size, 2 * size))
         rotated = _orientation(opened) != 1
         upright = ImageOps.exif_transpose(opened) if rotated else opened
         square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC)
-    found = {"rotated": rotated, "converted": converted, "small": small}
+    found = {"rotated": rotated, "converted": converted, "animated": animated, "small": small}
     return Picture(np.asarray(square), tuple(name for name, true in found.items() if true))
 
 

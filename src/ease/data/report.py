@@ -22,6 +22,7 @@ FINDINGS = {
     "same_picture": "{} image{s} with the picture of another id: forgetting one leaves the other",
     "rotated": "{} image{s} turned upright by the EXIF note",
     "converted": "{} image{s} converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
+    "animated": "{} image{s} with several frames: first one used",
     "small": "{} image{s} of less than 16 pixels in width or height: kept",
 }
 """Each count in words, in the order in which they are shown."""
@@ -43,6 +44,7 @@ class DataReport:
     same_picture: int = 0
     rotated: int = 0
     converted: int = 0
+    animated: int = 0
     small: int = 0
     listings: tuple[Path, ...] = ()
     """Files that name every unreadable image and every picture with several ids."""

@@ -24,6 +24,8 @@ SPLIT_NAMES = {
 }
 """The name of a split in a file, in small letters, and ours. `restval`, COCO's spare part, is trained on."""
 NAMED_IN_MESSAGE = 3
+PACKED = (b"\x1f\x8b", b"PK\x03\x04")
+"""How gzip and zip files begin."""
 MOST_UNREADABLE = 0.1
 """Share of the images up to which unreadable ones are left out; more mean a wrong folder, not some bad files."""
 
@@ -54,7 +56,7 @@ def pairs_from_rows(
         raise UserError(f"{source}: no images listed; give at least one image with captions")
     joined = _join(rows)
     written = [len(row.captions) for row in joined]
-    cleaned = [replace(row, captions=tuple(filter(None, map(str.strip, row.captions)))) for row in joined]
+    cleaned = [replace(row, captions=tuple(text.strip() for text in row.captions if _shows(text))) for row in joined]
     captioned = [row for row in cleaned if row.captions]
     if not captioned:
         raise UserError(f"{source}: none of the {len(cleaned)} images has a caption; add captions")
@@ -87,6 +89,11 @@ def pairs_from_rows(
     return PairSet(ids, captions, decoded.pixels, splits, fingerprint, report)
 
 
+def _shows(caption: str) -> bool:
+    """Whether there is anything to read: spaces and control characters alone say nothing."""
+    return any(letter.isprintable() and not letter.isspace() for letter in caption)
+
+
 def _join(rows: Iterable[Row]) -> list[Row]:
     """One row for each id: many files have a line for each caption. An id with two images or splits is an error."""
     joined: dict[str, Row] = {}
@@ -97,7 +104,7 @@ def _join(rows: Iterable[Row]) -> list[Row]:
         if row.image != first.image:
             raise UserError(
                 f"{row.where}: id {row.id!r} is already used by {first.where} for another image; "
-                "every image needs its own id: remove or rename one"
+                "every image needs its own id: rename one or give it an `id`"
             )
         if row.split != first.split:
             raise UserError(
@@ -148,13 +155,19 @@ def split_by_id(pair_id: str, held_out_share: float) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a user's file, less a byte order mark."""
+    """The text of a user's file with plain line ends, less a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check data.path") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder; name the file in it") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
+    if content.startswith(PACKED):
+        raise UserError(f"{path}: is a compressed file; unpack it and name what was in it")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
 
@@ -205,13 +218,21 @@ def check_split(value: Any, where: str) -> str:
     return known
 
 
-def check_relative_path(value: Any, where: str) -> PurePosixPath:
-    """A path that stays inside its folder by its own words; links the owner put in the folder are followed."""
+def check_relative_path(value: Any, where: str, folder: Path | None = None) -> PurePosixPath:
+    """A path that stays inside its folder by its own words; links the owner put in the folder are followed.
+
+    Absolute paths are taken if they lie in `folder`, and backslashes are what Windows writes between folders.
+    """
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise UserError(f"{where}: must be the relative path of an image, got {value!r}; name the image file")
-    path = PurePosixPath(value)
+        raise UserError(f"{where}: must be the path of an image, got {value!r}; name the image file")
+    if "://" in value:
+        raise UserError(f"{where}: {value!r} is a web address; download the image and name its file")
+    path = PurePosixPath(value.replace("\\", "/"))
+    if path.is_absolute() and folder is not None:
+        real, root = Path(path.parent).resolve() / path.name, folder.resolve()
+        path = PurePosixPath(real.relative_to(root)) if real.is_relative_to(root) else path
     if path.is_absolute() or ".." in path.parts:
-        raise UserError(f"{where}: {value!r} leaves the image folder; use a path inside it")
+        raise UserError(f"{where}: {value!r} leaves the image folder; name one that holds all images in data.images")
     return path
 
 

@@ -55,7 +55,7 @@ def cached_cut(pairs: PairSet, backbone: Backbone) -> int:
     try:
         return int(read_json(path))
     except (UserError, TypeError, ValueError):  # absent or damaged
-        cut = count_cut(pairs.captions, backbone.tokenize)
+        cut = count_cut(pairs.captions, backbone)
         write_json(path, cut)
         return cut
 

@@ -1,15 +1,14 @@
 """What was found while data was read: counts that a person should see before training on it."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+from ease.model.backbones import Backbone
 
-SHORT_CAPTION = 60
-"""So few characters fit every text encoder: the shortest context holds 31 words."""
-LAST_WORD = re.compile(r"\w+\W*$")
+LAST_WORD = re.compile(r"(?:[^\W\u0e00-\uffff]+|\w)\W*$")
+"""Of writing without spaces between words, such as Thai, Chinese or Japanese, the last letter."""
 
 FINDINGS = {
     "joined": "{} row{s} joined with an earlier row of the same image",
@@ -60,10 +59,11 @@ class DataReport:
             yield f"  listed in {path}"
 
 
-def count_cut(captions: Iterable[Sequence[str]], tokenize: Callable[[Sequence[str]], Tensor]) -> int:
+def count_cut(captions: Iterable[Sequence[str]], backbone: Backbone) -> int:
     """Captions whose end the tokenizer drops: without their last word they give the same tokens."""
-    long = sorted({text for texts in captions for text in texts if len(text) > SHORT_CAPTION})
+    # In practice no tokenizer makes more tokens than there are bytes, and two for the start and the end.
+    long = sorted({text for texts in captions for text in texts if len(text.encode()) + 2 > backbone.context})
     if not long:
         return 0
-    whole, shortened = tokenize([*long, *(LAST_WORD.sub("", text) for text in long)]).chunk(2)
+    whole, shortened = backbone.tokenize([*long, *(LAST_WORD.sub("", text) for text in long)]).chunk(2)
     return int((whole == shortened).all(dim=1).sum())

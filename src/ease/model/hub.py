@@ -296,7 +296,12 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         part = "preprocessor_config.json"
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except ImportError as error:  # such as sentencepiece and protobuf, which read SigLIP's vocabulary
+        raise UserError(
+            f'model.backbone = "{name}": a library that reads its {part} is missing ({_first_sentence(error)}); '
+            'pip install "ease-unlearning[hf]"'
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(_missing(checkpoint, name, part)) from error
     if loading["missing_keys"]:
         # transformers would draw these at random and go on.
@@ -305,6 +310,10 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
             f'model.backbone = "{name}": the weights in {folder} lack {absent}; save the complete model there'
         )
     return model, tokenizer, processor
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0]
 
 
 def _missing(checkpoint: str, name: str, part: str) -> str:

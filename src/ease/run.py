@@ -142,7 +142,8 @@ LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
 """Each reads the rows of a file or folder, with the images in another folder if one is given."""
 
 
-def load_pairs(config: DataConfig, image_size: int) -> PairSet:
+def load_pairs(config: DataConfig, image_size: int, crop: bool = False) -> PairSet:
+    """The pairs of a configuration, with pictures as a backbone takes them."""
     if config.name == "scenes":
         return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
@@ -151,7 +152,7 @@ def load_pairs(config: DataConfig, image_size: int) -> PairSet:
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
-    return pairs_from_rows(rows, config.path, image_size, config.held_out_share, config.strict)
+    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict)
 
 
 def check_splits(pairs: PairSet, config: DataConfig) -> None:
@@ -183,7 +184,7 @@ class World:
     def open(cls, config: RunConfig) -> "World":
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
-        pairs = load_pairs(config.data, backbone.image_size)
+        pairs = load_pairs(config.data, backbone.image_size, backbone.crop)
         check_splits(pairs, config.data)
         first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
         activations = cached_activations(pairs, backbone, first["image"], first["text"], device)

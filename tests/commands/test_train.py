@@ -53,6 +53,14 @@ def test_quiet_means_quiet(ease, small, tmp_path, odd_data) -> None:
     assert train(ease, small, tmp_path, odd_data, "--quiet").err == ""
 
 
+def test_programs_are_told_too(ease, small, tmp_path, odd_data) -> None:
+    """Who runs it without a screen must be able to see that images were left out."""
+    told = json.loads(train(ease, small, tmp_path, odd_data, "--json").out)["data"]
+    splits = {"train": 8, "validation": 0, "test": 3}
+    odd = {"unreadable": 1, "blank_captions": 1, "cut_captions": 1, "under_five": 11, "same_picture": 2, "converted": 1}
+    assert told == splits | odd == json.loads((tmp_path / "run" / "summary.json").read_text())["data"]
+
+
 def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:
     pairs = [part for change in small for part in ("--set", change)]
     assert ease("train", "--out", tmp_path / "run", *pairs).err.startswith("training 1/2")

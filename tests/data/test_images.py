@@ -101,6 +101,33 @@ def test_transparent_pixels_are_white(tmp_path):
     assert (decode_image(tmp_path / "b.png", 4).pixels == 255).all()
 
 
+def thirds(path: Path, across: bool) -> Path:
+    """Black, white and black thirds of a picture three times as long as it is wide; resizing blurs their edges."""
+    stripes = np.repeat([0, 255, 0], 20)[:, None, None].repeat(20, axis=1).repeat(3, axis=2).astype(np.uint8)
+    Image.fromarray(stripes.transpose(1, 0, 2) if across else stripes).save(path)
+    return path
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_middle_square_or_all_of_it_squashed(tmp_path, across):
+    path = thirds(tmp_path / "a.png", across)
+    assert (decode_image(path, 12, crop=True).pixels > 230).all()
+    squashed = decode_image(path, 12).pixels
+    first, middle = (squashed[:, 1], squashed[:, 6]) if across else (squashed[1], squashed[6])
+    assert first.max() < 60 and middle.min() > 195
+    both = [decode([path], identify([path])[0], 12, crop).pixels for crop in (False, True)]
+    assert not np.array_equal(*both), "each has a cache of its own"
+
+
+def test_a_turned_picture_is_cropped_upright_and_a_thin_one_costs_nothing(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    with Image.open(thirds(tmp_path / "a.png", across=True)) as picture:
+        picture.save(tmp_path / "turned.png", exif=exif)
+    assert (decode_image(tmp_path / "turned.png", 12, crop=True).pixels > 230).all()
+    assert decode_image(photo(tmp_path / "thin.png", size=(50000, 1)), 224, crop=True).pixels.shape == (224, 224, 3)
+
+
 def test_exif_rotation_is_applied_and_counted(tmp_path):
     sideways = np.zeros((20, 20, 3), dtype=np.uint8)
     sideways[:10] = 255
@@ -195,7 +222,7 @@ def test_interrupted_decoding_leaves_nothing_and_starts_again(tmp_path, own_cach
     paths = [photo(tmp_path / f"{shade}.png", (shade, 0, 0)) for shade in range(20)]
     begun = []
 
-    def interrupted(image, size):
+    def interrupted(image, size, crop):
         begun.append(image)
         if image == paths[3]:
             raise KeyboardInterrupt

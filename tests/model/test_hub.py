@@ -5,9 +5,12 @@ import shutil
 import string
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from ease.data.images import decode_image
 from ease.data.request import ClientRequest
 from ease.errors import UserError
 from ease.forget import evaluation_sets, forget, measure, outcome_of
@@ -183,6 +186,45 @@ def test_clip_captions_end_where_they_end_whatever_pads_them(checkpoint, tmp_pat
     with torch.no_grad():
         expected = stock.get_text_features(**full).pooler_output
     torch.testing.assert_close(backbone.text(states, mask, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_pictures_of_any_shape_arrive_as_the_stock_processor_makes_them(checkpoint, tmp_path, family: str) -> None:
+    """CLIP's cuts out the middle, SigLIP's squashes: a picture twice as wide as high tells them apart."""
+    folder = shutil.copytree(checkpoint(family), tmp_path / family)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    square = {"height": 32, "width": 32}
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": square} if family == "clip" else {"size": square}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, **sizes}))
+    rows, columns = np.mgrid[0:64, 0:128]
+    picture = np.stack([rows * 4, columns * 2, (rows + columns) % 256], axis=-1).astype(np.uint8)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+
+    backbone = load_backbone(f"hf:{folder}")
+    assert backbone.crop == (family == "clip")
+    made = decode_image(tmp_path / "a.png", backbone.image_size, backbone.crop).pixels
+    ours = backbone.image.normalised(torch.tensor(made)[None])[0, :2]
+    with hub.quiet_transformers():
+        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    stock = processor(images=picture, return_tensors="pt")["pixel_values"][0, :2]
+    assert (ours - stock).abs().max() < 0.03  # one step of 255 is 0.015 at most
+    squashed = decode_image(tmp_path / "a.png", 32, not backbone.crop).pixels
+    other = backbone.image.normalised(torch.tensor(squashed)[None])[0, :2]
+    assert (other - stock).abs().max() > 0.3, "the wrong way is seen"
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_a_run_reads_its_pictures_as_its_checkpoint_does(checkpoint, small, tmp_path: Path, family: str) -> None:
+    lines = []
+    for number in range(8):
+        wide = np.random.default_rng(number).integers(0, 256, (16, 48, 3), dtype=np.uint8)
+        Image.fromarray(wide).save(tmp_path / f"{number}.png")
+        lines.append({"image": f"{number}.png", "caption": "a dog", "split": "test" if number > 5 else "train"})
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = (f"model.backbone=hf:{checkpoint(family)}", "data.name=folder", f"data.path={tmp_path}", "model.lora_rank=2")
+    world = World.open(load_config(None, (*small, *own)))
+    expected = decode_image(tmp_path / "0.png", 32, crop=family == "clip").pixels
+    assert np.array_equal(world.pairs.pixels[0], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -48,13 +48,16 @@ class DataReport:
     listings: tuple[Path, ...] = ()
     """Files that name every unreadable image and every picture with several ids."""
 
+    def counts(self) -> dict[str, int]:
+        """What occurred, and how often."""
+        return {name: count for name in FINDINGS if (count := getattr(self, name))}
+
     def lines(self) -> Iterator[str]:
         """The report in words; what did not occur is not mentioned."""
         total = sum(self.splits.values())
         yield f"{total:,} pairs: " + ", ".join(f"{count:,} {split}" for split, count in self.splits.items())
-        for name, sentence in FINDINGS.items():
-            if count := getattr(self, name):
-                yield "  " + sentence.format(f"{count:,}", s="" if count == 1 else "s")
+        for name, count in self.counts().items():
+            yield "  " + FINDINGS[name].format(f"{count:,}", s="" if count == 1 else "s")
         for path in self.listings:
             yield f"  listed in {path}"
 

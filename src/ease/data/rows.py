@@ -49,7 +49,12 @@ class Row:
 
 
 def pairs_from_rows(
-    rows: Sequence[Row], source: Path, size: int, held_out_share: float = 0.2, strict: bool = False
+    rows: Sequence[Row],
+    source: Path,
+    size: int,
+    crop: bool = False,
+    held_out_share: float = 0.2,
+    strict: bool = False,
 ) -> PairSet:
     """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`."""
     if not rows:
@@ -64,7 +69,7 @@ def pairs_from_rows(
     identities, missing = identify([row.image for row in captioned])
     _check_readable(captioned, missing, source, strict)  # before the long decoding
     present = [position for position in range(len(captioned)) if position not in missing]
-    decoded = decode([captioned[position].image for position in present], identities, size)
+    decoded = decode([captioned[position].image for position in present], identities, size, crop)
     unreadable = missing | {present[place]: reason for place, reason in decoded.unreadable.items()}
     unreadable_list = _check_readable(captioned, unreadable, source, strict)
     kept = [row for position, row in enumerate(captioned) if position not in unreadable]

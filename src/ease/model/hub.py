@@ -197,11 +197,20 @@ FAMILIES = {
 
 
 class HubBackbone(nn.Module):
-    def __init__(self, name: str, fingerprint: str, image: ImageTower, text: HubTower, tokenizer: Any, context: int):
+    def __init__(
+        self,
+        name: str,
+        fingerprint: str,
+        image: ImageTower,
+        text: HubTower,
+        tokenizer: Any,
+        context: int,
+        crop: bool = False,
+    ):
         super().__init__()
         self.name, self.fingerprint = name, fingerprint
         self.image, self.text = image, text
-        self.image_size = image.size
+        self.image_size, self.crop = image.size, crop
         self.tokenizer, self.context = tokenizer, context
         self.requires_grad_(False).eval()
 
@@ -258,6 +267,7 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
         text_tower(model),
         tokenizer,
         model.config.text_config.max_position_embeddings,
+        bool(getattr(processor, "do_center_crop", False)),  # CLIP's does, SigLIP's squashes
     )
     return (backbone.halve() if on_cuda else backbone).to(device)
 

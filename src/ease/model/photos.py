@@ -85,6 +85,7 @@ class TextTower(FixedTower):
 class PhotosBackbone(nn.Module):
     name = "photos"
     image_size = IMAGE_SIZE
+    crop = False
     context = MAX_TOKENS
 
     def __init__(self, lite2: Path, minilm: Path) -> None:

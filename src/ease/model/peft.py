@@ -23,8 +23,17 @@ PLAIN = {
     "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
+    "fan_in_fan_out": False,
+    "use_qalora": False,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "velora_config": None,
 }
 """What a plain LoRA adapter says of itself; with anything else a layer is more than W + scale · B·A."""
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How the names of starts begin that take something out of W: the file alone does not give the layer."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,20 @@ def write_adapter(folder: Path, adapter: Adapter, checkpoint: str) -> list[Path]
 
 def read_adapter(folder: Path) -> Adapter:
     """Read a plain LoRA adapter; kinds whose product is more than scale · B·A are refused."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name}: no such file; name the folder that PEFT's save_pretrained wrote")
     settings = read_json(folder / CONFIG)
     for key, plain in PLAIN.items():
         value = settings.get(key, plain) if isinstance(settings, dict) else None
         if value != plain and (value or plain):
             raise UserError(f"{folder / CONFIG}: {key} is {value!r}; only plain LoRA adapters can be imported")
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED_BASE):
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights is {start!r}, which changes the base model; save it again with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
     tensors = read_tensors(folder / WEIGHTS)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
     if {f"{PREFIX}{layer}{part}" for layer in layers for part in (A, B)} != set(tensors) or not layers:

@@ -41,6 +41,7 @@ class Source:
         settings = run.config.model
         # On the CPU, so that the exported numbers do not depend on the device of the run.
         backbone = load_backbone(settings.backbone)
+        run.check_frozen(backbone, torch.device("cpu"))
         model = DualEncoder(backbone, settings, run.config.seed)
         if model.blocks != state.blocks:
             raise UserError(f"{run.folder}: its states do not fit the model that config.toml names; restore the run")

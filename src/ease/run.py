@@ -31,6 +31,7 @@ from ease.federation.metered import Cost, Metered
 from ease.federation.simulation import Simulation
 from ease.model.backbones import Backbone, anchor_checkpoint, load_backbone
 from ease.model.dual_encoder import DualEncoder, ModelConfig, first_adapted
+from ease.model.peft import adapter_fingerprint
 from ease.params import Params
 from ease.storage import digest, exclusive, read_json, remove_leftovers, write_atomic, write_json
 
@@ -281,19 +282,26 @@ class Run:
     def check_world(self, world: World) -> None:
         """Refuse data or weights that are not those of the training: other pairs would be dealt to the clients."""
         path = self.folder / "world.json"
-        if not path.is_file():
-            return
-        told, found = read_json(path), _identity(world)
-        if told.get("data") != found["data"]:
+        if path.is_file() and read_json(path).get("data") != world.pairs.fingerprint:
             raise UserError(
                 f"{self.folder}: the data are not those this run was trained on (files were added, removed or "
                 "changed); restore them or train a new run"
             )
-        if told.get("device") == found["device"] and told.get("backbone") != found["backbone"]:
+        self.check_frozen(world.backbone, world.device)
+
+    def check_frozen(self, backbone: Backbone, device: torch.device) -> None:
+        """Refuse other weights than those of the training under what it has learnt."""
+        path = self.folder / "world.json"
+        if not path.is_file():
+            return
+        told, adapter = read_json(path), self.config.model.adapter
+        # A backbone's weights may be rounded for a device; then nothing can be said.
+        if told.get("device") == device.type and told.get("backbone") != backbone.fingerprint:
             raise UserError(
-                f"{self.folder}: the weights of {world.backbone.name} are not those this run was trained on; "
-                "restore them"
+                f"{self.folder}: the weights of {backbone.name} are not those this run was trained on; restore them"
             )
+        if adapter is not None and told.get("adapter") != adapter_fingerprint(adapter):
+            raise UserError(f"{self.folder}: the adapter in {adapter} is not the one this run began from; restore it")
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the run for this process alone."""
@@ -327,9 +335,15 @@ class Run:
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up})
 
 
-def _identity(world: World) -> dict[str, str]:
-    """What decides the pairs and the frozen features; a backbone's weights may be rounded for a device."""
-    return {"data": world.pairs.fingerprint, "backbone": world.backbone.fingerprint, "device": world.device.type}
+def _identity(world: World) -> dict[str, str | None]:
+    """What decides the pairs and what is frozen."""
+    adapter = world.config.model.adapter
+    return {
+        "data": world.pairs.fingerprint,
+        "backbone": world.backbone.fingerprint,
+        "adapter": adapter_fingerprint(adapter) if adapter else None,
+        "device": world.device.type,
+    }
 
 
 def _layout(state: Params) -> tuple[Any, ...]:

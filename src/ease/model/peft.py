@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ease.errors import UserError
 from ease.model.lora import LoraLinear
-from ease.storage import read_json, read_tensors, write_json, write_tensors
+from ease.storage import digest, read_json, read_tensors, sha256, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -89,8 +89,8 @@ def read_adapter(folder: Path) -> Adapter:
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGED_BASE):
         raise UserError(
-            f"{folder / CONFIG}: init_lora_weights is {start!r}, which changes the base model; save it again with PEFT's "
-            "path_initial_model_for_weight_conversion"
+            f"{folder / CONFIG}: init_lora_weights is {start!r}, which changes the base model; save it again with "
+            "PEFT's path_initial_model_for_weight_conversion"
         )
     tensors = read_tensors(folder / WEIGHTS)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
@@ -100,6 +100,11 @@ def read_adapter(folder: Path) -> Adapter:
         _scale(settings, folder / CONFIG),
         {layer: (tensors[f"{PREFIX}{layer}{A}"].float(), tensors[f"{PREFIX}{layer}{B}"].float()) for layer in layers},
     )
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """Hash of what an adapter is made of."""
+    return digest("adapter", *(sha256(folder / name) for name in (CONFIG, WEIGHTS)))
 
 
 def _scale(settings: dict[str, Any], path: Path) -> float:

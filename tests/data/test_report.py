@@ -55,8 +55,9 @@ def test_captions_that_must_fit_are_not_tokenised(monkeypatch) -> None:
     """Six letters, start and end fill a context of eight; three Chinese letters may be nine tokens."""
     monkeypatch.setattr(Letters, "tokenize", lambda *_: pytest.fail("tokenised"))
     assert count_cut([("abcdef", "a", "海海")], Letters(8)) == 0
-    with pytest.raises(pytest.fail.Exception):
-        count_cut([("海海海",)], Letters(8))
+    for text in ("abcdefg", "海海海"):
+        with pytest.raises(pytest.fail.Exception):
+            count_cut([(text,)], Letters(8))
 
 
 def test_a_caption_without_spaces_is_cut_by_letters() -> None:

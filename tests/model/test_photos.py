@@ -65,7 +65,8 @@ def test_long_captions_are_cut(backbone):
 
 
 def test_frozen_and_always_in_evaluation_mode(backbone):
-    backbone.image.loaded(torch.device("cpu")), backbone.text.loaded(torch.device("cpu"))
+    for tower in (backbone.image, backbone.text):
+        assert tower.loaded(torch.device("cpu")) is tower.loaded(torch.device("cpu")), "loaded once"
     assert len(list(backbone.parameters())) > 200 and not any(weight.requires_grad for weight in backbone.parameters())
     assert not any(module.training for module in torch.nn.Sequential(backbone).train()[0].modules())
     assert backbone.image.depth == backbone.text.depth == 0

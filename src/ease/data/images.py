@@ -22,7 +22,7 @@ from ease.storage import cache_folder, digest, map_array, new_array, read_json, 
 ImageSource = Path | memoryview
 """A file, or the bytes of one."""
 
-DECODER_VERSION = 2
+DECODER_VERSION = 3
 """Part of the cache key: raise it when decoding gives other pixels or another record."""
 SMALL_SIDE = 16
 WHOLE_BYTES = 64 * 1024

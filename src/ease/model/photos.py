@@ -31,11 +31,11 @@ class FixedTower(nn.Module):
 
     depth = 0
     width: int
-    network: Any = None
 
     def __init__(self, load: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.load = load
+        self.network: Any = None
 
     def loaded(self, device: torch.device) -> Any:
         if self.network is None:

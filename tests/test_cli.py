@@ -170,13 +170,13 @@ def spoil(folder: Path, how: str) -> tuple[str, ...]:
     if how == "unreadable":
         captions.unlink()
         captions.mkdir()
-        return str(captions), "cannot read"
+        return str(captions), "is a folder"
     if how == "no pairs":
         captions.write_text("\n")
         return str(folder), "no images listed"
     if how == "corrupt image":
         (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:60])
-        return str(folder / "3.png"), "cannot read 1 of 40 images", "data.skip_corrupt = true"
+        return str(folder / "3.png"), "cannot read 1 of 40 images", "data.strict = false"
     del entries[6]["caption"]
     if how == "caption not text":
         entries[6]["caption"] = 17
@@ -192,7 +192,7 @@ def test_wrong_data_is_one_line_and_leaves_nothing(ease, small, tmp_path: Path, 
     monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
     parts = spoil(tmp_path / "photos", how)
     place = tmp_path / ("gone" if how == "missing" else "photos")
-    own = settings(*small, "data.name=folder", f"data.path={place}")
+    own = settings(*small, "data.name=folder", f"data.path={place}", "data.strict=true")
     assert is_one_line(ease("train", "--out", tmp_path / "run", *own), *parts)
     assert not (tmp_path / "run").exists()
     kept = {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()}

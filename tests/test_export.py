@@ -127,6 +127,23 @@ def test_training_can_start_from_an_adapter_named_in_a_file(ease, checkpoint, fi
     for name in lora:
         torch.testing.assert_close(start[name], trained[name], rtol=1e-4, atol=1e-6)
 
+    weights = tmp_path / "conf" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    for command in ("forget", tmp_path / "run", "--client", 1), ("export", tmp_path / "run"):
+        refused = ease(*command)
+        assert refused.code == 2 and "conf/adapter is not the one this run began from; restore it" in refused.err
+
+
+def test_weights_that_were_changed_after_the_training_are_not_exported(ease, checkpoint, finished, tmp_path) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "clip")
+    run = finished(f"model.backbone=hf:{folder}", *ADAPTED)
+    assert ease("export", run.folder, "--out", tmp_path / "out").code == 0
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    refused = ease("export", run.folder, "--out", tmp_path / "other")
+    assert refused.code == 2 and "are not those this run was trained on; restore them" in refused.err
+    assert not (tmp_path / "other").exists()
+
 
 # --- safetensors ---
 

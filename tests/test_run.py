@@ -1,12 +1,14 @@
 """A run: the same bytes every time, resumed or not, and never anything half done in its folder."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ease.commands.train import recall_sets, train_run
 from ease.config import to_toml
@@ -117,6 +119,20 @@ def test_a_mended_configuration_may_use_the_same_place(small_config: Configs, tm
     with pytest.raises(UserError):
         train_run(small_config("partition.classes=61"), tmp_path / "run", quiet=True)
     assert train_run(small_config("training.rounds=1"), tmp_path / "run", quiet=True).rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"), [("train", "1 of the 3 pairs are in the test"), ("test", "in the train")]
+)
+def test_data_that_cannot_be_measured_is_refused_before_training(small_config, tmp_path, splits, message) -> None:
+    """Two of one split, one of the other: a gallery needs two."""
+    other = "test" if splits == "train" else "train"
+    for number in range(3):
+        Image.new("RGB", (20, 20), (90 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    lines = [{"image": f"{n}.png", "caption": "x", "split": other if n == 2 else splits} for n in range(3)]
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))}: .*{message} split, at least 2 are needed"):
+        World.open(small_config("data.name=folder", f"data.path={tmp_path}"))
 
 
 def test_shards_cover_the_training_pairs_and_no_others(world: World) -> None:

@@ -41,6 +41,7 @@ class Source:
         settings = run.config.model
         # On the CPU, so that the exported numbers do not depend on the device of the run.
         backbone = load_backbone(settings.backbone)
+        run.check_frozen(backbone, torch.device("cpu"))
         model = DualEncoder(backbone, settings, run.config.seed)
         if model.blocks != state.blocks:
             raise UserError(f"{run.folder}: its states do not fit the model that config.toml names; restore the run")
@@ -186,6 +187,6 @@ The adapter belongs on `{checkpoint}`. Embeddings of pictures and captions are c
     image = project(model.get_image_features(**pictures).pooler_output, "image")
     text = project(model.get_text_features(input_ids=tokens).pooler_output, "text")
 
-`pictures` is what the checkpoint's AutoImageProcessor gives. `tokens` are the ids of captions in lower case; for SigLIP
-they are padded to the full context.
+`pictures` is what the checkpoint's AutoImageProcessor gives; for SigLIP 2 models of any shape (naflex) make the picture
+square first. `tokens` are the ids of captions in lower case; for SigLIP they are padded to the full context.
 """

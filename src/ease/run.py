@@ -17,7 +17,7 @@ from ease.data.features import Activations, cached_activations
 from ease.data.hf import hf_rows
 from ease.data.karpathy import karpathy_rows
 from ease.data.pairs import PairSet
-from ease.data.partition import Shard, joint_embedding, make_shards, partition, pseudo_classes
+from ease.data.partition import MINIMUM_PAIRS, Shard, cached_classes, joint_embedding, make_shards, partition
 from ease.data.rows import Row, pairs_from_rows
 from ease.data.scenes import load_scenes
 from ease.data.table import folder_rows, table_rows
@@ -31,6 +31,7 @@ from ease.federation.metered import Cost, Metered
 from ease.federation.simulation import Simulation
 from ease.model.backbones import Backbone, anchor_checkpoint, load_backbone
 from ease.model.dual_encoder import DualEncoder, ModelConfig, first_adapted
+from ease.model.peft import adapter_fingerprint
 from ease.params import Params
 from ease.storage import digest, exclusive, read_json, remove_leftovers, write_atomic, write_json
 
@@ -54,8 +55,8 @@ class DataConfig(Config):
     """Generated pairs of no client, for choosing settings."""
     test: int = Field(1000, ge=4)
     """Generated test pairs."""
-    skip_corrupt: bool = False
-    """Leave unreadable images out instead of stopping."""
+    strict: bool = False
+    """Stop at unreadable images instead of leaving them out."""
 
     @model_validator(mode="after")
     def _needs_path(self) -> "DataConfig":
@@ -142,7 +143,8 @@ LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
 """Each reads the rows of a file or folder, with the images in another folder if one is given."""
 
 
-def load_pairs(config: DataConfig, image_size: int) -> PairSet:
+def load_pairs(config: DataConfig, image_size: int, crop: bool = False) -> PairSet:
+    """The pairs of a configuration, with pictures as a backbone takes them."""
     if config.name == "scenes":
         return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
@@ -151,7 +153,18 @@ def load_pairs(config: DataConfig, image_size: int) -> PairSet:
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
-    return pairs_from_rows(rows, config.path, image_size, config.held_out_share, config.skip_corrupt)
+    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict)
+
+
+def check_splits(pairs: PairSet, config: DataConfig) -> None:
+    """Refuse data that could be trained on but not measured, before the training."""
+    for split in ("train", "test"):
+        count = len(pairs.indices(split))
+        if count < MINIMUM_PAIRS:
+            raise UserError(
+                f"{config.path}: {count} of the {len(pairs)} pairs are in the {split} split, at least {MINIMUM_PAIRS} "
+                "are needed; name a split for each image, or none and set data.held_out_share"
+            )
 
 
 @dataclass(frozen=True)
@@ -172,7 +185,8 @@ class World:
     def open(cls, config: RunConfig) -> "World":
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
-        pairs = load_pairs(config.data, backbone.image_size)
+        pairs = load_pairs(config.data, backbone.image_size, backbone.crop)
+        check_splits(pairs, config.data)
         first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
         activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
         model = DualEncoder(backbone, config.model, config.seed).to(device)
@@ -199,7 +213,7 @@ def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[t
     """Cluster the training pairs in the frozen space and deal them to clients."""
     pool = pairs.indices("train")
     settings = config.partition
-    labels, centroids = pseudo_classes(
+    labels, centroids = cached_classes(
         activations.pooled_image[pool], activations.pooled_text[pool], settings.classes, config.data.seed
     )
     dealt = partition(settings.scheme, labels, settings.clients, settings.beta, config.seed)
@@ -268,19 +282,26 @@ class Run:
     def check_world(self, world: World) -> None:
         """Refuse data or weights that are not those of the training: other pairs would be dealt to the clients."""
         path = self.folder / "world.json"
-        if not path.is_file():
-            return
-        told, found = read_json(path), _identity(world)
-        if told.get("data") != found["data"]:
+        if path.is_file() and read_json(path).get("data") != world.pairs.fingerprint:
             raise UserError(
                 f"{self.folder}: the data are not those this run was trained on (files were added, removed or "
                 "changed); restore them or train a new run"
             )
-        if told.get("device") == found["device"] and told.get("backbone") != found["backbone"]:
+        self.check_frozen(world.backbone, world.device)
+
+    def check_frozen(self, backbone: Backbone, device: torch.device) -> None:
+        """Refuse other weights than those of the training under what it has learnt."""
+        path = self.folder / "world.json"
+        if not path.is_file():
+            return
+        told, adapter = read_json(path), self.config.model.adapter
+        # A backbone's weights may be rounded for a device; then nothing can be said.
+        if told.get("device") == device.type and told.get("backbone") != backbone.fingerprint:
             raise UserError(
-                f"{self.folder}: the weights of {world.backbone.name} are not those this run was trained on; "
-                "restore them"
+                f"{self.folder}: the weights of {backbone.name} are not those this run was trained on; restore them"
             )
+        if adapter is not None and told.get("adapter") != adapter_fingerprint(adapter):
+            raise UserError(f"{self.folder}: the adapter in {adapter} is not the one this run began from; restore it")
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the run for this process alone."""
@@ -314,9 +335,15 @@ class Run:
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up})
 
 
-def _identity(world: World) -> dict[str, str]:
-    """What decides the pairs and the frozen features; a backbone's weights may be rounded for a device."""
-    return {"data": world.pairs.fingerprint, "backbone": world.backbone.fingerprint, "device": world.device.type}
+def _identity(world: World) -> dict[str, str | None]:
+    """What decides the pairs and what is frozen."""
+    adapter = world.config.model.adapter
+    return {
+        "data": world.pairs.fingerprint,
+        "backbone": world.backbone.fingerprint,
+        "adapter": adapter_fingerprint(adapter) if adapter else None,
+        "device": world.device.type,
+    }
 
 
 def _layout(state: Params) -> tuple[Any, ...]:

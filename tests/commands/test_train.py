@@ -26,7 +26,7 @@ def odd_data(tmp_path: Path) -> Path:
 
 
 def train(ease, small, tmp_path: Path, data: Path, *options: str):
-    changes = ["data.name=folder", f'data.path="{data}"', "data.skip_corrupt=true", "partition.clients=2"]
+    changes = ["data.name=folder", f'data.path="{data}"', "partition.clients=2"]
     pairs = [part for change in (*small, *changes) for part in ("--set", change)]
     return ease("train", "--out", tmp_path / "run", *pairs, *options)
 
@@ -38,19 +38,27 @@ def test_what_was_odd_is_told_before_training(ease, small, tmp_path, odd_data, m
     told = result.err[: result.err.index("training 1/")].splitlines()
     assert told[:-2] == [
         "11 pairs: 8 train, 0 validation, 3 test",
-        "  1 images left out: not readable",
-        "  1 blank captions dropped",
-        "  1 captions cut: longer than the text encoder reads",
+        "  1 image left out: not readable",
+        "  1 blank caption dropped",
+        "  1 caption cut: longer than the text encoder reads",
         "  11 images with fewer than five captions: repeated up to five",
         "  2 images with the picture of another id: forgetting one leaves the other",
-        "  1 images converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
+        "  1 image converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
     ]
     broken, twins = (Path(line.removeprefix("  listed in ")).read_text() for line in told[-2:])
-    assert broken.startswith(f"{odd_data}/6.png (cannot identify") and twins == "0, 1\n"
+    assert broken.startswith(f"{odd_data}/6.png (not an image") and twins == "0, 1\n"
 
 
 def test_quiet_means_quiet(ease, small, tmp_path, odd_data) -> None:
     assert train(ease, small, tmp_path, odd_data, "--quiet").err == ""
+
+
+def test_programs_are_told_too(ease, small, tmp_path, odd_data) -> None:
+    """Who runs it without a screen must be able to see that images were left out."""
+    told = json.loads(train(ease, small, tmp_path, odd_data, "--json").out)["data"]
+    splits = {"train": 8, "validation": 0, "test": 3}
+    odd = {"unreadable": 1, "blank_captions": 1, "cut_captions": 1, "under_five": 11, "same_picture": 2, "converted": 1}
+    assert told == splits | odd == json.loads((tmp_path / "run" / "summary.json").read_text())["data"]
 
 
 def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:

@@ -65,6 +65,12 @@ def test_images_may_lie_elsewhere(load, train, tmp_path, folder):
         load("coco", train)
 
 
+def test_images_in_a_folder_of_that_name_are_found(load, train, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "train2017").rename(tmp_path / "images" / "train2017")
+    assert len(load("coco", train)) == 2
+
+
 def test_images_without_annotations_are_left_out(load, tmp_path, picture):
     picture(tmp_path / "train2017" / "000000000001.jpg")
     path = captions_file(tmp_path / "captions_train2017.json", {1: ["one"], 2: []})

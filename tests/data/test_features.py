@@ -1,12 +1,13 @@
 """Frozen activations: what the towers give, computed once, and whole or absent on disk."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ease.data.features import Activations, cached_activations
+from ease.data.features import Activations, cached_activations, cached_cut
 from ease.data.pairs import PairSet
 from ease.data.scenes import load_scenes
 from ease.errors import UserError
@@ -126,3 +127,15 @@ def test_a_full_disk_is_named_and_leaves_nothing(pairs, backbone, monkeypatch, s
     with pytest.raises(UserError, match=r"\.npy: cannot write .No space left.*free some space"):
         cached_activations(pairs, backbone, FIRST, FIRST, "cpu")
     assert not [path for path in disk.rglob("*") if path.is_file()]
+
+
+def test_cut_captions_are_counted_once(pairs, backbone, own_cache, monkeypatch) -> None:
+    """The tiny backbone reads 31 words."""
+    long = replace(pairs, captions=(("boat " * 40, "house " * 32), *pairs.captions), fingerprint="long")
+    assert (cached_cut(pairs, backbone), cached_cut(long, backbone)) == (0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(backbone, "tokenize", lambda _: pytest.fail("tokenised again"))
+        assert (cached_cut(pairs, backbone), cached_cut(long, backbone)) == (0, 2)
+    for path in (own_cache / "activations").glob("cut-*.json"):
+        path.write_text("")
+    assert cached_cut(long, backbone) == 2

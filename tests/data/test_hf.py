@@ -62,6 +62,15 @@ def test_a_split_column_counts_where_the_files_name_none(load, tmp_path, shades)
     assert load("hf", tmp_path / "saved").splits == ("test", "train")
 
 
+def test_a_split_column_counts_more_than_the_name_of_the_only_file(load, tmp_path, shades):
+    """As Flickr30K is passed on: all splits in one file called TEST. A row that names none is of the file's split."""
+    (tmp_path / "set").mkdir()
+    table = shades(10, 20, 30, caption=["one", "two", "three"], split=["train", "val", None])
+    pq.write_table(table, tmp_path / "set" / "TEST-00000-of-00001.parquet")
+    pairs = load("hf", tmp_path / "set")
+    assert pairs.ids == ("000000", "000001", "000002") and pairs.splits == ("train", "validation", "test")
+
+
 @pytest.mark.parametrize("inside", [".", "data"])
 def test_parquet_files_named_by_split(load, tmp_path, shades, inside):
     folder = tmp_path / "set" / inside

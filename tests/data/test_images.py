@@ -56,6 +56,30 @@ def test_any_mode_becomes_rgb_and_is_counted(tmp_path, mode):
     assert (picture.pixels > 250).all() and picture.traits == ("converted",)
 
 
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "TIFF"])
+def test_of_several_frames_the_first_is_used_and_that_is_counted(tmp_path, kind):
+    first, second = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    first.save(tmp_path / "a", kind, save_all=True, append_images=[second])
+    picture = decode_image(tmp_path / "a", 4)
+    assert "animated" in picture.traits
+    assert picture.pixels[..., 0].min() > 250 and picture.pixels[..., 2].max() < 5
+
+
+def test_the_previews_in_a_cameras_file_are_no_frames(tmp_path):
+    first, preview = Image.new("RGB", (40, 40), "white"), Image.new("RGB", (20, 20))
+    first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
+    picture = decode_image(tmp_path / "a.jpg", 4)
+    assert (picture.pixels > 250).all() and picture.traits == ()
+
+
+def test_links_are_followed(tmp_path):
+    photo(tmp_path / "real.png")
+    (tmp_path / "a.png").symlink_to(tmp_path / "real.png")
+    (tmp_path / "lost.png").symlink_to(tmp_path / "gone.png")
+    assert identify([tmp_path / "a.png"])[0] == identify([tmp_path / "real.png"])[0]
+    assert identify([tmp_path / "lost.png"])[1] == {0: "No such file or directory"}
+
+
 def test_one_pixel_is_counted(tmp_path):
     picture = decode_image(photo(tmp_path / "a.png", (1, 2, 3), (1, 1)), 8)
     assert (picture.pixels == (1, 2, 3)).all() and picture.traits == ("small",)
@@ -75,6 +99,33 @@ def test_transparent_pixels_are_white(tmp_path):
     palette.save(tmp_path / "b.png", transparency=1)
     assert (decode_image(tmp_path / "a.png", 4).pixels == 255).all()
     assert (decode_image(tmp_path / "b.png", 4).pixels == 255).all()
+
+
+def thirds(path: Path, across: bool) -> Path:
+    """Black, white and black thirds of a picture three times as long as it is wide; resizing blurs their edges."""
+    stripes = np.repeat([0, 255, 0], 20)[:, None, None].repeat(20, axis=1).repeat(3, axis=2).astype(np.uint8)
+    Image.fromarray(stripes.transpose(1, 0, 2) if across else stripes).save(path)
+    return path
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_middle_square_or_all_of_it_squashed(tmp_path, across):
+    path = thirds(tmp_path / "a.png", across)
+    assert (decode_image(path, 12, crop=True).pixels > 230).all()
+    squashed = decode_image(path, 12).pixels
+    first, middle = (squashed[:, 1], squashed[:, 6]) if across else (squashed[1], squashed[6])
+    assert first.max() < 60 and middle.min() > 195
+    both = [decode([path], identify([path])[0], 12, crop).pixels for crop in (False, True)]
+    assert not np.array_equal(*both), "each has a cache of its own"
+
+
+def test_a_turned_picture_is_cropped_upright_and_a_thin_one_costs_nothing(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    with Image.open(thirds(tmp_path / "a.png", across=True)) as picture:
+        picture.save(tmp_path / "turned.png", exif=exif)
+    assert (decode_image(tmp_path / "turned.png", 12, crop=True).pixels > 230).all()
+    assert decode_image(photo(tmp_path / "thin.png", size=(50000, 1)), 224, crop=True).pixels.shape == (224, 224, 3)
 
 
 def test_exif_rotation_is_applied_and_counted(tmp_path):
@@ -171,7 +222,7 @@ def test_interrupted_decoding_leaves_nothing_and_starts_again(tmp_path, own_cach
     paths = [photo(tmp_path / f"{shade}.png", (shade, 0, 0)) for shade in range(20)]
     begun = []
 
-    def interrupted(image, size):
+    def interrupted(image, size, crop):
         begun.append(image)
         if image == paths[3]:
             raise KeyboardInterrupt
@@ -199,6 +250,7 @@ def test_corrupt_files_are_left_out_with_a_reason(tmp_path, monkeypatch):
         assert result.pixels[:, 0, 0, 0].tolist() == [10, 20]
         assert sorted(result.unreadable) == [0, 2, 4] and all(result.unreadable.values())
         assert "truncated" in result.unreadable[0]
+        assert result.unreadable[2] == result.unreadable[4] == "not an image, or damaged at its beginning"
         monkeypatch.setattr(images, "decode_image", lambda *_: pytest.fail("damaged files cost a second pass"))
 
 

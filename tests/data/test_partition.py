@@ -1,12 +1,22 @@
 """Who holds what: every pair dealt once, skewed as asked, with enough for everyone."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
-from ease.data.partition import MINIMUM_PAIRS, joint_embedding, make_shards, partition, pseudo_classes
+from ease.data import partition as module
+from ease.data.partition import (
+    MINIMUM_PAIRS,
+    cached_classes,
+    joint_embedding,
+    make_shards,
+    partition,
+    pseudo_classes,
+)
 from ease.errors import UserError
 
 LABELS = np.repeat(np.arange(4), 50)
@@ -120,6 +130,24 @@ def test_pseudo_classes_do_not_depend_on_the_number_of_threads() -> None:
             results.append(pseudo_classes(image, text, 7, seed=0))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     np.testing.assert_array_equal(results[0][1], results[1][1])
+
+
+def test_pseudo_classes_are_computed_once_for_the_same_embeddings(own_cache: Path, monkeypatch) -> None:
+    image, text = clouds(30)
+    expected = pseudo_classes(image, text, 3, seed=0)
+    asked = []
+    monkeypatch.setattr(module, "pseudo_classes", lambda *given: asked.append(given[2:]) or pseudo_classes(*given))
+    for _ in range(2):
+        for found, wanted in zip(cached_classes(image, text, 3, 0), expected, strict=True):
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(found, wanted)
+    assert asked == [(3, 0)]
+    cached_classes(image, text, 2, 0), cached_classes(image, text, 3, 1)
+    cached_classes(image + 1, text, 3, 0), cached_classes(image, text + 1, 3, 0)
+    assert asked == [(3, 0), (2, 0), (3, 1), (3, 0), (3, 0)]
+    for path in (own_cache / "classes").iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    np.testing.assert_array_equal(cached_classes(image, text, 3, 0)[0], expected[0])
 
 
 def test_joint_embedding_joins_unit_vectors_and_bears_zeros() -> None:

@@ -1,11 +1,12 @@
 """The report in words, and captions that a tokenizer cuts."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+import pytest
 import torch
 
-from ease.data.report import FINDINGS, SHORT_CAPTION, DataReport, count_cut
+from ease.data.report import FINDINGS, DataReport, count_cut
 from ease.model.backbones import load_backbone
 
 
@@ -13,7 +14,7 @@ def test_only_what_occurred_is_told() -> None:
     report = DataReport(splits={"train": 6000, "validation": 0, "test": 9}, rotated=1200, listings=(Path("/c/x.txt"),))
     assert list(report.lines()) == [
         "6,009 pairs: 6,000 train, 0 validation, 9 test",
-        "  1,200 images turned upright as their EXIF note says",
+        "  1,200 images turned upright by the EXIF note",
         "  listed in /c/x.txt",
     ]
 
@@ -22,23 +23,58 @@ def test_every_count_has_words() -> None:
     assert {field.name for field in fields(DataReport)} == {*FINDINGS, "splits", "listings"}
 
 
-def four_words(captions) -> torch.Tensor:
-    """A tokenizer with room for four words; punctuation gives no token."""
-    rows = [[hash(word) for word in text.replace(".", "").split()[:4]] for text in captions]
-    return torch.tensor([row + [0] * (4 - len(row)) for row in rows])
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer with a token for each word; punctuation gives none."""
+
+    context: int
+
+    def tokenize(self, captions) -> torch.Tensor:
+        rows = [[hash(word) for word in text.replace(".", "").split()[: self.context]] for text in captions]
+        return torch.tensor([row + [0] * (self.context - len(row)) for row in rows])
+
+
+@dataclass(frozen=True)
+class Letters:
+    """A tokenizer with a token for each letter."""
+
+    context: int
+
+    def tokenize(self, captions) -> torch.Tensor:
+        return torch.tensor([[*map(ord, text.strip("。").ljust(self.context)[: self.context])] for text in captions])
 
 
 def test_captions_are_cut_when_their_last_word_counts_for_nothing() -> None:
-    """Words of 20 letters, so that three make a long caption: 3 and 4 words fit, 5 and 6 do not."""
-    word = "abcdefghijklmnopqrst"
-    texts = {count: " ".join(f"{word}{index}" for index in range(count)) + " ." for count in (3, 4, 5, 6)}
-    assert all(len(text) > SHORT_CAPTION for text in texts.values())
-    assert count_cut([(texts[3], texts[4])], four_words) == 0
-    assert count_cut([(texts[3], texts[5]), (texts[6], texts[5])], four_words) == 2, "equal captions count once"
-    assert count_cut([("short",)], four_words) == 0
+    """Four words fit, five and six do not."""
+    texts = {count: " ".join(f"word{index}" for index in range(count)) + " ." for count in (1, 3, 4, 5, 6)}
+    assert count_cut([(texts[1], texts[3], texts[4])], Words(4)) == 0
+    assert count_cut([(texts[3], texts[5]), (texts[6], texts[5])], Words(4)) == 2, "equal captions count once"
+
+
+def test_captions_that_must_fit_are_not_tokenised(monkeypatch) -> None:
+    """Six letters, start and end fill a context of eight; three Chinese letters may be nine tokens."""
+    monkeypatch.setattr(Letters, "tokenize", lambda *_: pytest.fail("tokenised"))
+    assert count_cut([("abcdef", "a", "海海")], Letters(8)) == 0
+    for text in ("abcdefg", "海海海"):
+        with pytest.raises(pytest.fail.Exception):
+            count_cut([(text,)], Letters(8))
+
+
+def test_a_caption_without_spaces_is_cut_by_letters() -> None:
+    """Room for 70: the 71st letter is lost, and the full stop never counts."""
+    assert count_cut([("海" * 69 + "船。",)], Letters(70)) == 0
+    assert count_cut([("海" * 70 + "船。",)], Letters(70)) == 1
 
 
 def test_the_shipped_backbone_cuts_after_31_words() -> None:
-    tokenize = load_backbone("tiny").tokenize
     texts = ["boat " * 30 + "house" + " boat" * more for more in (0, 1)]
-    assert [count_cut([(text,)], tokenize) for text in texts] == [0, 1]
+    assert [count_cut([(text,)], load_backbone("tiny")) for text in texts] == [0, 1]
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip2"])
+def test_a_checkpoint_cuts_at_its_own_context(checkpoint, family: str) -> None:
+    """They read 12 tokens, a letter each: CLIP adds a start and an end, this SigLIP 2 a sign for each space."""
+    backbone = load_backbone(f"hf:{checkpoint(family)}")
+    letters = 12 - 2 - 1 if family == "clip" else 12 - 1 - 1
+    texts = ["b" * letters + " c" + " d" * more for more in (0, 1)]
+    assert [count_cut([(text,)], backbone) for text in texts] == [0, 1]

@@ -1,6 +1,8 @@
 """From rows to pairs: what is joined, dropped, counted and refused, whatever the layout."""
 
+import gzip
 import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +52,12 @@ def test_blank_captions_are_dropped_and_images_without_any_left_out(row):
         pairs_from_rows(rows[1:], SOURCE, 4)
 
 
+def test_captions_without_anything_to_read_are_blank(row):
+    """A zero-width space, a byte order mark and a bell show nothing; a picture of a smile and a full stop do."""
+    pairs = pairs_from_rows([row(0, ["\u200b", "\ufeff ", "\a", "\u00a0", "\U0001f600", "."])], SOURCE, 4)
+    assert pairs.captions[0][:2] == ("\U0001f600", ".") and pairs.report.blank_captions == 4
+
+
 def test_rows_of_one_image_are_joined_and_a_caption_counts_once(row):
     pairs = pairs_from_rows([row(0, ["a"]), row(1), row(0, ["b", "a"]), row(0, ["c"])], SOURCE, 4)
     assert pairs.ids == ("id0", "id1") and pairs.captions[0] == ("a", "b", "c", "a", "b")
@@ -71,47 +79,66 @@ def test_the_same_picture_under_two_ids_is_counted_and_listed(row):
     assert listing.read_text() == "id0, twin\n"
 
 
-def test_unreadable_images_stop_or_are_left_out_and_all_listed(row, own_cache):
-    rows = [row(number) for number in range(6)]
-    rows[1].image.unlink()
-    for number in (2, 3, 5):
-        rows[number].image.write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"cannot read 1 of 6 images: .*1\.png \(No such file.*skip_corrupt = true"):
+def spoiled(row, count: int, bad: dict[int, bytes | None]) -> list[Row]:
+    """So many rows; of the bad ones the file holds these bytes, or is gone."""
+    rows = [row(number) for number in range(count)]
+    for number, content in bad.items():
+        rows[number].image.unlink() if content is None else rows[number].image.write_bytes(content)
+    return rows
+
+
+def test_a_tenth_of_the_images_may_be_missing_or_damaged_and_all_are_listed(row):
+    """Two of twenty are a tenth."""
+    pairs = pairs_from_rows(spoiled(row, 20, {1: None, 18: b"broken"}), SOURCE, 4)
+    good = [number for number in range(20) if number not in (1, 18)]
+    assert pairs.ids == tuple(f"id{number}" for number in good)
+    assert pairs.pixels[:, 0, 0, 0].tolist() == [10 * number for number in good]
+    assert pairs.report.unreadable == 2 and pairs.report.splits["train"] == 18 and pairs.report.blank_captions == 0
+    (listing,) = pairs.report.listings
+    assert [Path(line.split(" (")[0]).name for line in listing.read_text().splitlines()] == ["1.png", "18.png"]
+    assert "No such file" in listing.read_text() and "not an image" in listing.read_text()
+
+
+def test_more_than_a_tenth_is_a_wrong_folder_however_they_fail(row):
+    """Three of twenty: neither the missing one nor the two damaged ones would be too many alone."""
+    rows = spoiled(row, 20, {1: None, 2: b"broken", 3: b"broken"})
+    with pytest.raises(
+        UserError, match=r"3 of 20 images: .*1\.png .*2\.png .*3\.png .*; so many mean a wrong"
+    ) as caught:
         pairs_from_rows(rows, SOURCE, 4)
-    with pytest.raises(UserError, match=r"cannot read 3 of 5 images: .*2\.png .*3\.png .*5\.png .*; mend") as caught:
-        pairs_from_rows([rows[0], *rows[2:]], SOURCE, 4)
-    assert "\n" not in str(caught.value)
-    pairs = pairs_from_rows(rows, SOURCE, 4, skip_corrupt=True)
-    assert pairs.ids == ("id0", "id4") and pairs.pixels[:, 0, 0, 0].tolist() == [0, 40]
-    assert pairs.report.unreadable == 4 and pairs.report.splits["train"] == 2 and pairs.report.blank_captions == 0
-    listed = "".join(path.read_text() for path in pairs.report.listings).splitlines()
-    assert [Path(line.split(" (")[0]).name for line in listed] == ["1.png", "2.png", "3.png", "5.png"]
-    with pytest.raises(UserError, match="none of the 1 images can be read"):
-        pairs_from_rows([rows[2]], SOURCE, 4, skip_corrupt=True)
+    assert "check data.path and data.images" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_when_too_many_are_missing_nothing_is_decoded(row, monkeypatch):
+    monkeypatch.setattr("ease.data.rows.decode", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(UserError, match="cannot read 3 of 20 images"):
+        pairs_from_rows(spoiled(row, 20, dict.fromkeys((1, 2, 3))), SOURCE, 4)
+
+
+@pytest.mark.parametrize("content", [None, b"broken"])
+def test_strict_stops_at_the_first_unreadable_image(row, content):
+    with pytest.raises(UserError, match=r"cannot read 1 of 20 images: .*7\.png .*; mend .*data\.strict = false"):
+        pairs_from_rows(spoiled(row, 20, {7: content}), SOURCE, 4, strict=True)
 
 
 def test_a_long_list_of_unreadable_images_names_three_and_counts_the_rest(row):
-    rows = [row(number) for number in range(5)]
-    for entry in rows:
-        entry.image.write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"cannot read 5 of 5 images.* and 2 others; mend") as caught:
-        pairs_from_rows(rows, SOURCE, 4)
+    with pytest.raises(UserError, match=r"cannot read 5 of 5 images.* and 2 others; so many") as caught:
+        pairs_from_rows(spoiled(row, 5, dict.fromkeys(range(5), b"broken")), SOURCE, 4)
     listing = Path(str(caught.value).split("listed in ")[1].split(")")[0])
     assert len(listing.read_text().splitlines()) == 5 and "3.png" not in str(caught.value)
 
 
-def test_twins_beside_a_damaged_image_are_named_by_their_own_ids(row):
-    """Positions count all images, the damaged one at the front too."""
-    broken, twin = row(9), row(1)
-    broken.image.write_bytes(b"broken")
-    pairs = pairs_from_rows([broken, twin, replace(twin, id="twin")], SOURCE, 4, skip_corrupt=True)
-    assert "id1, twin\n" in [path.read_text() for path in pairs.report.listings]
+def test_twins_beside_unreadable_images_are_named_by_their_own_ids(row):
+    """Positions count all images, the missing and the damaged one at the front too."""
+    rows = spoiled(row, 20, {0: None, 1: b"broken"})
+    pairs = pairs_from_rows([*rows, replace(rows[5], id="twin")], SOURCE, 4)
+    assert "id5, twin\n" in [path.read_text() for path in pairs.report.listings]
 
 
 def test_bytes_instead_of_a_file_and_their_place_in_messages(row):
     held = replace(row(0), image=memoryview(row(0).image.read_bytes()))
     assert pairs_from_rows([held], SOURCE, 4).fingerprint == pairs_from_rows([row(0)], SOURCE, 4).fingerprint
-    with pytest.raises(UserError, match=r"images: list\.json: entry 0 \(cannot identify"):
+    with pytest.raises(UserError, match=r"images: list\.json: entry 0 \(not an image"):
         pairs_from_rows([replace(held, image=memoryview(b"broken"))], SOURCE, 4)
 
 
@@ -160,9 +187,11 @@ def test_unknown_splits_are_named_with_the_known_ones(name):
         check_split(name, "here")
 
 
-@pytest.mark.parametrize("path", ["../x.png", "a/../../x.png", "/etc/x.png", "", " ", "a\0.png", None, 3, ".."])
+@pytest.mark.parametrize(
+    "path", ["../x.png", "a/../../x.png", "/etc/x.png", "..\\x.png", "", " ", "a\0.png", None, 3, ".."]
+)
 def test_paths_that_are_none_or_leave_the_folder(path):
-    with pytest.raises(UserError, match=r"here: .*(leaves the image folder|must be the relative path)"):
+    with pytest.raises(UserError, match=r"here: .*(leaves the image folder|must be the path of an image)"):
         check_relative_path(path, "here")
 
 
@@ -171,10 +200,40 @@ def test_paths_that_stay_inside(path, tmp_path):
     assert tmp_path.resolve() in (tmp_path / check_relative_path(path, "here")).resolve().parents
 
 
+def test_windows_separators_and_absolute_paths_inside_the_folder(tmp_path):
+    """The folder may be named through a link, as a mounted disk often is."""
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    assert check_relative_path("trips\\a.png", "here").as_posix() == "trips/a.png"
+    for folder in (tmp_path / "real", link):
+        for named in (tmp_path / "real", link):
+            assert check_relative_path(f"{named}/trips/a.png", "here", folder).as_posix() == "trips/a.png"
+        for outside in (tmp_path / "a.png", f"{folder}/../a.png", "/etc/a.png"):
+            with pytest.raises(UserError, match=r"leaves the image folder; name one .* in data\.images"):
+                check_relative_path(str(outside), "here", folder)
+
+
+def test_a_web_address_is_no_file():
+    with pytest.raises(UserError, match=r"here: 'http://x/a\.png' is a web address; download"):
+        check_relative_path("http://x/a.png", "here")
+
+
 def test_text_of_a_users_file(tmp_path):
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfh\xc3\xa4")
     assert read_text(tmp_path / "bom") == "hä"
+    (tmp_path / "ends").write_bytes(b"a\r\nb\rc\nd")
+    assert read_text(tmp_path / "ends") == "a\nb\nc\nd"
     (tmp_path / "utf16").write_bytes("hä".encode("utf-16"))
-    for name, message in (("gone", "no such file"), ("utf16", "not UTF-8"), (".", "cannot read")):
+    (tmp_path / "packed").write_bytes(gzip.compress(b"x"))
+    with zipfile.ZipFile(tmp_path / "zipped", "w") as file:
+        file.writestr("x", "x")
+    for name, message in (
+        ("gone", "no such file"),
+        ("utf16", "not UTF-8"),
+        (".", "is a folder; name the file"),
+        ("packed", "is a compressed file; unpack it"),
+        ("zipped", "is a compressed file; unpack it"),
+    ):
         with pytest.raises(UserError, match=message):
             read_text(tmp_path / name)

@@ -98,6 +98,20 @@ def test_csv_as_spreadsheets_write_it(csv):
     assert [captions[0] for captions in pairs.captions] == ['two "odd"\nlines', "one\u2028two"]
 
 
+def test_csv_headers_as_people_write_them(csv):
+    pairs = csv("Image, Caption\na.png, x\n")
+    assert pairs.ids == ("a",) and pairs.captions[0][0] == "x"
+
+
+def test_a_caption_column_that_holds_nothing_gives_way_to_the_next(jsonl):
+    pairs = jsonl({"image": "a.png", "captions": None, "caption": "x", "split": ""})
+    assert pairs.captions[0][0] == "x" and pairs.splits == (split_by_id("a", 0.2),)
+
+
+def test_absolute_paths_inside_the_image_folder(jsonl, folder):
+    assert jsonl({"image": str(folder / "sub" / "a.png"), "caption": "x"}).ids == ("sub/a",)
+
+
 def test_a_caption_that_only_looks_like_a_list(csv):
     assert csv("image,caption\na.png,[sic] a dog\n").captions[0][0] == "[sic] a dog"
 
@@ -126,12 +140,14 @@ def test_images_elsewhere_and_a_second_table(folder, load, tmp_path):
     assert pairs.ids == ("a", "sub/a", "b") and pairs.splits == ("train", "validation", "test")
 
 
-def test_skip_corrupt(jsonl, folder):
+def test_an_unreadable_image_is_left_out_unless_the_user_is_strict(jsonl, folder, picture):
+    """One of ten is a bad file; the setting reaches the reader."""
     (folder / "b.jpg").write_bytes(b"\xff\xd8 broken")
-    lines = {"image": "b.jpg", "caption": "x"}, {"image": "a.png", "caption": "y"}
-    with pytest.raises(UserError, match="skip_corrupt"):
-        jsonl(*lines)
-    assert jsonl(*lines, skip_corrupt=True).ids == ("a",)
+    others = [picture(folder / f"{number}.png", number).name for number in range(9)]
+    lines = [{"image": name, "caption": "x"} for name in ("b.jpg", *others)]
+    assert jsonl(*lines).ids == tuple(map(str, range(9)))
+    with pytest.raises(UserError, match=r"cannot read 1 of 10 images.*data\.strict = false"):
+        jsonl(*lines, strict=True)
 
 
 # --- mistakes ---
@@ -141,10 +157,10 @@ BAD_LINES = [
     ("", "no images"),
     ("{", "line 1: damaged JSON"),
     ("[1]", "line 1: must be a JSON object, not list"),
-    ({"caption": "x"}, r"line 1: `image` is missing.*\(there is: caption\)"),
-    ({"image": None, "caption": "x"}, "line 1: `image` is missing"),
-    ({"image": "", "caption": "x"}, "line 1: image: must be the relative path"),
-    ({"image": {"bytes": None, "path": None}, "caption": "x"}, "line 1: image: must be the relative path"),
+    ({"caption": "x"}, r"line 1: `image` or `file_name` is missing.*\(there is: caption\)"),
+    ({"image": None, "caption": "x"}, "line 1: `image` or `file_name` is missing"),
+    ({"image": "", "caption": "x"}, "line 1: image: must be the path of an image"),
+    ({"image": {"bytes": None, "path": None}, "caption": "x"}, "line 1: image: must be the path of an image"),
     ({"image": "../a.png", "caption": "x"}, "line 1: image: '../a.png' leaves the image folder"),
     ({"image": "/etc/a.png", "caption": "x"}, "leaves the image folder"),
     ({"image": "gone.png", "caption": "x"}, "cannot read 1 of 1 images: .*gone.png"),
@@ -172,9 +188,11 @@ def test_errors_name_the_line(jsonl, line, message):
             "image,caption\na.png,a dog, running\n",
             "line 2: more cells than columns; put captions with commas in quotes",
         ),
-        ("image,caption\na.png,x\n,y\n", "line 3: `image` is missing"),
-        ("picture,caption\na.png,x\n", r"`image` is missing.*there is: picture, caption"),
+        ("image,caption\na.png,x\n,y\n", "line 3: `image` or `file_name` is missing"),
+        ("picture,caption\na.png,x\n", r"`image` or `file_name` is missing.*there is: picture, caption"),
         ('image,caption\na.png,"open\n', "not valid CSV"),
+        ('image,"caption\na.png,x\n', "not valid CSV"),
+        ("image;caption\na.png;x\n", "its columns are parted by ';'; save it with commas"),
         ("image\na.png\n", "line 2: needs either"),
         ("image,caption\n", "no images listed"),
         ("", "no images listed"),
@@ -192,7 +210,7 @@ def test_a_row_that_ends_early_has_no_caption(csv):
 
 
 def test_damaged_parquet_and_missing_columns(folder, load, parquet):
-    with pytest.raises(UserError, match=r"list\.parquet: row 0: `image` is missing.*there is: picture"):
+    with pytest.raises(UserError, match=r"list\.parquet: row 0: `image` or `file_name` is missing.*there is: picture"):
         parquet({"picture": ["a.png"], "caption": ["x"]})
     (folder / "list.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(UserError, match=r"list\.parquet: damaged") as caught:

@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import string
 from pathlib import Path
 from shutil import which
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from ease.data.images import decode_image
 from ease.data.request import ClientRequest
 from ease.errors import UserError
 from ease.forget import evaluation_sets, forget, measure, outcome_of
@@ -112,6 +116,116 @@ def test_captions_fill_the_context_as_each_family_was_trained(checkpoint) -> Non
     for backbone in (clip, siglip, siglip2):
         assert backbone.tokenize(["dog " * 50]).shape == (1, 12)
     assert clip.tokenize(["dog " * 50])[0, -1] == 53
+
+
+ODD_CAPTIONS = ["A dog, on the BEACH!", "two\nlines\tand  spaces", "the dog's ball (red)", "dog " * 30, "x"]
+
+
+def sentencepiece_tokenizer(folder: Path):
+    """As SigLIP's: pieces of a trained model, one token for both the end and the padding."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    pytest.importorskip("google.protobuf")
+    lines = ["a dog on the beach", "two lines and spaces", "the dogs ball red x"] * 20
+    special = {"unk_id": 0, "eos_id": 1, "bos_id": -1, "pad_id": -1}
+    prefix, silent = str(folder / "pieces"), 2
+    trainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=prefix,
+        vocab_size=40,
+        hard_vocab_limit=False,
+        add_dummy_prefix=False,
+        minloglevel=silent,
+        **special,
+    )
+    return transformers.SiglipTokenizer(f"{prefix}.model", model_max_length=12)
+
+
+def gemma_tokenizer(folder: Path):
+    """As in the SigLIP 2 checkpoints of fixed size: pieces with bytes for all else, an end token and right padding."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *string.ascii_lowercase]
+    vocabulary = {piece: n for n, piece in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    return transformers.GemmaTokenizer(
+        vocab=vocabulary, merges=[], add_bos_token=False, add_eos_token=True, padding_side="right"
+    )
+
+
+@pytest.mark.parametrize("make", [sentencepiece_tokenizer, gemma_tokenizer])
+def test_siglip_captions_are_what_the_stock_processor_makes_of_small_letters(checkpoint, tmp_path, make) -> None:
+    folder = shutil.copytree(checkpoint("siglip"), tmp_path / "siglip")
+    (folder / "tokenizer.json").unlink()
+    with hub.quiet_transformers():
+        make(tmp_path).save_pretrained(folder)
+        processor = transformers.AutoProcessor.from_pretrained(folder)
+    ours = load_backbone(f"hf:{folder}")
+    stock = processor(
+        text=[text.lower() for text in ODD_CAPTIONS], padding="max_length", truncation=True, max_length=12
+    )
+    assert ours.tokenize(ODD_CAPTIONS).tolist() == stock["input_ids"]
+    end, pad = ours.tokenizer.eos_token_id, ours.tokenizer.pad_token_id
+    assert ours.tokenize(["x"])[0, 1:].tolist()[-9:] == [pad] * 9 and end in ours.tokenize(["x"])
+    assert ours.tokenize(["dog " * 30])[0, -1] == end
+    plain = torch.equal(*ours.tokenize(["A dog, on the BEACH!", "a dog on the beach"]))
+    assert plain == (make is sentencepiece_tokenizer), "SigLIP's own tokenizer drops punctuation, Gemma's keeps it"
+
+
+@pytest.mark.parametrize("pad", ["<|endoftext|>", "z"])
+def test_clip_captions_end_where_they_end_whatever_pads_them(checkpoint, tmp_path: Path, pad: str) -> None:
+    """Most checkpoints pad with the end token, some with another: the stock model gives the same embeddings."""
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "clip")
+    with hub.quiet_transformers():
+        vocabulary = transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
+        transformers.CLIPTokenizer(vocab=vocabulary, merges=[], pad_token=pad).save_pretrained(folder)
+        processor = transformers.AutoProcessor.from_pretrained(folder)
+    captions = ["cab", "A BAD cab", "a " * 30]
+    backbone, stock = load_backbone(f"hf:{folder}"), stock_model(folder)
+    full = processor(text=captions, padding="max_length", truncation=True, max_length=12, return_tensors="pt")
+    assert (full["input_ids"][0, 5:] == vocabulary[pad]).all()
+    assert torch.equal(backbone.tokenize(captions), full["input_ids"])
+    assert torch.equal(backbone.tokenize(captions[:2]), full["input_ids"][:2, :9]), "no longer than the longest"
+    states, mask = backbone.text.prefix(backbone.tokenize(captions), 1)
+    assert mask.sum(1).tolist() == [5, 9, 12]
+    with torch.no_grad():
+        expected = stock.get_text_features(**full).pooler_output
+    torch.testing.assert_close(backbone.text(states, mask, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_pictures_of_any_shape_arrive_as_the_stock_processor_makes_them(checkpoint, tmp_path, family: str) -> None:
+    """CLIP's cuts out the middle, SigLIP's squashes: a picture twice as wide as high tells them apart."""
+    folder = shutil.copytree(checkpoint(family), tmp_path / family)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    square = {"height": 32, "width": 32}
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": square} if family == "clip" else {"size": square}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, **sizes}))
+    rows, columns = np.mgrid[0:64, 0:128]
+    picture = np.stack([rows * 4, columns * 2, (rows + columns) % 256], axis=-1).astype(np.uint8)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+
+    backbone = load_backbone(f"hf:{folder}")
+    assert backbone.crop == (family == "clip")
+    made = decode_image(tmp_path / "a.png", backbone.image_size, backbone.crop).pixels
+    ours = backbone.image.normalised(torch.tensor(made)[None])[0, :2]
+    with hub.quiet_transformers():
+        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    stock = processor(images=picture, return_tensors="pt")["pixel_values"][0, :2]
+    assert (ours - stock).abs().max() < 0.03  # one step of 255 is 0.015 at most
+    squashed = decode_image(tmp_path / "a.png", 32, not backbone.crop).pixels
+    other = backbone.image.normalised(torch.tensor(squashed)[None])[0, :2]
+    assert (other - stock).abs().max() > 0.3, "the wrong way is seen"
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_a_run_reads_its_pictures_as_its_checkpoint_does(checkpoint, small, tmp_path: Path, family: str) -> None:
+    lines = []
+    for number in range(8):
+        wide = np.random.default_rng(number).integers(0, 256, (16, 48, 3), dtype=np.uint8)
+        Image.fromarray(wide).save(tmp_path / f"{number}.png")
+        lines.append({"image": f"{number}.png", "caption": "a dog", "split": "test" if number > 5 else "train"})
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = (f"model.backbone=hf:{checkpoint(family)}", "data.name=folder", f"data.path={tmp_path}", "model.lora_rank=2")
+    world = World.open(load_config(None, (*small, *own)))
+    expected = decode_image(tmp_path / "0.png", 32, crop=family == "clip").pixels
+    assert np.array_equal(world.pairs.pixels[0], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -316,6 +430,18 @@ def test_a_missing_file_is_named(checkpoint, tmp_path: Path, part: str) -> None:
     with pytest.raises(UserError, match=rf"cannot read {part} of {folder}") as caught:
         load_backbone(f"hf:{folder}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_is_no_missing_file(checkpoint, monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise ImportError(
+            "\nSiglipTokenizer requires the protobuf library but it was not found. Check out the\ninstructions"
+        )
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(UserError, match=r"requires the protobuf library.*not found\); pip install .*\[hf\]") as caught:
+        load_backbone(f"hf:{checkpoint('siglip')}")
+    assert "\n" not in str(caught.value) and "cannot read" not in str(caught.value)
 
 
 def test_damaged_weights_are_one_line(checkpoint, tmp_path: Path) -> None:

@@ -153,6 +153,15 @@ def test_an_adapter_of_another_width_is_refused(checkpoint, tmp_path: Path) -> N
         ({"alpha_pattern": {"q_proj": 9}}, "alpha_pattern is"),
         ({"rank_pattern": {"q_proj": 9}}, "rank_pattern is"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"use_qalora": True}, "use_qalora is True"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is"),
+        ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens is"),
+        (
+            {"init_lora_weights": "pissa_niter_16"},
+            "init_lora_weights is 'pissa_niter_16', which changes the base model",
+        ),
+        ({"init_lora_weights": "OLoRA"}, "changes the base model"),
         ({"r": 0}, "r and lora_alpha must be numbers"),
         ({"lora_alpha": None}, "r and lora_alpha must be numbers"),
     ],
@@ -173,10 +182,17 @@ def test_tensors_beside_the_factors_are_refused(theirs: Path) -> None:
         read_adapter(theirs)
 
 
+@pytest.mark.parametrize("start", ["gaussian", "eva", "orthogonal", False])
+def test_other_starts_are_plain_adapters(checkpoint, theirs: Path, start: object) -> None:
+    file = theirs / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": start}))
+    assert len(read_adapter(theirs).factors) == 8
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_missing_file_is_named(theirs: Path, name: str) -> None:
     (theirs / name).unlink()
-    with pytest.raises(UserError, match=f"{name}: no such file"):
+    with pytest.raises(UserError, match=f"{name}: no such file; name the folder"):
         read_adapter(theirs)
 
 

@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from ease.audit.evaluate import recalls
 from ease.audit.retrieval import GalleryRecall
 from ease.console import errors, megabytes, rounds_bar, status, table
-from ease.data.report import count_cut
+from ease.data.features import cached_cut
+from ease.data.report import DataReport
 from ease.params import Params
 from ease.run import Run, RunConfig, World
 from ease.storage import write_json
@@ -29,6 +30,8 @@ class TrainSummary:
     bytes_down: int
     bytes_up: int
     parameters: int
+    data: DataReport | None = None
+    """What was odd in the files; None for generated data."""
 
     def as_json(self) -> dict[str, Any]:
         metrics: dict[str, float] = {}
@@ -42,7 +45,7 @@ class TrainSummary:
             "loss": self.loss,
             "parameters": self.parameters,
             "metrics": metrics,
-        }
+        } | ({"data": {**self.data.splits, **self.data.counts()}} if self.data else {})
 
     def render(self) -> Iterator[RenderableType]:
         size = next(iter(self.recalls.values())).size
@@ -74,8 +77,8 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     run = Run.plan(out, config)
     with status("preparing data and backbone", quiet):
         world = World.open(run.config)
-        found = [] if quiet else _data_report(world)
-    for line in found:  # before training, while it can still be corrected
+        report = _data_report(world)
+    for line in report.lines() if report and not quiet else ():  # before training, while it can still be corrected
         errors.print(line, soft_wrap=True, markup=False, highlight=False)
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
@@ -83,17 +86,15 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
         for record in run.train(world):
             bar.step(**({} if quiet else _figures(run, world, record)))
     with status("measuring recall", quiet):
-        summary = _summarise(run, world)
+        summary = replace(_summarise(run, world), data=report)
     write_json(out / "summary.json", summary.as_json())
     return summary
 
 
-def _data_report(world: World) -> list[str]:
+def _data_report(world: World) -> DataReport | None:
     """What was odd in the files of the data; nothing for generated data."""
-    if world.pairs.report is None:
-        return []
-    cut = count_cut(world.pairs.captions, world.backbone.tokenize)
-    return list(replace(world.pairs.report, cut_captions=cut).lines())
+    report = world.pairs.report
+    return report and replace(report, cut_captions=cached_cut(world.pairs, world.backbone))
 
 
 def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:

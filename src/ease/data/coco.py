@@ -38,4 +38,5 @@ def _image_folder(path: Path, images: Path | None) -> Path:
     part = path.stem.removeprefix("captions_")
     if images is not None:
         return check_folder(first_existing([images / part, images]))
-    return check_folder(first_existing([path.parent.parent / part, path.parent / part]))
+    around = path.parent.parent
+    return check_folder(first_existing([around / part, around / "images" / part, path.parent / part]))

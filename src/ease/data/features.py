@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ease.console import with_progress
 from ease.data.pairs import PairSet
+from ease.data.report import count_cut
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
@@ -46,6 +47,17 @@ def cached_activations(
     except UserError:
         _compute(folder, pairs, backbone, first_image, first_text, device)
         return _open(folder)
+
+
+def cached_cut(pairs: PairSet, backbone: Backbone) -> int:
+    """How many captions the tokenizer cuts; kept, since counting them means to tokenise them all again."""
+    path = cache_folder() / "activations" / f"cut-{digest(pairs.fingerprint, backbone.fingerprint)}.json"
+    try:
+        return int(read_json(path))
+    except (UserError, TypeError, ValueError):  # absent or damaged
+        cut = count_cut(pairs.captions, backbone)
+        write_json(path, cut)
+        return cut
 
 
 def _open(folder: Path) -> Activations:

@@ -16,7 +16,10 @@ STATE = "state.json"
 
 
 def hf_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
-    """Rows of a data set; where splits have their own files, ids begin with the split, since names may recur."""
+    """Rows of a data set; where several splits have their own files, ids begin with theirs, since names may recur.
+
+    A row may name another split: some data sets lie in one file called `test` and tell the splits in a column.
+    """
     check_folder(path)
     parts = {"": _saved(path)} if (path / STATE).is_file() else _saved_splits(path) or _parquet_splits(path)
     if not parts:
@@ -25,7 +28,7 @@ def hf_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         split = check_split(part, str(path)) if part else None
         for number, entry in enumerate(entries):
             row = row_of(entry, f"{path / part}: row {number}", images or path, f"{number:06d}")
-            yield replace(row, id=f"{split}/{row.id}", split=split) if split else row
+            yield replace(row, id=f"{split}/{row.id}" if len(parts) > 1 else row.id, split=row.split or split)
 
 
 def _saved_splits(path: Path) -> dict[str, Iterator[dict[str, Any]]]:

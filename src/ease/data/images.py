@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ease.console import with_progress
 from ease.errors import UserError
@@ -22,7 +22,7 @@ from ease.storage import cache_folder, digest, map_array, new_array, read_json, 
 ImageSource = Path | memoryview
 """A file, or the bytes of one."""
 
-DECODER_VERSION = 2
+DECODER_VERSION = 3
 """Part of the cache key: raise it when decoding gives other pixels or another record."""
 SMALL_SIDE = 16
 WHOLE_BYTES = 64 * 1024
@@ -58,7 +58,7 @@ class Decoded(NamedTuple):
     same_picture: list[list[int]]
     """Positions of images whose pixels are all equal."""
     traits: dict[str, int]
-    """How many images were `rotated`, `converted` or `small`."""
+    """How many images were `rotated`, `converted`, `animated` or `small`."""
 
 
 class Picture(NamedTuple):
@@ -102,17 +102,17 @@ def _open(image: ImageSource) -> BinaryIO:
     return image.open("rb") if isinstance(image, Path) else io.BytesIO(image)
 
 
-def decode(images: Sequence[ImageSource], identities: Sequence[str], size: int) -> Decoded:
-    """Pixels of all images that can be read, from the cache or decoded now.
+def decode(images: Sequence[ImageSource], identities: Sequence[str], size: int, crop: bool = False) -> Decoded:
+    """Pixels of all images that can be read, from the cache or decoded now; `crop` as in `decode_image`.
 
     Interrupted decoding leaves nothing and begins anew; damaged files are recorded, so they cost no second pass.
     """
-    stem = cache_folder() / "pixels" / digest("pixels", DECODER_VERSION, identities, size)
+    stem = cache_folder() / "pixels" / digest("pixels", DECODER_VERSION, identities, size, *(["crop"] if crop else []))
     array_path, record_path = stem.with_suffix(".npy"), stem.with_suffix(".json")
     try:
         return _cached(array_path, record_path)
     except (UserError, LookupError, TypeError, ValueError):  # absent or damaged
-        _decode_into(array_path, record_path, images, size)
+        _decode_into(array_path, record_path, images, size, crop)
         return _cached(array_path, record_path)
 
 
@@ -125,7 +125,7 @@ def _cached(array_path: Path, record_path: Path) -> Decoded:
     return Decoded(kept, unreadable, record["checksum"], record["same_picture"], record["traits"])
 
 
-def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSource], size: int) -> None:
+def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSource], size: int, crop: bool) -> None:
     unreadable: dict[str, str] = {}
     traits: Counter[str] = Counter()
     positions: dict[str, list[int]] = {}
@@ -133,7 +133,7 @@ def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSour
     filled = 0
     with new_array(array_path, (len(images), size, size, 3), np.uint8) as pixels, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd files would break the progress bar
-        work = partial(_picture_or_reason, size=size)
+        work = partial(_picture_or_reason, size=size, crop=crop)
         for position, outcome in enumerate(_in_threads(work, images, "Decoding images")):
             if isinstance(outcome, str):
                 unreadable[str(position)] = outcome
@@ -154,24 +154,35 @@ def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSour
         write_json(record_path, record)
 
 
-def _picture_or_reason(image: ImageSource, size: int) -> Picture | str:
+def _picture_or_reason(image: ImageSource, size: int, crop: bool) -> Picture | str:
     try:
-        return decode_image(image, size)
+        return decode_image(image, size, crop)
+    except UnidentifiedImageError:  # it would show the reader's inner workings
+        return "not an image, or damaged at its beginning"
     except DECODER_ERRORS as error:
         return str(error) or type(error).__name__
 
 
-def decode_image(image: ImageSource, size: int) -> Picture:
-    """One image: upright, RGB, squashed to a square."""
+def decode_image(image: ImageSource, size: int, crop: bool = False) -> Picture:
+    """One image: upright, RGB, and its middle square (`crop`) or all of it squashed to a square."""
     with _open(image) as file, Image.open(file) as opened:
         small, converted = min(opened.size) < SMALL_SIDE, opened.mode != "RGB"
+        # MPO is what cameras write: a plain picture with previews behind it.
+        animated = getattr(opened, "is_animated", False) and opened.format != "MPO"
         # Lets the JPEG decoder skip detail that the resize would discard; it never goes below the size asked for.
         opened.draft(None, (2 * size, 2 * size))
         rotated = _orientation(opened) != 1
         upright = ImageOps.exif_transpose(opened) if rotated else opened
-        square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC)
-    found = {"rotated": rotated, "converted": converted, "small": small}
+        box = _middle_square(*upright.size) if crop else None
+        square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC, box)
+    found = {"rotated": rotated, "converted": converted, "animated": animated, "small": small}
     return Picture(np.asarray(square), tuple(name for name, true in found.items() if true))
+
+
+def _middle_square(width: int, height: int) -> tuple[float, float, float, float]:
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
 
 
 def _orientation(image: Image.Image) -> int:

@@ -1,13 +1,16 @@
 """Who holds what: training pairs dealt to clients, by chance or skewed by pseudo-class."""
 
+import hashlib
 import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from ease.errors import UserError
 from ease.seeding import generator, stream_seed
+from ease.storage import cache_folder, digest, read_tensors, write_tensors
 
 MINIMUM_PAIRS = 2
 """InfoNCE over a single pair is constant, so a client with one training pair could not learn."""
@@ -23,6 +26,19 @@ class Shard:
     train_ids: tuple[str, ...]
     train_classes: np.ndarray
     validation_classes: np.ndarray
+
+
+def cached_classes(image: np.ndarray, text: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`pseudo_classes` from the cache, found by what the embeddings hold, or computed now."""
+    content = [(part.shape, hashlib.sha256(np.ascontiguousarray(part).data).hexdigest()) for part in (image, text)]
+    path = cache_folder() / "classes" / f"{digest('classes', count, seed, content)}.safetensors"
+    try:
+        kept = read_tensors(path)
+        return kept["labels"].numpy(), kept["centroids"].numpy()
+    except (UserError, KeyError):  # absent or damaged
+        labels, centroids = pseudo_classes(image, text, count, seed)
+        write_tensors(path, {"labels": torch.from_numpy(labels), "centroids": torch.from_numpy(centroids)})
+        return labels, centroids
 
 
 def pseudo_classes(image: np.ndarray, text: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

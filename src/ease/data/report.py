@@ -1,28 +1,28 @@
 """What was found while data was read: counts that a person should see before training on it."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+from ease.model.backbones import Backbone
 
-SHORT_CAPTION = 60
-"""So few characters fit every text encoder: the shortest context holds 31 words."""
-LAST_WORD = re.compile(r"\w+\W*$")
+LAST_WORD = re.compile(r"(?:[^\W\u0e00-\uffff]+|\w)\W*$")
+"""Of writing without spaces between words, such as Thai, Chinese or Japanese, the last letter."""
 
 FINDINGS = {
-    "joined": "{:,} rows joined with an earlier row of the same image",
-    "without_caption": "{:,} images left out: no caption",
-    "unreadable": "{:,} images left out: not readable",
-    "blank_captions": "{:,} blank captions dropped",
-    "cut_captions": "{:,} captions cut: longer than the text encoder reads",
-    "over_five": "{:,} images with more than five captions: first five used",
-    "under_five": "{:,} images with fewer than five captions: repeated up to five",
-    "same_picture": "{:,} images with the picture of another id: forgetting one leaves the other",
-    "rotated": "{:,} images turned upright as their EXIF note says",
-    "converted": "{:,} images converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
-    "small": "{:,} images of less than 16 pixels in width or height: kept",
+    "joined": "{} row{s} joined with an earlier row of the same image",
+    "without_caption": "{} image{s} left out: no caption",
+    "unreadable": "{} image{s} left out: not readable",
+    "blank_captions": "{} blank caption{s} dropped",
+    "cut_captions": "{} caption{s} cut: longer than the text encoder reads",
+    "over_five": "{} image{s} with more than five captions: first five used",
+    "under_five": "{} image{s} with fewer than five captions: repeated up to five",
+    "same_picture": "{} image{s} with the picture of another id: forgetting one leaves the other",
+    "rotated": "{} image{s} turned upright by the EXIF note",
+    "converted": "{} image{s} converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
+    "animated": "{} image{s} with several frames: first one used",
+    "small": "{} image{s} of less than 16 pixels in width or height: kept",
 }
 """Each count in words, in the order in which they are shown."""
 
@@ -43,25 +43,30 @@ class DataReport:
     same_picture: int = 0
     rotated: int = 0
     converted: int = 0
+    animated: int = 0
     small: int = 0
     listings: tuple[Path, ...] = ()
     """Files that name every unreadable image and every picture with several ids."""
+
+    def counts(self) -> dict[str, int]:
+        """What occurred, and how often."""
+        return {name: count for name in FINDINGS if (count := getattr(self, name))}
 
     def lines(self) -> Iterator[str]:
         """The report in words; what did not occur is not mentioned."""
         total = sum(self.splits.values())
         yield f"{total:,} pairs: " + ", ".join(f"{count:,} {split}" for split, count in self.splits.items())
-        for name, sentence in FINDINGS.items():
-            if count := getattr(self, name):
-                yield "  " + sentence.format(count)
+        for name, count in self.counts().items():
+            yield "  " + FINDINGS[name].format(f"{count:,}", s="" if count == 1 else "s")
         for path in self.listings:
             yield f"  listed in {path}"
 
 
-def count_cut(captions: Iterable[Sequence[str]], tokenize: Callable[[Sequence[str]], Tensor]) -> int:
+def count_cut(captions: Iterable[Sequence[str]], backbone: Backbone) -> int:
     """Captions whose end the tokenizer drops: without their last word they give the same tokens."""
-    long = sorted({text for texts in captions for text in texts if len(text) > SHORT_CAPTION})
+    # In practice no tokenizer makes more tokens than there are bytes, and two for the start and the end.
+    long = sorted({text for texts in captions for text in texts if len(text.encode()) + 2 > backbone.context})
     if not long:
         return 0
-    whole, shortened = tokenize([*long, *(LAST_WORD.sub("", text) for text in long)]).chunk(2)
+    whole, shortened = backbone.tokenize([*long, *(LAST_WORD.sub("", text) for text in long)]).chunk(2)
     return int((whole == shortened).all(dim=1).sum())

@@ -24,6 +24,10 @@ SPLIT_NAMES = {
 }
 """The name of a split in a file, in small letters, and ours. `restval`, COCO's spare part, is trained on."""
 NAMED_IN_MESSAGE = 3
+PACKED = (b"\x1f\x8b", b"PK\x03\x04")
+"""How gzip and zip files begin."""
+MOST_UNREADABLE = 0.1
+"""Share of the images up to which unreadable ones are left out; more mean a wrong folder, not some bad files."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +49,31 @@ class Row:
 
 
 def pairs_from_rows(
-    rows: Sequence[Row], source: Path, size: int, held_out_share: float = 0.2, skip_corrupt: bool = False
+    rows: Sequence[Row],
+    source: Path,
+    size: int,
+    crop: bool = False,
+    held_out_share: float = 0.2,
+    strict: bool = False,
 ) -> PairSet:
     """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`."""
     if not rows:
         raise UserError(f"{source}: no images listed; give at least one image with captions")
     joined = _join(rows)
     written = [len(row.captions) for row in joined]
-    cleaned = [replace(row, captions=tuple(filter(None, map(str.strip, row.captions)))) for row in joined]
+    cleaned = [replace(row, captions=tuple(text.strip() for text in row.captions if _shows(text))) for row in joined]
     captioned = [row for row in cleaned if row.captions]
     if not captioned:
         raise UserError(f"{source}: none of the {len(cleaned)} images has a caption; add captions")
 
     identities, missing = identify([row.image for row in captioned])
-    present, missing_list = _leave_out(captioned, missing, source, skip_corrupt)
-    decoded = decode([row.image for row in present], identities, size)
-    kept, corrupt_list = _leave_out(present, decoded.unreadable, source, skip_corrupt)
-    twins = [", ".join(present[position].id for position in group) for group in decoded.same_picture]
+    _check_readable(captioned, missing, source, strict)  # before the long decoding
+    present = [position for position in range(len(captioned)) if position not in missing]
+    decoded = decode([captioned[position].image for position in present], identities, size, crop)
+    unreadable = missing | {present[place]: reason for place, reason in decoded.unreadable.items()}
+    unreadable_list = _check_readable(captioned, unreadable, source, strict)
+    kept = [row for position, row in enumerate(captioned) if position not in unreadable]
+    twins = [", ".join(captioned[present[place]].id for place in group) for group in decoded.same_picture]
 
     ids = tuple(row.id for row in kept)
     captions = tuple(_exactly_five(row.captions) for row in kept)
@@ -70,16 +82,21 @@ def pairs_from_rows(
         splits={split: splits.count(split) for split in SPLITS},
         joined=len(rows) - len(joined),
         without_caption=len(cleaned) - len(captioned),
-        unreadable=len(captioned) - len(kept),
+        unreadable=len(unreadable),
         blank_captions=sum(written) - sum(len(row.captions) for row in cleaned),
         over_five=sum(len(row.captions) > CAPTIONS_PER_IMAGE for row in kept),
         under_five=sum(len(row.captions) < CAPTIONS_PER_IMAGE for row in kept),
         same_picture=sum(map(len, decoded.same_picture)),
-        listings=(*missing_list, *corrupt_list, *_listing("same-picture", twins)),
+        listings=(*unreadable_list, *_listing("same-picture", twins)),
         **decoded.traits,
     )
     fingerprint = digest("pairs", size, ids, captions, splits, decoded.checksum)
     return PairSet(ids, captions, decoded.pixels, splits, fingerprint, report)
+
+
+def _shows(caption: str) -> bool:
+    """Whether there is anything to read: spaces and control characters alone say nothing."""
+    return any(letter.isprintable() and not letter.isspace() for letter in caption)
 
 
 def _join(rows: Iterable[Row]) -> list[Row]:
@@ -92,7 +109,7 @@ def _join(rows: Iterable[Row]) -> list[Row]:
         if row.image != first.image:
             raise UserError(
                 f"{row.where}: id {row.id!r} is already used by {first.where} for another image; "
-                "every image needs its own id: remove or rename one"
+                "every image needs its own id: rename one or give it an `id`"
             )
         if row.split != first.split:
             raise UserError(
@@ -104,22 +121,22 @@ def _join(rows: Iterable[Row]) -> list[Row]:
     return list(joined.values())
 
 
-def _leave_out(
-    rows: list[Row], reasons: dict[int, str], source: Path, skip_corrupt: bool
-) -> tuple[list[Row], tuple[Path, ...]]:
-    """The rows that can be read, and the file that lists the others; an error unless the user lets them go."""
+def _check_readable(rows: Sequence[Row], reasons: dict[int, str], source: Path, strict: bool) -> tuple[Path, ...]:
+    """The file that lists the unreadable images; an error if there are too many, or if the user wants every image."""
     problems = [f"{rows[position].name} ({reason})" for position, reason in sorted(reasons.items())]
     listing = _listing("unreadable", problems)
-    if problems and not skip_corrupt:
-        more = len(problems) - NAMED_IN_MESSAGE
-        others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
-        raise UserError(
-            f"{source}: cannot read {len(problems)} of {len(rows)} images: {', '.join(problems[:NAMED_IN_MESSAGE])}"
-            f"{others}; mend or remove them (all are listed in {listing[0]}) or set `data.skip_corrupt = true`"
-        )
-    if len(problems) == len(rows):
-        raise UserError(f"{source}: none of the {len(rows)} images can be read; check the image folder")
-    return [row for position, row in enumerate(rows) if position not in reasons], listing
+    too_many = len(problems) > MOST_UNREADABLE * len(rows)
+    if not too_many and not (strict and problems):
+        return listing
+    more = len(problems) - NAMED_IN_MESSAGE
+    others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
+    remedy = (
+        f"so many mean a wrong folder: check data.path and data.images, or mend them (all are listed in {listing[0]})"
+        if too_many
+        else f"mend or remove them (all are listed in {listing[0]}) or set data.strict = false"
+    )
+    named = f"{', '.join(problems[:NAMED_IN_MESSAGE])}{others}"
+    raise UserError(f"{source}: cannot read {len(problems)} of {len(rows)} images: {named}; {remedy}")
 
 
 def _listing(kind: str, lines: Sequence[str]) -> tuple[Path, ...]:
@@ -143,13 +160,19 @@ def split_by_id(pair_id: str, held_out_share: float) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a user's file, less a byte order mark."""
+    """The text of a user's file with plain line ends, less a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check data.path") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder; name the file in it") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
+    if content.startswith(PACKED):
+        raise UserError(f"{path}: is a compressed file; unpack it and name what was in it")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
 
@@ -200,13 +223,21 @@ def check_split(value: Any, where: str) -> str:
     return known
 
 
-def check_relative_path(value: Any, where: str) -> PurePosixPath:
-    """A path that stays inside its folder by its own words; links the owner put in the folder are followed."""
+def check_relative_path(value: Any, where: str, folder: Path | None = None) -> PurePosixPath:
+    """A path that stays inside its folder by its own words; links the owner put in the folder are followed.
+
+    Absolute paths are taken if they lie in `folder`, and backslashes are what Windows writes between folders.
+    """
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise UserError(f"{where}: must be the relative path of an image, got {value!r}; name the image file")
-    path = PurePosixPath(value)
+        raise UserError(f"{where}: must be the path of an image, got {value!r}; name the image file")
+    if "://" in value:
+        raise UserError(f"{where}: {value!r} is a web address; download the image and name its file")
+    path = PurePosixPath(value.replace("\\", "/"))
+    if path.is_absolute() and folder is not None:
+        real, root = Path(path.parent).resolve() / path.name, folder.resolve()
+        path = PurePosixPath(real.relative_to(root)) if real.is_relative_to(root) else path
     if path.is_absolute() or ".." in path.parts:
-        raise UserError(f"{where}: {value!r} leaves the image folder; use a path inside it")
+        raise UserError(f"{where}: {value!r} leaves the image folder; name one that holds all images in data.images")
     return path
 
 

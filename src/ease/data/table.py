@@ -18,7 +18,7 @@ Entries = Iterator[tuple[str, dict[str, Any]]]
 
 IMAGE_COLUMNS = ("image", "file_name")
 CAPTION_COLUMNS = ("captions", "caption", "text")
-"""The first that is there counts; without any, all of `caption_0`, `caption_1` and so on."""
+"""The first that holds something counts; without any, all of `caption_0`, `caption_1` and so on."""
 NUMBERED_CAPTION = re.compile(r"caption_?(\d+)")
 
 
@@ -53,7 +53,7 @@ def row_of(entry: dict[str, Any], where: str, folder: Path, number: str) -> Row:
     if isinstance(pair_id, bool) or not isinstance(pair_id, str | int) or not str(pair_id).strip():
         raise UserError(f"{where}: id: must be text or a whole number, got {pair_id!r}; write it in quotes")
     named = entry.get("split")
-    split = check_split(named, f"{where}: split") if named is not None else None
+    split = check_split(named, f"{where}: split") if named not in (None, "") else None
     return Row(str(pair_id), image, _captions(entry, where), split, where)
 
 
@@ -62,18 +62,19 @@ def _image(entry: dict[str, Any], where: str, folder: Path) -> tuple[ImageSource
     column = next((name for name in IMAGE_COLUMNS if entry.get(name) is not None), None)
     if column is None:
         found = ", ".join(map(str, entry))
-        raise UserError(f"{where}: `image` is missing; name the image file of this row (there is: {found})")
+        raise UserError(f"{where}: `image` or `file_name` is missing; name the image file (there is: {found})")
     value = entry[column]
     content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
     if isinstance(content, memoryview):
         return content, PurePosixPath(path).stem if path else None
-    relative = check_relative_path(content if content is not None else path, f"{where}: {column}")
+    relative = check_relative_path(content if content is not None else path, f"{where}: {column}", folder)
     return folder / relative, relative.with_suffix("").as_posix()
 
 
 def _captions(entry: dict[str, Any], where: str) -> tuple[str, ...]:
-    column = next((name for name in CAPTION_COLUMNS if name in entry), None)
-    if column is not None:
+    present = [name for name in CAPTION_COLUMNS if name in entry]
+    if present:
+        column = next((name for name in present if entry[name] is not None), present[0])
         value = entry[column]
         texts = value if isinstance(value, list) else [value]
         return tuple(check_caption(text, f"{where}: {column}[{index}]") for index, text in enumerate(texts))
@@ -98,18 +99,19 @@ def _jsonl(path: Path) -> Entries:
 
 
 def _csv(path: Path) -> Entries:
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
-    while True:
-        try:
-            entry = next(reader, None)
-        except csv.Error as error:
-            raise UserError(f"{path}: line {reader.line_num}: not valid CSV ({error}); mend the quotes") from error
-        if entry is None:
-            return
-        where = f"{path}: line {reader.line_num}"
-        if None in entry:
-            raise UserError(f"{where}: more cells than columns; put captions with commas in quotes")
-        yield where, {name: _cell(text) for name, text in entry.items()}
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True, skipinitialspace=True)
+    try:
+        reader.fieldnames = columns = [name.strip().lower() for name in reader.fieldnames or ()]
+        other = next((sign for sign in ";\t|" if len(columns) == 1 and sign in columns[0]), None)
+        if other is not None:
+            raise UserError(f"{path}: its columns are parted by {other!r}; save it with commas")
+        for entry in reader:
+            where = f"{path}: line {reader.line_num}"
+            if None in entry:
+                raise UserError(f"{where}: more cells than columns; put captions with commas in quotes")
+            yield where, {name: _cell(text) for name, text in entry.items()}
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num}: not valid CSV ({error}); mend the quotes") from error
 
 
 def _cell(text: str | None) -> Any:

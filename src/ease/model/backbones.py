@@ -41,6 +41,10 @@ class Backbone(Protocol):
     """Hash of the weights; caches of activations are keyed by it."""
     image_size: int
     """Side in pixels of the square RGB input."""
+    crop: bool
+    """Whether that is the middle of a picture; else it is all of it, squashed."""
+    context: int
+    """Most tokens of a caption, start and end included; what is longer is cut."""
 
     @property
     def image(self) -> Tower:

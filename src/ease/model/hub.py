@@ -210,11 +210,20 @@ FAMILIES = {
 
 
 class HubBackbone(nn.Module):
-    def __init__(self, name: str, fingerprint: str, image: ImageTower, text: HubTower, tokenizer: Any, context: int):
+    def __init__(
+        self,
+        name: str,
+        fingerprint: str,
+        image: ImageTower,
+        text: HubTower,
+        tokenizer: Any,
+        context: int,
+        crop: bool = False,
+    ):
         super().__init__()
         self.name, self.fingerprint = name, fingerprint
         self.image, self.text = image, text
-        self.image_size = image.size
+        self.image_size, self.crop = image.size, crop
         self.tokenizer, self.context = tokenizer, context
         self.requires_grad_(False).eval()
 
@@ -271,6 +280,7 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
         text_tower(model),
         tokenizer,
         model.config.text_config.max_position_embeddings,
+        bool(getattr(processor, "do_center_crop", False)),  # CLIP's does, SigLIP's squashes
     )
     return (backbone.halve() if on_cuda else backbone).to(device)
 
@@ -309,7 +319,12 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         part = "preprocessor_config.json"
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except ImportError as error:  # such as sentencepiece and protobuf, which read SigLIP's vocabulary
+        raise UserError(
+            f'model.backbone = "{name}": a library that reads its {part} is missing ({_first_sentence(error)}); '
+            'pip install "ease-unlearning[hf]"'
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(_missing(checkpoint, name, part)) from error
     if loading["missing_keys"]:
         # transformers would draw these at random and go on.
@@ -318,6 +333,10 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
             f'model.backbone = "{name}": the weights in {folder} lack {absent}; save the complete model there'
         )
     return model, tokenizer, processor
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0]
 
 
 def _missing(checkpoint: str, name: str, part: str) -> str:

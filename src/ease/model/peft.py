@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ease.errors import UserError
 from ease.model.lora import LoraLinear
-from ease.storage import read_json, read_tensors, write_json, write_tensors
+from ease.storage import digest, read_json, read_tensors, sha256, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -23,8 +23,17 @@ PLAIN = {
     "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
+    "fan_in_fan_out": False,
+    "use_qalora": False,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "velora_config": None,
 }
 """What a plain LoRA adapter says of itself; with anything else a layer is more than W + scale · B·A."""
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How the names of starts begin that take something out of W: the file alone does not give the layer."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,20 @@ def write_adapter(folder: Path, adapter: Adapter, checkpoint: str) -> list[Path]
 
 def read_adapter(folder: Path) -> Adapter:
     """Read a plain LoRA adapter; kinds whose product is more than scale · B·A are refused."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name}: no such file; name the folder that PEFT's save_pretrained wrote")
     settings = read_json(folder / CONFIG)
     for key, plain in PLAIN.items():
         value = settings.get(key, plain) if isinstance(settings, dict) else None
         if value != plain and (value or plain):
             raise UserError(f"{folder / CONFIG}: {key} is {value!r}; only plain LoRA adapters can be imported")
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED_BASE):
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights is {start!r}, which changes the base model; save it again with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
     tensors = read_tensors(folder / WEIGHTS)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
     if {f"{PREFIX}{layer}{part}" for layer in layers for part in (A, B)} != set(tensors) or not layers:
@@ -82,6 +100,11 @@ def read_adapter(folder: Path) -> Adapter:
         _scale(settings, folder / CONFIG),
         {layer: (tensors[f"{PREFIX}{layer}{A}"].float(), tensors[f"{PREFIX}{layer}{B}"].float()) for layer in layers},
     )
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """Hash of what an adapter is made of."""
+    return digest("adapter", *(sha256(folder / name) for name in (CONFIG, WEIGHTS)))
 
 
 def _scale(settings: dict[str, Any], path: Path) -> float:

@@ -1,6 +1,7 @@
 """The `photos` backbone: EfficientNet-Lite2 and MiniLM as fixed features, with weights from pip packages only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,23 @@ LITE2_SHA256 = "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d
 
 
 class FixedTower(nn.Module):
-    """A tower whose output is all computed in `prefix`: no block can carry adapters."""
+    """A tower whose output is all computed in `prefix`: no block can carry adapters.
+
+    Its network is loaded when it is first asked for: with every feature in the cache it never is.
+    """
 
     depth = 0
     width: int
+
+    def __init__(self, load: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.load = load
+        self.network: Any = None
+
+    def loaded(self, device: torch.device) -> Any:
+        if self.network is None:
+            self.network = self.load().requires_grad_(False).eval().to(device)
+        return self.network
 
     def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
         return states
@@ -38,10 +52,6 @@ class FixedTower(nn.Module):
 class ImageTower(FixedTower):
     width = 1280
 
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network: Any = network  # efficientnet_lite_pytorch has no types
-
     def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, None]:
         """uint8 [n, height, width, 3] -> [n, 1280]."""
         # Permuting rows of RGB gives channels_last without a copy, the faster layout for these convolutions.
@@ -50,27 +60,24 @@ class ImageTower(FixedTower):
             pixels = functional.interpolate(pixels, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
         at_once = CPU_IMAGES_AT_ONCE if inputs.device.type == "cpu" else max(len(inputs), 1)
         parts = ((pixels - 127) / 128).split(at_once)
-        return torch.cat([self.network.extract_features(part).mean(dim=(2, 3)) for part in parts]), None
+        network = self.loaded(inputs.device)
+        return torch.cat([network.extract_features(part).mean(dim=(2, 3)) for part in parts]), None
 
 
 class TextTower(FixedTower):
     width = 384
 
-    def __init__(self, network: nn.Module, pad_id: int) -> None:
-        super().__init__()
-        self.network = network
-        self.pad_id = pad_id
-
     def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, None]:
         """Integer tokens [n, tokens] -> [n, 384]."""
-        real = inputs != self.pad_id
+        network = self.loaded(inputs.device)
+        real = inputs != network.config.pad_token_id
         lengths = real.sum(dim=1)
         features = torch.empty(len(inputs), self.width, device=inputs.device)
         # By length, so that short captions do not pay for the padding of long ones.
         for rows in lengths.argsort(stable=True).split(CAPTIONS_AT_ONCE):
             longest = int(lengths[rows].max())
             mask = real[rows, :longest]
-            states = self.network(input_ids=inputs[rows, :longest], attention_mask=mask.long()).last_hidden_state
+            states = network(input_ids=inputs[rows, :longest], attention_mask=mask.long()).last_hidden_state
             features[rows] = (states * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
         return features, None
 
@@ -78,14 +85,23 @@ class TextTower(FixedTower):
 class PhotosBackbone(nn.Module):
     name = "photos"
     image_size = IMAGE_SIZE
+    crop = False
+    context = MAX_TOKENS
 
-    def __init__(self, image: ImageTower, text: TextTower, tokenizer: Any, fingerprint: str) -> None:
+    def __init__(self, lite2: Path, minilm: Path) -> None:
         super().__init__()
-        self.image = image
-        self.text = text
-        self.tokenizer = tokenizer
-        self.fingerprint = fingerprint
-        self.requires_grad_(False).eval()
+        self.image = ImageTower(partial(_load_lite2, lite2))
+        self.text = TextTower(partial(_load_minilm, minilm.parent))
+        self.vocabulary = minilm.parent
+        self.fingerprint = digest("photos", sha256(lite2), sha256(minilm))
+        self.eval()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        with quiet_transformers():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(self.vocabulary, local_files_only=True)
 
     def train(self, mode: bool = True) -> "PhotosBackbone":
         """Stays in evaluation mode: training mode would change the batch statistics of frozen layers."""
@@ -100,13 +116,8 @@ class PhotosBackbone(nn.Module):
 
 
 def load_photos() -> PhotosBackbone:
-    """Load both towers on the CPU, frozen, from the installed packages."""
-    lite2, minilm = _weight_files()
-    text_network, tokenizer = _load_minilm(minilm.parent)
-    fingerprint = digest("photos", sha256(lite2), sha256(minilm))
-    return PhotosBackbone(
-        ImageTower(_load_lite2(lite2)), TextTower(text_network, tokenizer.pad_token_id), tokenizer, fingerprint
-    )
+    """Both towers, frozen, from the installed packages."""
+    return PhotosBackbone(*_weight_files())
 
 
 def _weight_files() -> tuple[Path, Path]:
@@ -157,9 +168,8 @@ def _lite2_tensors(pickled: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_minilm(folder: Path) -> tuple[nn.Module, Any]:
+def _load_minilm(folder: Path) -> nn.Module:
     with quiet_transformers():
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel
 
-        network = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
-        return network, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)

@@ -232,6 +232,8 @@ class TinyBackbone(nn.Module):
 
     name = "tiny"
     image_size = IMAGE_SIZE
+    crop = False
+    context = CONTEXT
 
     def __init__(self, vocabulary: Sequence[str], fingerprint: str = "untrained") -> None:
         super().__init__()

@@ -146,6 +146,12 @@ def test_without_pairs_of_the_class_there_is_no_attack() -> None:
         choose_candidates(SHARDS, ClassRequest(classes=(2,)), OTHERS[:20], np.zeros(20, dtype=np.int64), IDS, 0)
 
 
+def test_a_single_pair_is_no_ground_for_an_attack() -> None:
+    single = SampleRequest(ids=SHARDS[0].train_ids[:1])
+    with pytest.raises(UserError, match="names 1 pair: attacks compare many pairs"):
+        choose_candidates(SHARDS, single, OTHERS, OTHER_CLASSES, IDS, 0)
+
+
 # --- what a shadow holds ---
 
 

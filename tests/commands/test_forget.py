@@ -182,6 +182,16 @@ def test_words_that_fit_no_class_show_the_nearest(refused, run: Path) -> None:
     refused(run, ["--class", word], f"--class {word!r}: fits no pseudo-class well", nearest, "use other words")
 
 
+def test_a_single_photo_is_forgotten(ease, run: Path, tmp_path: Path) -> None:
+    """Its recall is measured among test pairs: alone it would always be found."""
+    one = World.open(Run.load(run).config).shards[1].train_ids[0]
+    result = ease("forget", run, "--samples", ids_file(tmp_path, one), "--json", "--quiet")
+    assert result.code == 0, result.err
+    metrics = json.loads(result.out)["metrics"]
+    assert metrics["gallery"] >= 20
+    assert metrics["retain/recall@10"] > metrics["test/recall@10"] > 0
+
+
 def test_a_wrong_list_of_samples_is_one_line(refused, run: Path, tmp_path: Path) -> None:
     world = World.open(Run.load(run).config)
     known = world.shards[0].train_ids[0]

@@ -73,6 +73,11 @@ def choose_candidates(
     forget = np.concatenate([shard.train[mask] for shard, mask in zip(shards, masks, strict=True)])
     classes = np.concatenate([shard.train_classes[mask] for shard, mask in zip(shards, masks, strict=True)])
     home = np.concatenate([np.full(mask.sum(), shard.client) for shard, mask in zip(shards, masks, strict=True)])
+    if len(forget) < 2:
+        raise UserError(
+            f"the request names {len(forget)} pair: attacks compare many pairs and need 2 at least, better 30; look at "
+            "its ranks in `ease report` instead, or audit a request with more pairs"
+        )
     order = rng.permutation(len(others))
     chosen = order[match_classes(classes, other_classes[order])]
     if len(chosen) < 2:

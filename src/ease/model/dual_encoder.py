@@ -38,7 +38,7 @@ class ModelConfig(Config):
     checkpointing: bool = False
     """Checkpoints of transformers: less memory for more time, the inner activations of a block are computed twice."""
     compile: bool = False
-    """Checkpoints of transformers: fuse the operations of each block; the first steps take a minute longer."""
+    """Checkpoints of transformers: fuse the operations of each block; slow to start, then faster."""
     hidden: int = Field(256, ge=1)
     """Width of the projectors' hidden layer."""
     embedding: int = Field(256, ge=2)
@@ -158,14 +158,13 @@ def first_adapted(tower: Tower, config: ModelConfig) -> int:
 
 def _set_up(tower: Tower, first: int, config: ModelConfig, name: str) -> None:
     """Turn on what a tower offers to save memory or time."""
-    wanted = {"checkpointing": config.checkpointing, "compile": config.compile}
-    if not isinstance(tower, HubTower):
-        for option in (option for option, on in wanted.items() if on):
-            raise UserError(f"model.{option}: {name} is small and has none; leave it off")
-        return
-    tower.checkpointing = config.checkpointing
-    if config.compile:
-        tower.compile_blocks(first)
+    if isinstance(tower, HubTower):
+        tower.checkpointing = config.checkpointing
+        if config.compile:
+            tower.compile_blocks(first)
+    elif config.checkpointing or config.compile:
+        option = "checkpointing" if config.checkpointing else "compile"
+        raise UserError(f"model.{option}: {name} is small and has none; leave it off")
 
 
 def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, seed: int) -> None:

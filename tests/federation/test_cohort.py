@@ -155,5 +155,26 @@ def test_a_batch_that_does_not_fit_alone_is_one_clear_line(world, local_job, mon
     monkeypatch.setattr(cohort_module, "train_together", train)
     pool, job = world.federation.data[0].train, local_job(batch_size=77)
     one = pupil(world.initial(), np.arange(8), 5, job, generator(0, "draw"))
-    with pytest.raises(UserError, match=r"training\.batch_size = 77.*model\.checkpointing"):
+    with pytest.raises(UserError, match=r"training\.batch_size = 77.*choose a smaller one"):
         list(train_in_groups(world.model, pool, [one, one], job, Room(512)))
+
+
+def test_a_batch_that_fits_with_checkpointing_is_trained_with_it(monkeypatch) -> None:
+    """One that does not fit alone is tried again once memory is saved; the next one needs no second try."""
+    model = type("Model", (), {"saving": False})()
+    tried = []
+
+    def save_memory() -> bool:
+        already, model.saving = model.saving, True
+        return not already
+
+    def train(model, examples, group, job):
+        tried.append((len(group), model.saving))
+        if not model.saving:
+            raise torch.OutOfMemoryError
+        return list(group)
+
+    model.save_memory = save_memory
+    monkeypatch.setattr(cohort_module, "train_together", train)
+    assert list(train_in_groups(model, None, [0, 1], None, Room(2))) == [0, 1]  # type: ignore[arg-type]
+    assert tried == [(2, False), (1, False), (1, True), (1, True)]

@@ -280,6 +280,13 @@ def test_checkpointing_changes_no_gradient(checkpoint, family: str) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
+def test_memory_can_be_saved_once(checkpoint) -> None:
+    model = adapted(checkpoint("clip"))
+    assert model.save_memory() and model.image.tower.checkpointing and model.text.tower.checkpointing
+    assert not model.save_memory()
+    assert not DualEncoder(load_backbone("tiny"), ModelConfig(), seed=0).save_memory()
+
+
 @pytest.mark.parametrize("option", ["checkpointing", "compile"])
 def test_what_only_large_towers_offer_is_refused_elsewhere(option: str) -> None:
     with pytest.raises(UserError, match=rf"model\.{option}"):

@@ -114,17 +114,20 @@ class Room:
 def train_in_groups(
     model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob, room: Room
 ) -> Iterator[Lesson]:
-    """Train pupils in groups that keep the device busy, and in smaller ones where its memory does not suffice."""
+    """Train pupils in groups that keep the device busy, and in smaller ones where its memory does not suffice.
+
+    One that does not fit alone is tried once more with the activations inside of blocks computed twice.
+    """
     done = 0
     while done < len(pupils):
         group = pupils[done : done + room.models]
         try:
             lessons = train_together(model, examples, group, job)
         except torch.OutOfMemoryError as error:
-            if len(group) == 1:
+            if len(group) == 1 and not model.save_memory():
                 raise UserError(
                     f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
-                    f"{examples.device}; choose a smaller one, or set model.checkpointing = true"
+                    f"{examples.device}; choose a smaller one"
                 ) from error
             lessons = []
         if not lessons:  # outside of the handler, which would keep the failed attempt's tensors alive

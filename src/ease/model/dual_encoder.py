@@ -127,6 +127,14 @@ class DualEncoder(nn.Module):
         """The shared A matrices, which belong to the model but are never trained or sent."""
         return {name: tensor for name, tensor in self.named_buffers() if name.endswith(".A")}
 
+    def save_memory(self) -> bool:
+        """Turn checkpointing on, which changes no number; False where it is on already, or there is none."""
+        towers = [branch.tower for branch in (self.image, self.text) if isinstance(branch.tower, HubTower)]
+        saved = [tower for tower in towers if not tower.checkpointing]
+        for tower in saved:
+            tower.checkpointing = True
+        return bool(saved)
+
     def forward(self, modality: Modality, states: Tensor, mask: Tensor | None = None) -> Tensor:
         return getattr(self, modality)(states, mask)
 

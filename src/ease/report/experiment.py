@@ -37,11 +37,16 @@ def experiment_section(results: Mapping[str, Any]) -> Markup:
         tag("p", tag("code", bench.header.command), f" {seeds} seed{'s' if seeds > 1 else ''}.", class_="small"),
         _nearest(found),
         *(_drawing(encode(figure, "svg"), CAPTIONS[kind]) for kind, figure in draw(results).items()),
-        *(tag("p", note, class_="small") for note in (notes(found) if found else [])),
+        *(tag("p", *_with_code(note), class_="small") for note in (notes(found) if found else [])),
         *(_sheet(sheet) for sheet in found),
         _overlaps(bench) if bench.subspaces else None,
         aria_labelledby="experiment",
     )
+
+
+def _with_code(note: str) -> list[Markup | str]:
+    """Markdown's code marks as the page has them."""
+    return [tag("code", part) if number % 2 else part for number, part in enumerate(note.split("`"))]
 
 
 def _nearest(found: Sequence[Sheet]) -> Markup | None:

@@ -229,7 +229,7 @@ def header(experiment: Experiment) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
-        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "machine": {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()},
     }
 
 

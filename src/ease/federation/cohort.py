@@ -15,14 +15,13 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.local import batches, learning_rates, lock_pull, probe_parts, probed
+from ease.federation.local import assignment_of, batches, learning_rates, lock_pulls, probe_parts, probed
 from ease.federation.objectives import OBJECTIVES, Draw, Objective, embed_states
 from ease.federation.protocol import LocalJob, Lock, Update
 from ease.federation.simulation import Simulation
 from ease.federation.ternary import encode
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
-from ease.seeding import generator
 
 TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
@@ -79,7 +78,8 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
         with torch.no_grad():
             gradients = dict(zip(stack, found, strict=True))
             if lock is not None:
-                _add_lock(gradients, tensors, lock)
+                for name, pull in _lock_pulls(tensors, lock).items():
+                    gradients[name].add_(pull, alpha=2 * lock.strength)
             if job.clip is not None:
                 gradients = _clipped(gradients, job.clip)
             for name, gradient in gradients.items():
@@ -192,18 +192,10 @@ def _info_nce(image: Tensor, text: Tensor, valid: Tensor | None, temperature: fl
     return each.sum(1) / valid.sum(1)
 
 
-def _add_lock(gradients: dict[str, Tensor], tensors: Mapping[str, Tensor], lock: Lock) -> None:
-    """The Forget Lock's gradient for every pupil, as `add_lock_gradient` has it for one."""
-    for block in lock.reference.blocks:
-        own = {name: tensors[name].detach() for name in block.tensors}
-        if lock.importance is not None:
-            pull = {name: lock.importance[name] * (own[name] - lock.reference[name]) for name in own}
-        elif block.name in lock.bases:
-            pull = torch.func.vmap(lambda values, block=block: lock_pull(block, values, lock))(own)
-        else:
-            continue
-        for name, part in pull.items():
-            gradients[name].add_(part, alpha=2 * lock.strength)
+def _lock_pulls(tensors: Mapping[str, Tensor], lock: Lock) -> dict[str, Tensor]:
+    """What the Forget Lock adds to every pupil's gradient."""
+    own = {name: tensor.detach() for name, tensor in tensors.items()}
+    return torch.func.vmap(lambda values: lock_pulls(values, lock))(own)
 
 
 def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
@@ -280,22 +272,13 @@ class Cohort(Simulation):
     def _train(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Update]:
         """Train clients in one pass for each objective that they decide for."""
         able: dict[str, list[tuple[int, int, Pupil]]] = {}
-        updates = {}
+        updates = {client: Update(client, 0, None) for client in clients}
         on_device = params.to(self.pool.device)
         for client in clients:
-            data, objective, chosen = self.data[client], OBJECTIVES[job.objective], job.objective
-            positions = data.select(job)
-            if len(positions) < objective.fewest:
-                updates[client] = Update(client, 0, None)
-                continue
-            if objective.decide is not None:
-                chosen = objective.decide(self.model, on_device, data, job)
-                objective = OBJECTIVES[chosen]
-            assert objective.draw is not None  # `_together` lets no measurement through
-            rng = generator(job.seed, job.stream, job.round, client)
-            draws = [objective.draw(data, batch, job, rng) for batch in batches(positions, job, rng)]
-            placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in draws)
-            able.setdefault(chosen, []).append((client, len(positions), Pupil(params, placed)))
+            assignment = assignment_of(self.model, on_device, self.data[client], job)
+            if assignment is not None:
+                placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in assignment.draws)
+                able.setdefault(assignment.objective, []).append((client, assignment.pairs, Pupil(params, placed)))
         for chosen, entries in able.items():
             part = replace(job, objective=chosen)
             lessons = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.room)

@@ -1,7 +1,7 @@
 """The one local training loop: what a client does with a job, wherever it runs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ease.federation.client import ClientData
-from ease.federation.objectives import OBJECTIVES
+from ease.federation.objectives import OBJECTIVES, Draw
 from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, pack
 from ease.federation.sophia import SophiaG
 from ease.federation.ternary import encode
@@ -48,19 +48,12 @@ def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
 
 def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     """Local epochs from `params`; the update is the difference of parameters. A client without pairs abstains."""
-    positions = client.select(job)
-    objective = OBJECTIVES[job.objective]
-    if len(positions) < objective.fewest:
+    assignment = assignment_of(model, params, client, job)
+    if assignment is None:
         return Update(client.shard.client, 0, None)
-    if objective.decide is not None:
-        objective = OBJECTIVES[objective.decide(model, params, client, job)]
-    assert objective.draw is not None  # `work` sends measurements elsewhere
     tensors = {name: tensor.clone().requires_grad_() for name, tensor in params.tensors.items()}
     optimiser = _optimiser(job, params, tensors)
-    rng = generator(job.seed, job.stream, job.round, client.shard.client)
-    draws = [
-        objective.draw(client, chosen, job, rng).to(client.train.device) for chosen in batches(positions, job, rng)
-    ]
+    objective, draws = OBJECTIVES[assignment.objective], [draw.to(client.train.device) for draw in assignment.draws]
     losses = []
     for draw, states in zip(draws, client.train.feed([(d.rows, d.captions) for d in draws]), strict=True):
         whole = tensors if job.sparse is None else job.sparse.expand(tensors)
@@ -78,7 +71,32 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     delta = params.zip(
         lambda before, after: after - before, Params({n: t.detach() for n, t in tensors.items()}, params.blocks)
     )
-    return Update(client.shard.client, len(positions), delta, {"loss": torch.stack(losses).mean().cpu()})
+    return Update(client.shard.client, assignment.pairs, delta, {"loss": torch.stack(losses).mean().cpu()})
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a client will train on."""
+
+    objective: str
+    pairs: int
+    draws: tuple[Draw, ...]
+
+
+def assignment_of(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Assignment | None:
+    """The client's objective and its batches; None when it has too few pairs and abstains."""
+    positions, name = client.select(job), job.objective
+    if len(positions) < OBJECTIVES[name].fewest:
+        return None
+    decide = OBJECTIVES[name].decide
+    if decide is not None:
+        name = decide(model, params, client, job)
+    draw = OBJECTIVES[name].draw
+    assert draw is not None  # measurements are sent elsewhere
+    rng = generator(job.seed, job.stream, job.round, client.shard.client)
+    return Assignment(
+        name, len(positions), tuple(draw(client, chosen, job, rng) for chosen in batches(positions, job, rng))
+    )
 
 
 def probe(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
@@ -136,14 +154,19 @@ def project_to_ball(tensors: Mapping[str, Tensor], centre: Params, radius: float
 @torch.no_grad()
 def add_lock_gradient(tensors: Mapping[str, Tensor], lock: Lock) -> None:
     """Add the exact gradient of the Forget Lock, 2 · strength · Pi_u (w - w_ref), to `.grad`."""
+    for name, part in lock_pulls(tensors, lock).items():
+        _gradient(tensors[name]).add_(part, alpha=2 * lock.strength)
+
+
+def lock_pulls(tensors: Mapping[str, Tensor], lock: Lock) -> dict[str, Tensor]:
+    """Pi_u (w - w_ref) of every locked tensor; an axis-aligned lock weighs each value instead."""
+    if lock.importance is not None:
+        return {name: lock.importance[name] * (tensors[name] - lock.reference[name]) for name in tensors}
+    pulls: dict[str, Tensor] = {}
     for block in lock.reference.blocks:
-        if lock.importance is not None:
-            for name in block.tensors:
-                drift = tensors[name] - lock.reference[name]
-                _gradient(tensors[name]).add_(lock.importance[name] * drift, alpha=2 * lock.strength)
-        elif block.name in lock.bases:
-            for name, part in lock_pull(block, tensors, lock).items():
-                _gradient(tensors[name]).add_(part, alpha=2 * lock.strength)
+        if block.name in lock.bases:
+            pulls |= lock_pull(block, tensors, lock)
+    return pulls
 
 
 def lock_pull(block: Block, tensors: Mapping[str, Tensor], lock: Lock) -> dict[str, Tensor]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ease.experiment import run_folder
-from ease.forget import continuation, forget, go_on, outcome_of, request_id
 from ease.methods import make_method
-from ease.run import Run, World, load_config
-from ease.scenarios import scenario_config, scenario_request
+from ease.runs.forget import answer_of, continuation, forget, go_on, request_id
+from ease.runs.run import Run, World, load_config
 from ease.storage import write_json
+from ease.studies.experiment import run_folder
+from ease.studies.scenarios import scenario_config, scenario_request
 
 ROUNDS = 10
 CASES = (("ease", True), ("ease", False), ("retrain", False))
@@ -57,7 +57,7 @@ def measure(work: Path, settings: list[str], scenario: Any, seed: int) -> Iterat
             pass
         for _ in go_on(run, world, f"{request_id(request)}/{name}", ROUNDS, locked):
             pass
-        answered = outcome_of(run, request, method)
+        answered = answer_of(run, request, method)
         for model, outcome in (
             (name, answered),
             (f"{name} + {ROUNDS} rounds, {'locked' if locked else 'free'}", continuation(answered, ROUNDS, locked)),

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
 from ease.data.examples import Examples, Streamed
-from ease.federation.cohort import Pupil, Room, train_in_groups, train_together
+from ease.federation.cohort import GroupSize, LocalTraining, train_in_groups, train_together
 from ease.federation.objectives import Draw, embed_states
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.model.dual_encoder import DualEncoder, ModelConfig
@@ -113,21 +113,21 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
         temperature=0.07,
     )  # fmt: skip
     positions = np.arange(clients * batch).reshape(clients, batch)
-    pupils = [Pupil(start, (Draw(own, np.zeros(batch, dtype=np.int64)),) * steps) for own in positions]
+    trainings = [LocalTraining(start, (Draw(own, np.zeros(batch, dtype=np.int64)),) * steps) for own in positions]
 
-    room = Room.on(device)
+    room = GroupSize.on(device)
 
     def together() -> None:
-        list(train_in_groups(model, examples, pupils, job, room))
+        list(train_in_groups(model, examples, trainings, job, room))
 
     def loop() -> None:
-        for one in pupils:
+        for one in trainings:
             train_together(model, examples, [replace(one, draws=one.draws[:1])], job)
 
     streamed_examples = on_host(examples)
 
     def streamed() -> None:
-        list(train_in_groups(model, streamed_examples, pupils, job, room))
+        list(train_in_groups(model, streamed_examples, trainings, job, room))
 
     def forward() -> None:
         with torch.no_grad():

@@ -35,12 +35,12 @@ def in_turns(ways: Sequence[Callable[[], object]], repeats: int) -> list[list[fl
 
 def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """Train the default model, decompose a client request, and time the lock on both sides."""
-    from ease.data.request import ClientRequest
     from ease.federation.local import train
-    from ease.forget import trained_of
-    from ease.methods.ease import Ease
-    from ease.methods.lock import client_lock
-    from ease.run import Run, World, load_config
+    from ease.methods.ease.lock import client_lock
+    from ease.methods.ease.method import Ease
+    from ease.requests.request import ClientRequest
+    from ease.runs.forget import trained_of
+    from ease.runs.run import Run, World, load_config
     from ease.subspace import excise
 
     config = load_config(None, (f"training.rounds={rounds}",))

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ease.attackers import Subjects
 from ease.audit.shadows import shadow_shards, train_federations
-from ease.data.request import ClientRequest
 from ease.federation.client import ClientData
 from ease.federation.fedavg import average
 from ease.federation.local import train
-from ease.run import World, load_config
+from ease.requests.request import ClientRequest
+from ease.runs.attackers import Subjects
+from ease.runs.run import World, load_config
 
 MODELS = {"projectors": ('model.lora="off"', "model.hidden=128"), "adapters": ()}
 

@@ -24,8 +24,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ease.errors import UserError
-from ease.report.figures import COLOURS, PANEL_INCHES, STYLE, draw, encode
-from ease.report.tables import RANKED, Line, Sheet, markdown, mean_similarity, sheets
+from ease.show.figures import COLOURS, PANEL_INCHES, STYLE, draw, encode
+from ease.show.tables import RANKED, Line, Sheet, markdown, mean_similarity, sheets
 from ease.storage import read_json, write_atomic
 
 HERE = Path(__file__).parent

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from ease.cli import main
-from ease.data.request import ClientRequest, Request, forget_mask
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
+from ease.federation.loop import Loop
 from ease.federation.protocol import Federation, LocalJob, Optimiser
-from ease.federation.simulation import Simulation
-from ease.forget import forget, outcome_of, trained_of
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner
-from ease.methods.calibration import measure_levels
+from ease.methods.ease.calibration import measure_levels
 from ease.methods.retrain import Retrain
 from ease.model.hub import quiet_transformers
 from ease.params import Block, Params
-from ease.run import Run, RunConfig, World, load_config
-from ease.verdict import Audit, AuditConfig
+from ease.requests.request import ClientRequest, Request, forget_mask
+from ease.runs.audit import Audit, AuditConfig
+from ease.runs.forget import answer_of, forget, trained_of
+from ease.runs.run import Run, RunConfig, World, load_config
 
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
@@ -178,7 +178,7 @@ def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Lear
 
 
 @pytest.fixture(scope="session")
-def poison() -> Callable[[World, Request], Simulation]:
+def poison() -> Callable[[World, Request], Loop]:
     """A federation in which everything a request names is not a number: whoever reads it cannot hide it."""
 
     def spoil(client: ClientData, request: Request) -> ClientData:
@@ -189,7 +189,7 @@ def poison() -> Callable[[World, Request], Simulation]:
             spoilt[name][named] = torch.nan
         return replace(client, train=replace(client.train, **spoilt))
 
-    return lambda world, request: Simulation(
+    return lambda world, request: Loop(
         world.model, {client: spoil(data, request) for client, data in world.federation.data.items()}
     )
 
@@ -209,7 +209,7 @@ def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Aud
     audits, verdicts = {}, {}
     for method in (make_method("finetune"), Nothing(), Perfect()):
         list(forget(run, world, request, method, observe=False))
-        audit = Audit(run, world, outcome_of(run, request, method), request, method, settings)
+        audit = Audit(run, world, answer_of(run, request, method), request, method, settings)
         list(audit.shadows())
         audits[method.name], verdicts[method.name] = audit, audit.verdict()
     return Audited(run, world, audits, verdicts)

@@ -16,12 +16,12 @@ from pydantic import BaseModel
 
 from ease.cli import app
 from ease.config import validate
-from ease.data.request import ClientRequest
 from ease.data.rows import Row
 from ease.errors import UserError
-from ease.experiment import Experiment
-from ease.forget import forget, outcome_of, trained_of
-from ease.run import Run, RunConfig, load_config
+from ease.requests.request import ClientRequest
+from ease.runs.forget import answer_of, forget, trained_of
+from ease.runs.run import Run, RunConfig, load_config
+from ease.studies.experiment import Experiment
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -136,7 +136,7 @@ def test_the_worked_method_runs(tmp_path: Path, world, poison) -> None:
     for name, first in steps[0].state.tensors.items():
         start, end = trained.initial[name], trained.final[name]
         torch.testing.assert_close(first, 0.75 * start + 0.25 * end)
-    assert outcome_of(run, request, method).done
+    assert answer_of(run, request, method).done
     blind = list(method.unlearn(trained, request, poison(world, request)))
     for name, tensor in steps[-1].state.tensors.items():
         assert torch.equal(blind[-1].state[name], tensor)

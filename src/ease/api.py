@@ -11,11 +11,11 @@ from ease.commands.forget import ForgetSummary, forget_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import assign, read_toml, validate
 from ease.console import Shown, as_html, as_text
-from ease.forget import Outcome, request_id, trained_of
 from ease.methods import make_method
 from ease.params import Params
-from ease.run import Run, RunConfig, anchor_paths
-from ease.verdict import AuditConfig
+from ease.runs.audit import AuditConfig
+from ease.runs.forget import StoredAnswer, request_id, trained_of
+from ease.runs.run import Run, RunConfig, anchor_paths
 
 
 class _Shows:
@@ -82,7 +82,7 @@ class Answer(_Shows):
 
     @property
     def model(self) -> Params:
-        return Outcome(self.summary.folder).model()
+        return StoredAnswer(self.summary.folder).model()
 
     @property
     def metrics(self) -> dict[str, float]:

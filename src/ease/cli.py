@@ -85,7 +85,7 @@ def train(
         _finish(continue_run(resume, after, rounds, lock, quiet or as_json), as_json)
         return
     from ease.commands.train import train_run
-    from ease.run import load_config
+    from ease.runs.run import load_config
 
     if out is None:
         raise UserError("--out: name the run directory, for example --out runs/first")
@@ -139,7 +139,7 @@ def audit(
     """
     from ease.commands.audit import audit_run
     from ease.config import validate
-    from ease.verdict import AuditConfig
+    from ease.runs.audit import AuditConfig
 
     values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers}
     config = validate(AuditConfig, values, "ease audit")
@@ -211,7 +211,7 @@ def demo(
     import tempfile
 
     from ease.commands.forget import demo_run
-    from ease.run import load_config
+    from ease.runs.run import load_config
 
     config = load_config(None, tuple(settings or ()))
     with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:
@@ -249,7 +249,7 @@ def bench(
     `ease bench --tables results/main`
     """
     from ease.commands.bench import bench_run, write_tables
-    from ease.experiment import load_experiment
+    from ease.studies.experiment import load_experiment
 
     if (experiment is None) == (tables is None):
         raise UserError("name an experiment's TOML file, or a folder of results with --tables")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from ease.audit.attacks import FEWEST_POPULATION, Bench, Readings
+from ease.audit.attacks import FEWEST_POPULATION, Attacker, Readings
 from ease.audit.distribution import ulira
 from ease.audit.membership import lira
 from ease.audit.statistic import STATISTICS
@@ -28,7 +28,7 @@ def make(
     left: float = 0.0,
     population: int = 200,
     fpr: float = 0.05,
-) -> tuple[Bench, Readings, Readings]:
+) -> tuple[Attacker, Readings, Readings]:
     """Pairs differ in hardness, models in noise of deviation 1; training adds `effect`, unlearning leaves `left` of it.
 
     Also returns a target that was trained on the first half of the pairs, and its population.
@@ -40,7 +40,7 @@ def make(
     included = np.stack([side for half in halves for side in (half, ~half)], axis=1)
     trained, unlearned = (hardness + amount * included + rng.normal(size=(pairs, shadows)) for amount in (effect, left))
     others = rng.normal(0, 2, (population, 1)) + rng.normal(size=(population, shadows + 1))
-    bench = Bench(readings(trained), readings(unlearned), included, member, readings(others[:, 1:]), fpr)
+    bench = Attacker(readings(trained), readings(unlearned), included, member, readings(others[:, 1:]), fpr)
     target = hardness[:, 0] + effect * member + rng.normal(size=pairs)
     return bench, readings(target), readings(others[:, 0])
 

@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ease.attackers import read_shadow, write_shadow
-from ease.audit.attacks import Bench
+from ease.audit.attacks import Attacker
 from ease.audit.membership import Estimate, attack_strength_note, auc, leakage
 from ease.audit.shadows import Candidates, choose_candidates
 from ease.data.partition import Shard
-from ease.data.request import ClientRequest, forget_mask
 from ease.errors import UserError
-from ease.forget import outcome_of
 from ease.methods import make_method
-from ease.run import Run
+from ease.requests.request import ClientRequest, forget_mask
+from ease.runs.attackers import read_shadow, write_shadow
+from ease.runs.audit import NOT_TESTED, Audit, AuditConfig, _measure, _words
+from ease.runs.forget import answer_of
+from ease.runs.run import Run
 from ease.seeding import generator
-from ease.verdict import NOT_TESTED, Audit, AuditConfig, _measure, _words
 
 CLIENT = ClientRequest(clients=(1,))
 
@@ -34,9 +34,9 @@ def careless(audited, tmp_path_factory) -> dict[str, Any]:
         return included(self, shadow, seed) | (np.arange(len(self)) == 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ease.verdict.near_duplicates", lambda *_: 3)
+        patch.setattr("ease.runs.audit.near_duplicates", lambda *_: 3)
         patch.setattr(Candidates, "included", unbalanced)
-        outcome = outcome_of(run, audit.request, audit.method)
+        outcome = answer_of(run, audit.request, audit.method)
         return Audit(run, audited.world, outcome, audit.request, audit.method, config).verdict()
 
 
@@ -70,7 +70,7 @@ def test_2_a_target_among_the_shadows_stops_the_audit(audited, tmp_path) -> None
     """Line 2: the attack is fitted to its own answer."""
     run = Run.load(shutil.copytree(audited.run.folder, tmp_path / "run"))
     audit = audited.audits["finetune"]
-    copied = Audit(run, audited.world, outcome_of(run, CLIENT, audit.method), CLIENT, audit.method, audit.config)
+    copied = Audit(run, audited.world, answer_of(run, CLIENT, audit.method), CLIENT, audit.method, audit.config)
     path = copied.plan.shadow_path(1)
     stored = read_shadow(path)
     target = copied.gauge.read(copied.trained.final, copied.subjects.positions)
@@ -118,7 +118,7 @@ def test_6_far_below_a_half_is_outside_too() -> None:
 def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(learnt, settings, told: str) -> None:
     """Lines 7 and 8: settings tuned on these measures, and baselines that nobody tuned."""
     method = make_method("ease", settings)
-    audit = Audit(learnt.run, learnt.world, outcome_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())
+    audit = Audit(learnt.run, learnt.world, answer_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())
     note = audit._settings_note()
     assert note.startswith("ease with") and told in note
     assert "chosen by these measures or against retrain" in note and "tuned less" in note
@@ -169,7 +169,7 @@ def test_14_pairs_without_shadows_are_left_out_and_counted() -> None:
     included = np.tile([True, False], (40, 4))
     included[0] = True
     values = {name: rng.normal(size=(40, 8)) for name in ("log_odds", "cosine", "loss")}
-    bench = Bench(values, values, included, np.arange(40) < 20, {k: v[:0] for k, v in values.items()}, 0.1)
+    bench = Attacker(values, values, included, np.arange(40) < 20, {k: v[:0] for k, v in values.items()}, 0.1)
     target = {name: rng.normal(size=40) for name in values}
     for attack in bench.attacks():
         found = bench.judge(attack, target, {})

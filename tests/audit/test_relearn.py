@@ -6,9 +6,9 @@ import torch
 
 from ease.audit.relearn import CHECKPOINTS, Curve, relearn
 from ease.audit.statistic import Gauge
-from ease.data.request import ClientRequest
 from ease.methods.retrain import Retrain
 from ease.params import Params
+from ease.requests.request import ClientRequest
 from ease.seeding import generator
 
 TURNED = 16

@@ -23,15 +23,15 @@ from ease.audit.shadows import (
     without_forget,
 )
 from ease.data.partition import Shard
-from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.simulation import Simulation
+from ease.federation.loop import Loop
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.retrain import Retrain
 from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 
 
 def deal(*classes: Sequence[int]) -> tuple[Shard, ...]:
@@ -200,8 +200,8 @@ def test_a_retraining_holds_no_forget_pair_and_no_leaving_client(request_: Reque
 # --- training many federations at once ---
 
 
-def simulation(world, shards: Sequence[Shard]) -> Simulation:
-    return Simulation(world.model, {s.client: ClientData.of(s, world.activations, world.device) for s in shards})
+def simulation(world, shards: Sequence[Shard]) -> Loop:
+    return Loop(world.model, {s.client: ClientData.of(s, world.activations, world.device) for s in shards})
 
 
 def together(world, federations, streams, training: TrainingConfig):

@@ -20,7 +20,7 @@ from ease.audit.membership import (
 )
 from ease.audit.statistic import STATISTICS, features, statistics
 from ease.data.examples import Examples
-from ease.federation.cohort import pupil, train_together
+from ease.federation.cohort import train_together, training_of
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.params import Block, Params
 from ease.seeding import generator, torch_generator
@@ -50,15 +50,15 @@ def toy() -> tuple[dict[str, np.ndarray], np.ndarray]:
     members = generator(0, "toy").random((PAIRS, MODELS)).argsort(1) < MODELS // 2
     examples = Examples(image, text[:, None], None, image, text)
     job = LocalJob(1, 0, "toy", Optimiser(kind="adam", learning_rate=0.01), 10, 64, TEMPERATURE)
-    pupils = []
+    trainings = []
     for model in range(MODELS):
         start = {side: torch.randn(WIDTH, EMBEDDING, generator=rng) / WIDTH**0.5 for side in ("image", "text")}
         rows = np.flatnonzero(members[:, model])
-        pupils.append(pupil(Params(start, BLOCKS), rows, 1, job, generator(model, "toy")))
+        trainings.append(training_of(Params(start, BLOCKS), rows, 1, job, generator(model, "toy")))
     model = Projectors()
     columns = []
-    for one, lesson in zip(pupils, train_together(model, examples, pupils, job), strict=True):
-        state = (one.start + lesson.delta).tensors
+    for one, result in zip(trainings, train_together(model, examples, trainings, job), strict=True):
+        state = (one.start + result.delta).tensors
         first, second = (model.embed(state, side, states) for side, states in (("image", image), ("text", text)))
         measured, pool = slice(PAIRS + POPULATION), slice(PAIRS + POPULATION, None)
         columns.append(statistics(first[measured], second[measured, None], first[pool], second[pool], TEMPERATURE))

@@ -12,9 +12,9 @@ from rich.text import Text
 from ease.commands.audit import AuditSummary
 from ease.commands.forget import answer
 from ease.commands.train import train_run
-from ease.data.request import ClientRequest
 from ease.methods import make_method
-from ease.run import Run, World, load_config
+from ease.requests.request import ClientRequest
+from ease.runs.run import Run, World, load_config
 
 CLIENT = ClientRequest(clients=(1,))
 QUICK = ("--shadows", 4, "--retrains", 2, "--pool", 16, "--workers", 1, "--fpr", 0.1)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from ease.commands.bench import BenchSummary
 from ease.console import as_text
-from ease.experiment import load_tuned
+from ease.studies.experiment import load_tuned
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = [

@@ -11,9 +11,9 @@ import pytest
 from ease.commands.train import train_run
 from ease.data.scenes import lexicon
 from ease.federation.fedavg import participants
-from ease.federation.simulation import Simulation
+from ease.federation.loop import Loop
 from ease.methods import METHODS
-from ease.run import MATCH, Run, World, class_cosines, load_config
+from ease.runs.run import MATCH, Run, World, class_cosines, load_config
 
 
 def settings(*assignments: str) -> list[str]:
@@ -281,17 +281,17 @@ def test_without_held_out_pairs_a_push_is_one_line(refused, small, tmp_path: Pat
 
 
 def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:
-    answers = Simulation.run
+    answers = Loop.run
 
     def stop(self, params, job, clients):
         if job.round == 2:
             raise KeyboardInterrupt
         yield from answers(self, params, job, clients)
 
-    monkeypatch.setattr(Simulation, "run", stop)
+    monkeypatch.setattr(Loop, "run", stop)
     result = ease("forget", run, "--client", 1)
     assert result.code == 130 and "run the same command again" in result.err
-    monkeypatch.setattr(Simulation, "run", answers)
+    monkeypatch.setattr(Loop, "run", answers)
     answer = sorted(run.glob("requests/*/*/journal/*"))[-1]
     whole = answer.read_bytes()
     answer.write_bytes(whole[:-10])

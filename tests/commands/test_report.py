@@ -15,12 +15,12 @@ from PIL import Image
 
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
 from ease.console import as_text
-from ease.data.request import ClientRequest
 from ease.errors import UserError
-from ease.forget import Outcome, forget, outcome_of
 from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
-from ease.run import Run, RunConfig, World
+from ease.requests.request import ClientRequest
+from ease.runs.forget import StoredAnswer, answer_of, forget
+from ease.runs.run import Run, RunConfig, World
 from ease.storage import sha256
 
 
@@ -39,8 +39,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def answer(run: Path) -> Outcome:
-    return outcome_of(Run.load(run), ClientRequest(clients=(1,)), Finetune())
+def answer(run: Path) -> StoredAnswer:
+    return answer_of(Run.load(run), ClientRequest(clients=(1,)), Finetune())
 
 
 def test_ranks_by_hand() -> None:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from ease.config import validate
 from ease.data.pairs import PairSet
-from ease.run import DataConfig, load_pairs
+from ease.runs.run import DataConfig, load_pairs
 
 
 @pytest.fixture

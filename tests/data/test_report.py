@@ -61,7 +61,7 @@ def test_captions_that_must_fit_are_not_tokenised(monkeypatch) -> None:
 
 
 def test_a_caption_without_spaces_is_cut_by_letters() -> None:
-    """Room for 70: the 71st letter is lost, and the full stop never counts."""
+    """GroupSize for 70: the 71st letter is lost, and the full stop never counts."""
     assert count_cut([("海" * 69 + "船。",)], Letters(70)) == 0
     assert count_cut([("海" * 70 + "船。",)], Letters(70)) == 1
 

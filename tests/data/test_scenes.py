@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ease.data.render import FONT_ROWS, draw
+from ease.data.scenery import NOUNS, OWNERS, TOWNS, WORDS, Scene, combinations, draw_scene, is_held_out
 from ease.data.scenes import caption_scene, lexicon, load_scenes, pretraining_scenes, scene_at
-from ease.data.world import NOUNS, OWNERS, TOWNS, WORDS, Scene, combinations, draw_scene, is_held_out
 from ease.errors import UserError
 from ease.seeding import generator
 

@@ -8,13 +8,13 @@ import torch
 
 from ease.data import examples as examples_module
 from ease.data.examples import Streamed, examples_at
-from ease.data.request import SampleRequest
 from ease.errors import UserError
 from ease.federation import cohort as cohort_module
-from ease.federation.cohort import Cohort, Room, pupil, train_in_groups, train_together
+from ease.federation.cohort import Cohort, GroupSize, train_in_groups, train_together, training_of
 from ease.federation.local import train
+from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Lock, Optimiser
-from ease.federation.simulation import Simulation
+from ease.requests.request import SampleRequest
 from ease.seeding import generator
 from ease.subspace import Basis
 
@@ -24,7 +24,7 @@ from ease.subspace import Basis
 def test_together_equals_one_after_the_other(world, local_job, optimiser: Optimiser, lengths: tuple[int, ...]) -> None:
     job = local_job(optimiser=optimiser, epochs=2)
     start = world.initial()
-    alone, pupils, offset = [], [], 0
+    alone, trainings, offset = [], [], 0
     shards = world.shards
     pool = examples_at(world.activations, np.concatenate([shard.train for shard in shards]), "cpu")
     for shard, length in zip(shards, lengths, strict=True):
@@ -32,9 +32,9 @@ def test_together_equals_one_after_the_other(world, local_job, optimiser: Optimi
         kept = type(data)(shard, data.train.take(np.arange(min(length, len(data.train)))), data.validation)
         alone.append(train(world.model, start, kept, job))
         rng = generator(job.seed, job.stream, job.round, shard.client)
-        pupils.append(pupil(start, offset + np.arange(len(kept.train)), 5, job, rng))
+        trainings.append(training_of(start, offset + np.arange(len(kept.train)), 5, job, rng))
         offset += len(shard.train)
-    together = train_together(world.model, pool, pupils, job)
+    together = train_together(world.model, pool, trainings, job)
     for one, other in zip(alone, together, strict=True):
         assert one.delta.norm() > 0.01
         for name, tensor in one.delta.tensors.items():
@@ -45,13 +45,13 @@ def test_together_equals_one_after_the_other(world, local_job, optimiser: Optimi
 
 
 def test_pupils_do_not_touch_each_other(world, local_job) -> None:
-    """A pupil's lesson is the same beside a pupil with other data and another start."""
+    """A training's result is the same beside a training with other data and another start."""
     job, start = local_job(), world.initial()
     pool = world.federation.data[0].train
     other = start.map(lambda tensor: tensor + 0.1)
 
     def drawn(seed: int, begin) -> object:
-        return pupil(begin, np.arange(len(pool)), 5, job, generator(seed, "draw"))
+        return training_of(begin, np.arange(len(pool)), 5, job, generator(seed, "draw"))
 
     alone = train_together(world.model, pool, [drawn(0, start)], job)[0]
     beside = train_together(world.model, pool, [drawn(1, other), drawn(0, start)], job)[1]
@@ -103,7 +103,7 @@ def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, n
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
     cohort = Cohort.of(world.model, world.shards, world.activations, world.device)
     assert isinstance(cohort.pool.image, Streamed) is (name == "streamed")
-    alone = Simulation(world.model, world.federation.data)
+    alone = Loop(world.model, world.federation.data)
     clients = alone.clients
     together, apart = (list(each.run(learnt.trained.final, job, clients)) for each in (cohort, alone))
     assert [update.client for update in together] == list(clients)
@@ -125,14 +125,14 @@ def test_what_cannot_share_a_pass_runs_alone(learnt, local_job) -> None:
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
     job = local_job(objective="decouple", request=request, settings={"forget": 1.0}, reference=learnt.trained.final)
     cohort = Cohort.of(world.model, world.shards, world.activations, world.device)
-    alone = Simulation(world.model, world.federation.data)
+    alone = Loop(world.model, world.federation.data)
     for one, other in zip(*(each.run(learnt.trained.final, job, [0, 1]) for each in (cohort, alone)), strict=True):
         assert one.delta is not None and other.delta is not None
         assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())
 
 
 def test_a_group_that_does_not_fit_is_halved_and_stays_so(monkeypatch) -> None:
-    """Room for four, ten pupils: 10 and 5 fail, then 3 at a time; the next round begins with 3 at once."""
+    """Space for four, ten trainings: 10 and 5 fail, then 3 at a time; the next round begins with 3 at once."""
     tried: list[int] = []
 
     def train(model, examples, group, job):
@@ -142,7 +142,7 @@ def test_a_group_that_does_not_fit_is_halved_and_stays_so(monkeypatch) -> None:
         return list(group)
 
     monkeypatch.setattr(cohort_module, "train_together", train)
-    room = Room(512)
+    room = GroupSize(512)
     for _ in range(2):
         assert list(train_in_groups(None, None, list(range(10)), None, room)) == list(range(10))  # type: ignore[arg-type]
     assert tried == [10, 5, 3, 3, 3, 1, 3, 3, 3, 1]
@@ -154,9 +154,9 @@ def test_a_batch_that_does_not_fit_alone_is_one_clear_line(world, local_job, mon
 
     monkeypatch.setattr(cohort_module, "train_together", train)
     pool, job = world.federation.data[0].train, local_job(batch_size=77)
-    one = pupil(world.initial(), np.arange(8), 5, job, generator(0, "draw"))
+    one = training_of(world.initial(), np.arange(8), 5, job, generator(0, "draw"))
     with pytest.raises(UserError, match=r"training\.batch_size = 77.*choose a smaller one"):
-        list(train_in_groups(world.model, pool, [one, one], job, Room(512)))
+        list(train_in_groups(world.model, pool, [one, one], job, GroupSize(512)))
 
 
 def test_a_batch_that_fits_with_checkpointing_is_trained_with_it(monkeypatch) -> None:
@@ -176,5 +176,5 @@ def test_a_batch_that_fits_with_checkpointing_is_trained_with_it(monkeypatch) ->
 
     model.save_memory = save_memory
     monkeypatch.setattr(cohort_module, "train_together", train)
-    assert list(train_in_groups(model, None, [0, 1], None, Room(2))) == [0, 1]  # type: ignore[arg-type]
+    assert list(train_in_groups(model, None, [0, 1], None, GroupSize(2))) == [0, 1]  # type: ignore[arg-type]
     assert tried == [(2, False), (1, False), (1, True), (1, True)]

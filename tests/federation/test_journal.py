@@ -8,7 +8,7 @@ import torch
 from ease.errors import UserError
 from ease.federation.journal import Journal, read_update, write_update
 from ease.federation.metered import Metered
-from ease.federation.protocol import Update, pack
+from ease.federation.protocol import Update, to_8bit
 
 
 class Counting:
@@ -82,7 +82,7 @@ def test_every_kind_of_answer_survives_the_disk(toy_params, tmp_path: Path) -> N
     answers = [
         Update(3, 4, toy_params(seed=1), {"loss": torch.tensor(0.5)}),
         Update(4, 9, None, {"forget": torch.arange(3.0), "count": torch.tensor([2])}),
-        Update(6, 9, None, pack({"forget/w": torch.randn(4, 3)})),
+        Update(6, 9, None, to_8bit({"forget/w": torch.randn(4, 3)})),
         Update(5, 0, None),
     ]
     for answer in answers:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ease.data.examples import examples_at
-from ease.data.request import ClientRequest, SampleRequest
 from ease.federation.client import ClientData
 from ease.federation.local import batches, project_to_ball, train, work
-from ease.federation.protocol import Optimiser, pack, unpack
+from ease.federation.protocol import Optimiser, from_8bit, to_8bit
 from ease.params import Params
+from ease.requests.request import ClientRequest, SampleRequest
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +144,13 @@ def test_a_state_in_half_precision_is_trained_in_single(world, client, local_job
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e6])
 def test_eight_bits_lose_at_most_half_a_step(scale: float) -> None:
     whole = {"w": scale * torch.randn(7, 5), "one": scale * torch.ones(3), "single": torch.tensor([-scale])}
-    packed = pack(whole)
+    packed = to_8bit(whole)
     assert all(packed[name].dtype == torch.int8 for name in whole)
-    received = unpack(packed)
+    received = from_8bit(packed)
     assert received.keys() == whole.keys()
     for name, tensor in whole.items():
         assert float((received[name] - tensor).abs().max()) <= float(tensor.abs().max()) / 127 / 2 * 1.001
-    again = unpack(pack(received))
+    again = from_8bit(to_8bit(received))
     assert all(torch.allclose(again[name], received[name], rtol=1e-6, atol=0) for name in received)
 
 
@@ -166,9 +166,9 @@ def test_a_probe_brings_one_update_of_each_kind(world, client, local_job) -> Non
         ).delta
         packed = {n.removeprefix(f"{data}/"): t for n, t in answer.values.items() if n.startswith(f"{data}/")}
         assert alone is not None
-        for name, tensor in unpack(packed).items():
+        for name, tensor in from_8bit(packed).items():
             assert float((tensor - alone[name]).abs().max()) <= float(alone[name].abs().max()) / 127 / 2 * 1.001
-        assert unpack(packed).keys() == alone.tensors.keys()
+        assert from_8bit(packed).keys() == alone.tensors.keys()
 
 
 @pytest.mark.parametrize(("named", "kinds"), [(0, {"retain"}), (1, {"retain"}), (-1, {"forget"})])
@@ -180,7 +180,7 @@ def test_a_probe_leaves_out_what_a_client_has_too_little_of(world, client, local
 
 
 def test_zeros_survive_packing() -> None:
-    assert not unpack(pack({"x": torch.zeros(3)}))["x"].any()
+    assert not from_8bit(to_8bit({"x": torch.zeros(3)}))["x"].any()
 
 
 def test_examples_are_copies_of_the_cache(world, client) -> None:

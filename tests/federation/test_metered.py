@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from ease.data.request import SampleRequest
 from ease.federation.metered import Metered
-from ease.federation.protocol import Lock, Update, pack
+from ease.federation.protocol import Lock, Update, to_8bit
 from ease.params import Params
+from ease.requests.request import SampleRequest
 
 
 class Answers:
@@ -51,7 +51,7 @@ def test_the_meter_changes_no_answer(world, local_job) -> None:
 def test_eight_bits_cost_a_quarter(toy_params, local_job) -> None:
     wide = Params({"w": torch.randn(1000, 10)}, ())
     costs = []
-    for answer in (Update(0, 1, wide), Update(0, 1, None, pack(wide.tensors))):
+    for answer in (Update(0, 1, wide), Update(0, 1, None, to_8bit(wide.tensors))):
         metered = Metered(Answers(answer))
         list(metered.run(toy_params(0.0), local_job(), [0]))
         costs.append(metered.cost.bytes_up)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ease.data.density import densities
 from ease.data.examples import Examples
 from ease.data.partition import Shard
-from ease.data.request import ClassRequest, ClientRequest, SampleRequest, forget_mask
 from ease.federation import objectives
 from ease.federation.client import ClientData
 from ease.federation.local import work
@@ -28,6 +27,7 @@ from ease.federation.objectives import (
 )
 from ease.model.losses import info_nce, log_odds
 from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest, SampleRequest, forget_mask
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from ease.data.request import Request, SampleRequest
 from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.params import Params
+from ease.requests.request import Request, SampleRequest
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from ease.config import to_toml
-from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.federation.history import History
 from ease.federation.journal import Journal
+from ease.federation.loop import Loop
 from ease.federation.metered import Cost, Metered
 from ease.federation.protocol import Federation, LocalJob, Update
-from ease.federation.simulation import Simulation
-from ease.forget import trained_of
 from ease.methods import METHODS, make_method
 from ease.methods.base import Step, Trained
 from ease.params import Params
-from ease.run import Run, World
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
+from ease.runs.forget import trained_of
+from ease.runs.run import Run, World
 
 LEAVING = 1
 SCOPES = ("client", "class", "sample")
@@ -154,7 +154,7 @@ def test_a_method_needs_no_more_than_it_says(stage: Stage, poison, tmp_path: Pat
         for path in set(history.folder.rglob("*.safetensors")) - ends:
             path.unlink()
         trained = replace(trained, history=history)
-    starved = stage.unlearn(name, scope, Simulation(stage.world.model, data), trained)
+    starved = stage.unlearn(name, scope, Loop(stage.world.model, data), trained)
     for one, two in zip(starved, stage.play(name, scope).steps, strict=True):
         assert equal(one.state, two.state)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ease.data.request import ClassRequest, ClientRequest
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.history import History
@@ -14,6 +13,7 @@ from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.fed_eraser import calibrate
 from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest
 
 BIAS, WEIGHT, ADAPTER = "text.projector.0.bias", "text.projector.0.weight", "image.layer.B"
 CLIENT = ClientRequest(clients=(1,))

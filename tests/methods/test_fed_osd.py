@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ease.data.request import ClientRequest, SampleRequest
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import LocalJob, Update
 from ease.methods.base import Trained
 from ease.methods.fed_osd import FedOsd, not_back, orthogonal
 from ease.params import Params
+from ease.requests.request import ClientRequest, SampleRequest
 
 
 def vector(*values: float) -> Params:

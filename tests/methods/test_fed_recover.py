@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ease.data.request import ClassRequest, ClientRequest
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.history import History
@@ -12,6 +11,7 @@ from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.fed_recover import Limits, estimate
 from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest
 
 CLIENT = ClientRequest(clients=(2,))
 NAME = "text.projector.0.weight"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ease.data.request import ClientRequest, forget_mask
 from ease.federation.objectives import draw_with_noise, sensitivity
 from ease.methods.ferrari import Ferrari
+from ease.requests.request import ClientRequest, forget_mask
 
 CLIENT = ClientRequest(clients=(1,))
 

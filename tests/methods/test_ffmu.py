@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import History
 from ease.federation.protocol import Update
@@ -13,6 +12,7 @@ from ease.federation.ternary import encode
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.ffmu import certificate
+from ease.requests.request import ClientRequest
 
 NAME = "text.projector.0.weight"
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.federation.metered import Metered
 from ease.federation.protocol import Update
 from ease.methods import make_method
 from ease.methods.fused import critical, mean_changes
 from ease.params import Block, Params
+from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
 

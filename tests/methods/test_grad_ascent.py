@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.methods.grad_ascent import GradAscent
+from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ease.data.request import ClientRequest, SampleRequest
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import LocalJob, Update
 from ease.methods.base import Trained
 from ease.methods.joint import joint_rounds
 from ease.params import Params
+from ease.requests.request import ClientRequest, SampleRequest
 
 
 class Constant:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.federation.metered import Metered
 from ease.methods.multi_delete import MultiDelete
+from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.federation.local import work
+from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.not_ import negate
 from ease.params import Params
-from ease.run import World
+from ease.requests.request import ClientRequest
+from ease.runs.run import World
 
 CLIENT = ClientRequest(clients=(1,))
 FIRST = [f"{side}.projector.0.{part}" for side in ("image", "text") for part in ("bias", "weight")]

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ease.data.request import ClientRequest
 from ease.methods.base import Trained
 from ease.methods.pgd import Pgd, without_clients
 from ease.params import Params, weighted_mean
+from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
+from ease.federation.loop import Loop
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation, LocalJob, Update
-from ease.federation.simulation import Simulation
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 
 CLIENT = ClientRequest(clients=(1,))
 CLASS = ClassRequest(classes=(2,))
@@ -93,7 +93,7 @@ def test_several_leaving_clients_are_all_left_alone(learnt) -> None:
 
 def test_a_fixed_threshold_needs_nothing_from_the_leaving_client(learnt) -> None:
     """It may already be gone: the federation does not know it any more."""
-    gone = Simulation(learnt.world.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
+    gone = Loop(learnt.world.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
     method = make_method("ease", ("delta=0.5",))
     alone = [step.state for step in method.unlearn(learnt.trained, CLIENT, gone)]
     together = [step.state for step in method.unlearn(learnt.trained, CLIENT, learnt.world.federation)]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ease.data.request import ClientRequest
 from ease.federation.local import work
 from ease.federation.protocol import Optimiser
+from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
 

@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 
 from ease.data.images import decode_image
-from ease.data.request import ClientRequest
 from ease.errors import UserError
-from ease.forget import evaluation_sets, forget, measure, outcome_of
 from ease.methods import make_method
 from ease.model import hub
 from ease.model.backbones import anchor_checkpoint, checkpoint_of, load_backbone
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.model.losses import info_nce
-from ease.run import Run, World, load_config
+from ease.requests.request import ClientRequest
+from ease.runs.forget import answer_of, evaluation_sets, forget, measure
+from ease.runs.run import Run, World, load_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -377,7 +377,7 @@ def test_a_whole_run(checkpoint, small, tmp_path: Path, family: str) -> None:
     losses = [record["loss"] for record in run.train(world)]
     assert len(losses) == 2 and losses[1] < losses[0]
     steps = list(forget(run, world, request, method))
-    state = outcome_of(run, request, method).model()
+    state = answer_of(run, request, method).model()
     assert steps and state.is_finite()
     assert (state - run.history.state(2)).norm() > 0
     assert measure(world, state, evaluation_sets(world, request))["gallery"] > 1

@@ -42,7 +42,7 @@ class Verdicts:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Attacker:
     """The attacker's knowledge: shadows before and after unlearning, and who trained on what."""
 
     shadows: Readings

@@ -7,7 +7,7 @@ import numpy as np
 
 from ease.audit.statistic import Gauge
 from ease.data.examples import examples_at
-from ease.federation.cohort import Pupil, train_together
+from ease.federation.cohort import LocalTraining, train_together
 from ease.federation.objectives import Draw
 from ease.federation.protocol import LocalJob
 from ease.params import Params
@@ -71,8 +71,8 @@ def relearn(
     now, done = list(states), 0
     for checkpoint in CHECKPOINTS:
         draws = tuple(draw() for _ in range(checkpoint - done))
-        lessons = train_together(gauge.model, examples, [Pupil(state, draws) for state in now], job)
-        now = [state + lesson.delta for state, lesson in zip(now, lessons, strict=True)]
+        results = train_together(gauge.model, examples, [LocalTraining(state, draws) for state in now], job)
+        now = [state + result.delta for state, result in zip(now, results, strict=True)]
         done = checkpoint
         for curve, state in zip(levels, now, strict=True):
             curve.append(level(state))

@@ -11,18 +11,18 @@ import torch
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
-from ease.data.request import ClientRequest, Request, SampleRequest, forget_mask
 from ease.errors import UserError
-from ease.federation.cohort import Cohort, Pupil, Room, pupil, train_in_groups
+from ease.federation.cohort import Cohort, GroupSize, LocalTraining, train_in_groups, training_of
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.protocol import Update
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
+from ease.requests.request import ClientRequest, Request, SampleRequest, forget_mask
 from ease.seeding import generator
 
-Enrolled = tuple[int, Shard, Pupil]
+Enlisted = tuple[int, Shard, LocalTraining]
 """A local training to be done: for which federation, for which of its clients, and what."""
 MOST_MISMATCH = 0.1
 """Total variation distance allowed between the class mix of the forget pairs and that of the non-members."""
@@ -160,10 +160,10 @@ def train_federations(
     """FedAvg of several federations at once, each as it would train alone; yields a round of all of them at a time."""
     positions = np.unique(np.concatenate([shard.train for shards in federations for shard in shards]))
     examples = examples_at(activations, positions, device)
-    captions, room = examples.captions, Room.on(device)
+    captions, group_size = examples.captions, GroupSize.on(device)
     states = [start] * len(federations)
     for number in range(1, training.rounds + 1):
-        pupils: list[Enrolled] = []
+        trainings: list[Enlisted] = []
         for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
             job = training.job(number, seed, temperature, stream)
             clients = {shard.client: shard for shard in shards}
@@ -172,22 +172,22 @@ def train_federations(
                     continue  # drawn and abstaining, as it would alone
                 rows = np.searchsorted(positions, clients[client].train)
                 rng = generator(seed, stream, number, client)
-                pupils.append((index, clients[client], pupil(states[index], rows, captions, job, rng)))
+                trainings.append((index, clients[client], training_of(states[index], rows, captions, job, rng)))
         updates: list[list[Update]] = [[] for _ in federations]
-        for group in _groups(pupils, device):
-            lessons = train_in_groups(model, examples, [one for _, _, one in group], job, room)
-            for (index, shard, _), lesson in zip(group, lessons, strict=True):
-                updates[index].append(Update(shard.client, len(shard.train), lesson.delta, {"loss": lesson.loss}))
+        for group in _groups(trainings, device):
+            results = train_in_groups(model, examples, [one for _, _, one in group], job, group_size)
+            for (index, shard, _), result in zip(group, results, strict=True):
+                updates[index].append(Update(shard.client, len(shard.train), result.delta, {"loss": result.loss}))
         rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
         states = [finished.state for finished in rounds]
         yield rounds
 
 
-def _groups(pupils: list[Enrolled], device: torch.device) -> list[list[Enrolled]]:
+def _groups(trainings: list[Enlisted], device: torch.device) -> list[list[Enlisted]]:
     """On a CPU the same client of all federations, whose batches are alike and need no padding; on a GPU everything."""
     if device.type != "cpu":
-        return [pupils]
-    ordered = sorted(pupils, key=lambda entry: entry[1].client)
+        return [trainings]
+    ordered = sorted(trainings, key=lambda entry: entry[1].client)
     return [list(group) for _, group in groupby(ordered, key=lambda entry: entry[1].client)]
 
 

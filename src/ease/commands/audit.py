@@ -9,13 +9,13 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from ease.attackers import Subjects
 from ease.commands.forget import answer
 from ease.console import labelled, megabytes, status, table, ticks_bar
-from ease.forget import find_outcome
 from ease.methods.retrain import Retrain
-from ease.run import Run, World
-from ease.verdict import Audit, AuditConfig
+from ease.runs.attackers import Subjects
+from ease.runs.audit import Audit, AuditConfig
+from ease.runs.forget import find_answer
+from ease.runs.run import Run, World
 
 LABELS = {
     "mia/share": "called member",
@@ -109,7 +109,7 @@ def _cost(name: str, entry: dict[str, float]) -> list[str]:
 def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet: bool) -> AuditSummary:
     """Audit a finished answer of a run."""
     run = Run.load(folder)
-    _, request, _ = find_outcome(run, name)
+    _, request, _ = find_answer(run, name)
     with status("preparing data and backbone", quiet):
         world = World.open(run.config)
     Subjects.of(world, request, config.pool)  # refuses too large a pool before the long work begins
@@ -123,4 +123,4 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
                 advance(ticks)
         with status("attacks, distances and relearning", quiet):
             verdict = audit.verdict()
-    return AuditSummary(verdict, name, audit.outcome.folder)
+    return AuditSummary(verdict, name, audit.stored.folder)

@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ease.bench import bench, results
 from ease.console import rounds_bar, table
 from ease.errors import UserError
-from ease.experiment import Experiment, plan
-from ease.report.figures import draw, encode
-from ease.report.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
+from ease.runs.workers import default_processes
+from ease.show.figures import draw, encode
+from ease.show.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
 from ease.storage import read_json, write_atomic, write_json
-from ease.workers import default_processes
+from ease.studies.bench import bench, results
+from ease.studies.experiment import Experiment, plan
 
 SHOWN = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
 """Columns of the tables that fit a narrow screen, under shorter names; of cost, the shares alone."""

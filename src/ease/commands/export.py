@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import RenderableType
 
 from ease.console import megabytes, status
-from ease.export import Format, export
-from ease.run import Run
+from ease.runs.export import Format, export
+from ease.runs.run import Run
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,25 @@ from rich.console import RenderableType
 from ease.audit.alignment import alignment_residual
 from ease.commands.train import TrainSummary, train_run
 from ease.console import megabytes, rounds_bar, status, table
-from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.errors import UserError
-from ease.forget import (
+from ease.methods import make_method
+from ease.methods.base import Unlearner
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
+from ease.runs.forget import (
+    answer_of,
     check_request,
     continuation,
     evaluation_sets,
-    find_outcome,
+    find_answer,
     forget,
     go_on,
     measure,
-    outcome_of,
     request_id,
     similarities,
     trained_of,
 )
-from ease.methods import make_method
-from ease.methods.base import Unlearner
-from ease.run import Run, RunConfig, World, match_class
-from ease.scenarios import Scenario, scenario_config, scenario_request
+from ease.runs.run import Run, RunConfig, World, match_class
+from ease.studies.scenarios import Scenario, scenario_config, scenario_request
 
 TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
 BARS = "▁▂▃▄▅▆▇█"
@@ -184,9 +184,9 @@ def forget_run(
         request = parse_request(world, clients, classes, samples)
         check_request(world, request)
     answer(run, world, request, method, quiet)
-    outcome = outcome_of(run, request, method)
+    stored = answer_of(run, request, method)
     before = measure(world, trained.final, evaluation_sets(world, request))
-    return ForgetSummary(outcome.folder, request, outcome.record(), before)
+    return ForgetSummary(stored.folder, request, stored.record(), before)
 
 
 def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:
@@ -201,7 +201,7 @@ def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: b
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:
     """Go on training after a request and watch whether the forgotten comes back."""
     run = Run.load(folder)
-    outcome, request, _ = find_outcome(run, after)
+    stored, request, _ = find_answer(run, after)
     with status("preparing data and backbone", quiet):
         world = World.open(run.config)
     with rounds_bar("training on", rounds, 0, quiet) as bar:
@@ -209,10 +209,10 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
             bar.step(
                 **{"forget R@1": f"{metrics['forget/recall@1']:.1f}", "test R@1": f"{metrics['test/recall@1']:.1f}"}
             )
-    record = continuation(outcome, rounds, locked).record()
+    record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record['locked'] else 'free'}")
-    folder_of = continuation(outcome, rounds, locked).folder
-    return ForgetSummary(folder_of, request, record, outcome.record()["metrics"], labels)
+    folder_of = continuation(stored, rounds, locked).folder
+    return ForgetSummary(folder_of, request, record, stored.record()["metrics"], labels)
 
 
 def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> Comparison:
@@ -222,8 +222,8 @@ def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlear
     sets = evaluation_sets(world, request)
     for method in methods:
         answer(run, world, request, method, quiet)
-    outcomes = {method: outcome_of(run, request, method) for method in methods}
-    reference = next(outcome for method, outcome in outcomes.items() if method.name == "retrain")
+    answers = {method: answer_of(run, request, method) for method in methods}
+    reference = next(stored for method, stored in answers.items() if method.name == "retrain")
     before = similarities(world, trained.final, sets["forget"])
     goal = similarities(world, reference.model(), sets["forget"])
     history = [run.history.record(number) for number in range(1, trained.training.rounds + 1)]
@@ -236,10 +236,10 @@ def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlear
             "metrics": {**measure(world, trained.final, sets), **cost, "cost/seconds": 0.0, "rho": 1.0},
         }
     ]
-    for method, outcome in outcomes.items():
-        rho = alignment_residual(similarities(world, outcome.model(), sets["forget"]), before, goal)
-        rows.append({**common, "method": method.name, "metrics": {**outcome.record()["metrics"], "rho": rho}})
-    ease = next(outcome for method, outcome in outcomes.items() if method.name == "ease")
+    for method, stored in answers.items():
+        rho = alignment_residual(similarities(world, stored.model(), sets["forget"]), before, goal)
+        rows.append({**common, "method": method.name, "metrics": {**stored.record()["metrics"], "rho": rho}})
+    ease = next(stored for method, stored in answers.items() if method.name == "ease")
     notes = ease.record()["rounds"][0]["notes"]
     return Comparison(tuple(rows), notes["blocks"], notes)
 

@@ -10,10 +10,10 @@ from pydantic.fields import FieldInfo
 from rich.console import RenderableType
 
 from ease.console import table
-from ease.data.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.federation.fedavg import TrainingConfig
 from ease.methods import METHODS
 from ease.methods.base import Unlearner
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 
 TRAINING = TrainingConfig(rounds=20)
 """The training whose rounds the table speaks of."""

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ease.audit.evaluate import embed_pairs
 from ease.console import status
-from ease.data.request import Request
 from ease.errors import UserError
-from ease.forget import Outcome, evaluation_sets, trained_of
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.report.answer import Answer, Pair
-from ease.report.page import Contents, page
-from ease.run import Run, World
+from ease.requests.request import Request
+from ease.runs.audit import stored_verdict
+from ease.runs.forget import StoredAnswer, evaluation_sets, trained_of
+from ease.runs.run import Run, World
 from ease.seeding import generator
+from ease.show.answer import Answer, Pair
+from ease.show.page import Contents, page
 from ease.storage import read_json, write_atomic
-from ease.verdict import stored_verdict
 
 MOST_RANKED = 500
 """Forget pairs among which the thumbnails are chosen."""
@@ -69,8 +69,10 @@ class ReportSummary:
 def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: bool) -> ReportSummary:
     """Write the page of a run, a request or an experiment; pictures only of generated scenes unless asked for."""
     requests, home = _find(folder)
-    outcomes = [Outcome(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))]
-    answers = [_answer(outcome) for outcome in outcomes]
+    stored_answers = [
+        StoredAnswer(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))
+    ]
+    answers = [_answer(stored) for stored in stored_answers]
     results = _table(folder / "results.json") if (folder / "results.json").is_file() else None
     why_no_pairs = ""
     if (home / "run.json").is_file():
@@ -80,7 +82,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
             why_no_pairs = "" if thumbnails else PRIVATE
         if thumbnails:
             with status("ranking forgotten pairs", quiet):
-                answers = with_thumbnails(run, outcomes, answers)
+                answers = with_thumbnails(run, stored_answers, answers)
     else:
         why_no_pairs = NO_RUN if thumbnails is not False else ""
     contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs)
@@ -104,13 +106,13 @@ def _find(folder: Path) -> tuple[list[Path], Path]:
     raise UserError(f"{folder}: no run, request or results here; name a folder such as runs/first or results/main")
 
 
-def _answer(outcome: Outcome) -> Answer:
-    name = f"{outcome.folder.parent.name}/{outcome.folder.name}"
-    answer = Answer(name, str(outcome.folder), _table(outcome.record_path))
-    if not (outcome.folder / "audit.json").is_file():
+def _answer(stored: StoredAnswer) -> Answer:
+    name = f"{stored.folder.parent.name}/{stored.folder.name}"
+    answer = Answer(name, str(stored.folder), _table(stored.record_path))
+    if not (stored.folder / "audit.json").is_file():
         return answer
-    audit = _table(outcome.folder / "audit.json")
-    if outcome.model_path.is_file() and stored_verdict(outcome) is None:
+    audit = _table(stored.folder / "audit.json")
+    if stored.model_path.is_file() and stored_verdict(stored) is None:
         return replace(
             answer, why_no_audit="The model has changed since it was audited, so the verdict no longer holds."
         )
@@ -127,30 +129,30 @@ def _table(path: Path) -> dict[str, Any]:
 # Thumbnails
 
 
-def with_thumbnails(run: Run, outcomes: list[Outcome], answers: list[Answer]) -> list[Answer]:
+def with_thumbnails(run: Run, stored_answers: list[StoredAnswer], answers: list[Answer]) -> list[Answer]:
     """The same answers, some with pairs they forgot: audited ones first, and retraining never."""
     able = [
         (answer.audit is None, answer.name)
-        for outcome, answer in zip(outcomes, answers, strict=True)
-        if outcome.model_path.is_file() and not answer.is_reference
+        for stored, answer in zip(stored_answers, answers, strict=True)
+        if stored.model_path.is_file() and not answer.is_reference
     ]
     chosen = {name for _, name in sorted(able)[:MOST_ILLUSTRATED]}
     if not chosen:
         return answers
     world, trained = World.open(run.config), trained_of(run).final
     return [
-        _illustrated(world, trained, outcome, answer) if answer.name in chosen else answer
-        for outcome, answer in zip(outcomes, answers, strict=True)
+        _illustrated(world, trained, stored, answer) if answer.name in chosen else answer
+        for stored, answer in zip(stored_answers, answers, strict=True)
     ]
 
 
-def _illustrated(world: World, trained: Params, outcome: Outcome, answer: Answer) -> Answer:
+def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: Answer) -> Answer:
     sets = evaluation_sets(world, _request(answer))
     rng = generator(world.config.seed, "thumbnails")
     forget = np.sort(rng.permutation(sets["forget"])[:MOST_RANKED])
     gallery = np.concatenate([forget, np.sort(rng.permutation(sets["test"])[: len(forget)])])
-    models = {"trained": trained, "unlearned": outcome.model()}
-    reference = Outcome(outcome.folder.parent / Retrain.name)
+    models = {"trained": trained, "unlearned": stored.model()}
+    reference = StoredAnswer(stored.folder.parent / Retrain.name)
     if reference.done:
         models["retrain"] = reference.model()
     ranks = {

@@ -9,11 +9,11 @@ from rich.console import RenderableType
 
 from ease.console import rounds_bar, table
 from ease.errors import UserError
-from ease.experiment import Chosen, load_experiment
 from ease.methods import METHODS
+from ease.runs.workers import default_processes
 from ease.storage import write_atomic
-from ease.sweep import FORMULA, Search, choose, chosen_toml, searches_for, searches_in, sweep
-from ease.workers import default_processes
+from ease.studies.experiment import Chosen, load_experiment
+from ease.studies.sweep import FORMULA, Search, choose, chosen_toml, searches_for, searches_in, sweep
 
 RESULTS = Path("results")
 """Where `ease bench` keeps its runs too."""

@@ -14,7 +14,7 @@ from ease.console import errors, megabytes, rounds_bar, status, table
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.params import Params
-from ease.run import Run, RunConfig, World
+from ease.runs.run import Run, RunConfig, World
 from ease.storage import write_json
 
 

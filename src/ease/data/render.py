@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from ease.data.world import KINDS, OUTDOOR_LIGHTS, Group, Scene
+from ease.data.scenery import KINDS, OUTDOOR_LIGHTS, Group, Scene
 
 SIDE = 64
 SIGN_HEIGHT = 11

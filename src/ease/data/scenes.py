@@ -7,7 +7,7 @@ import numpy as np
 
 from ease.data.pairs import SPLITS, PairSet
 from ease.data.render import SIDE, draw
-from ease.data.world import COLOURS, KINDS, OWNERS, TOWNS, WORDS, Group, Scene, draw_scene, pick
+from ease.data.scenery import COLOURS, KINDS, OWNERS, TOWNS, WORDS, Group, Scene, draw_scene, pick
 from ease.errors import UserError
 from ease.seeding import generator
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json

@@ -8,8 +8,8 @@ import torch
 from ease.data.examples import Examples, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
-from ease.data.request import forget_mask
 from ease.federation.protocol import LocalJob
+from ease.requests.request import forget_mask
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Many local trainings in one pass: clients, shadows or seeds share every forward and backward pass.
 
-The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each pupil.
+The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.local import assignment_of, batches, learning_rates, lock_pulls, probe_parts, probed
+from ease.federation.loop import Loop
 from ease.federation.objectives import OBJECTIVES, Draw, Objective, embed_states
 from ease.federation.protocol import LocalJob, Lock, Update
-from ease.federation.simulation import Simulation
 from ease.federation.ternary import encode
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -28,7 +28,7 @@ TOGETHER = {"cpu": 16, "cuda": 512}
 
 
 @dataclass(frozen=True)
-class Pupil:
+class LocalTraining:
     """One local training: where it starts and the batches it will see, in order."""
 
     start: Params
@@ -36,28 +36,32 @@ class Pupil:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a pupil learnt, on the CPU."""
+class LocalResult:
+    """What a training learnt, on the CPU."""
 
     delta: Params
     loss: Tensor
     """Mean over its batches."""
 
 
-def pupil(start: Params, positions: np.ndarray, captions: int, job: LocalJob, rng: np.random.Generator) -> Pupil:
+def training_of(
+    start: Params, positions: np.ndarray, captions: int, job: LocalJob, rng: np.random.Generator
+) -> LocalTraining:
     """The same draws as training alone: an epoch is shuffled, then each pair of each batch gets a caption."""
     drawn = ((chosen, rng.integers(captions, size=len(chosen))) for chosen in batches(positions, job, rng))
-    return Pupil(start, tuple(Draw(*batch) for batch in drawn))
+    return LocalTraining(start, tuple(Draw(*batch) for batch in drawn))
 
 
-def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob) -> list[Lesson]:
-    """Train every pupil from its own start on its own batches, all in the same passes.
+def train_together(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob
+) -> list[LocalResult]:
+    """Train every training from its own start on its own batches, all in the same passes.
 
     Pupils with fewer batches leave early: the longest come first, so those still at work are a leading slice.
     """
     device, objective = examples.device, OBJECTIVES[job.objective]
-    order = sorted(range(len(pupils)), key=lambda i: len(pupils[i].draws), reverse=True)
-    ranked = [pupils[i] for i in order]
+    order = sorted(range(len(trainings)), key=lambda i: len(trainings[i].draws), reverse=True)
+    ranked = [trainings[i] for i in order]
     blocks = ranked[0].start.blocks
     stack = {
         name: torch.stack([one.start[name].float() for one in ranked]).to(device) for name in ranked[0].start.tensors
@@ -90,56 +94,56 @@ def train_together(model: DualEncoder, examples: Examples, pupils: Sequence[Pupi
                 stack[name][: step.active].sub_(change, alpha=rates[name])
             if job.radius is not None:
                 _project_to_balls(stack, before, step.active, job.radius)
-    changes = {name: (stack[name] - before[name]).cpu() for name in stack}  # one copy for all pupils
+    changes = {name: (stack[name] - before[name]).cpu() for name in stack}  # one copy for all trainings
     counts = torch.tensor([max(1, len(one.draws)) for one in ranked])
     means = losses.cpu() / counts
-    lessons = {
-        index: Lesson(Params({name: changes[name][rank] for name in stack}, blocks), means[rank])
+    results = {
+        index: LocalResult(Params({name: changes[name][rank] for name in stack}, blocks), means[rank])
         for rank, index in enumerate(order)
     }
-    return [lessons[index] for index in range(len(pupils))]
+    return [results[index] for index in range(len(trainings))]
 
 
 @dataclass
-class Room:
+class GroupSize:
     """How many models share a pass. It shrinks where memory does not suffice, and stays so for the next rounds."""
 
     models: int
 
     @classmethod
-    def on(cls, device: torch.device) -> "Room":
+    def on(cls, device: torch.device) -> "GroupSize":
         return cls(TOGETHER[device.type])
 
 
 def train_in_groups(
-    model: DualEncoder, examples: Examples, pupils: Sequence[Pupil], job: LocalJob, room: Room
-) -> Iterator[Lesson]:
-    """Train pupils in groups that keep the device busy, and in smaller ones where its memory does not suffice.
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> Iterator[LocalResult]:
+    """Train trainings in groups that keep the device busy, and in smaller ones where its memory does not suffice.
 
     One that does not fit alone is tried once more with the activations inside of blocks computed twice.
     """
     done = 0
-    while done < len(pupils):
-        group = pupils[done : done + room.models]
+    while done < len(trainings):
+        group = trainings[done : done + group_size.models]
         try:
-            lessons = train_together(model, examples, group, job)
+            results = train_together(model, examples, group, job)
         except torch.OutOfMemoryError as error:
             if len(group) == 1 and not model.save_memory():
                 raise UserError(
                     f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
                     f"{examples.device}; choose a smaller one"
                 ) from error
-            lessons = []
-        if not lessons:  # outside of the handler, which would keep the failed attempt's tensors alive
-            room.models = (len(group) + 1) // 2
+            results = []
+        if not results:  # outside of the handler, which would keep the failed attempt's tensors alive
+            group_size.models = (len(group) + 1) // 2
             torch.cuda.empty_cache()
-        yield from lessons
-        done += len(lessons)
+        yield from results
+        done += len(results)
 
 
 @dataclass(frozen=True)
-class Step:
-    """A batch of each pupil that still works, filled up to the widest [active, pairs]."""
+class StackedBatch:
+    """A batch of each training that still works, filled up to the widest [active, pairs]."""
 
     rows: np.ndarray
     captions: np.ndarray
@@ -152,7 +156,7 @@ class Step:
         return len(self.rows)
 
 
-def _steps(ranked: Sequence[Pupil], device: torch.device) -> list[Step]:
+def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[StackedBatch]:
     """All steps of a training. What losses need goes to the device now, so that no step waits for the host."""
     found = []
     for number in range(len(ranked[0].draws)):
@@ -163,14 +167,19 @@ def _steps(ranked: Sequence[Pupil], device: torch.device) -> list[Step]:
             rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
         real = np.arange(sizes.max()) < sizes[:, None]
         valid = None if real.all() else torch.from_numpy(real).to(device)
-        found.append(Step(rows, captions, tuple(draw.to(device) for draw in draws), valid))
+        found.append(StackedBatch(rows, captions, tuple(draw.to(device) for draw in draws), valid))
     return found
 
 
 def _losses(
-    model: DualEncoder, objective: Objective, tensors: dict[str, Tensor], states: States, step: Step, job: LocalJob
+    model: DualEncoder,
+    objective: Objective,
+    tensors: dict[str, Tensor],
+    states: States,
+    step: StackedBatch,
+    job: LocalJob,
 ) -> Tensor:
-    """The loss of each pupil over its own batch [pupils]."""
+    """The loss of each training over its own batch [trainings]."""
     image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, tensors, states))
     if objective is OBJECTIVES["align"]:
         return _info_nce(image, text, step.valid, job.temperature)
@@ -181,7 +190,7 @@ def _losses(
 
 
 def _info_nce(image: Tensor, text: Tensor, valid: Tensor | None, temperature: float) -> Tensor:
-    """Symmetric InfoNCE of each pupil [pupils]; padding counts neither as query nor as answer."""
+    """Symmetric InfoNCE of each training [trainings]; padding counts neither as query nor as answer."""
     logits = image @ text.mT / temperature
     positive = logits.diagonal(dim1=1, dim2=2)
     if valid is None:
@@ -193,19 +202,19 @@ def _info_nce(image: Tensor, text: Tensor, valid: Tensor | None, temperature: fl
 
 
 def _lock_pulls(tensors: Mapping[str, Tensor], lock: Lock) -> dict[str, Tensor]:
-    """What the Forget Lock adds to every pupil's gradient."""
+    """What the Forget Lock adds to every training's gradient."""
     own = {name: tensor.detach() for name, tensor in tensors.items()}
     return torch.func.vmap(lambda values: lock_pulls(values, lock))(own)
 
 
 def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
-    """Each pupil's gradient, scaled down to a norm of at most `most`; torch's own clips them all as one."""
+    """Each training's gradient, scaled down to a norm of at most `most`; torch's own clips them all as one."""
     factors = (most / (_norms(gradients) + 1e-6)).clamp(max=1.0)
     return {name: _each(factors, gradient) * gradient for name, gradient in gradients.items()}
 
 
 def _project_to_balls(stack: Mapping[str, Tensor], centres: Mapping[str, Tensor], active: int, radius: float) -> None:
-    """Move each pupil back, in place, to the nearest point of the ball around its start."""
+    """Move each training back, in place, to the nearest point of the ball around its start."""
     moved = {name: stack[name][:active] - centres[name][:active] for name in stack}
     factors = (radius / _norms(moved).clamp_min(1e-30)).clamp(max=1.0)
     outside = factors < 1
@@ -215,12 +224,12 @@ def _project_to_balls(stack: Mapping[str, Tensor], centres: Mapping[str, Tensor]
 
 
 def _norms(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Norm over all tensors, for each pupil."""
+    """Norm over all tensors, for each training."""
     return torch.stack([tensor.flatten(1).square().sum(1) for tensor in tensors.values()]).sum(0).sqrt()
 
 
 def _each(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each pupil, shaped to multiply a stack."""
+    """One value for each training, shaped to multiply a stack."""
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -231,7 +240,7 @@ def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) 
     return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
 
 
-class Cohort(Simulation):
+class Cohort(Loop):
     """All clients of a round in one pass wherever the job allows it; any other job one client after the other."""
 
     def __init__(
@@ -240,7 +249,7 @@ class Cohort(Simulation):
         super().__init__(model, clients)
         self.pool = pool
         self.offsets = offsets
-        self.room = Room.on(pool.device)
+        self.group_size = GroupSize.on(pool.device)
 
     @classmethod
     def of(
@@ -271,19 +280,21 @@ class Cohort(Simulation):
 
     def _train(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Update]:
         """Train clients in one pass for each objective that they decide for."""
-        able: dict[str, list[tuple[int, int, Pupil]]] = {}
+        able: dict[str, list[tuple[int, int, LocalTraining]]] = {}
         updates = {client: Update(client, 0, None) for client in clients}
         on_device = params.to(self.pool.device)
         for client in clients:
             assignment = assignment_of(self.model, on_device, self.data[client], job)
             if assignment is not None:
                 placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in assignment.draws)
-                able.setdefault(assignment.objective, []).append((client, assignment.pairs, Pupil(params, placed)))
+                able.setdefault(assignment.objective, []).append(
+                    (client, assignment.pairs, LocalTraining(params, placed))
+                )
         for chosen, entries in able.items():
             part = replace(job, objective=chosen)
-            lessons = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.room)
-            for (client, pairs, _), lesson in zip(entries, lessons, strict=True):
-                updates[client] = Update(client, pairs, lesson.delta, {"loss": lesson.loss})
+            results = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.group_size)
+            for (client, pairs, _), result in zip(entries, results, strict=True):
+                updates[client] = Update(client, pairs, result.delta, {"loss": result.loss})
         return updates
 
 

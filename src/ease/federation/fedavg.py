@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ease.config import Config
-from ease.data.request import Request
 from ease.errors import Diverged
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
 from ease.params import Params, weighted_mean
+from ease.requests.request import Request
 from ease.seeding import generator
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ease.federation.client import ClientData
 from ease.federation.objectives import OBJECTIVES, Draw
-from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, pack
+from ease.federation.protocol import LocalJob, Lock, Optimiser, Update, to_8bit
 from ease.federation.sophia import SophiaG
 from ease.federation.ternary import encode
 from ease.model.dual_encoder import DualEncoder
@@ -115,7 +115,7 @@ def probed(client: ClientData, updates: Mapping[str, Update]) -> Update:
     values: dict[str, Tensor] = {}
     for kind, update in updates.items():
         if update.delta is not None:
-            values |= {f"{kind}/{name}": tensor for name, tensor in pack(update.delta.tensors).items()}
+            values |= {f"{kind}/{name}": tensor for name, tensor in to_8bit(update.delta.tensors).items()}
     return Update(client.shard.client, len(client.train), None, values)
 
 

@@ -11,12 +11,12 @@ from torch.nn.functional import huber_loss, mse_loss
 from ease.data.density import densities
 from ease.data.examples import Examples, States
 from ease.data.partition import MINIMUM_PAIRS
-from ease.data.request import ClassRequest, ClientRequest, forget_mask, validation_mask
 from ease.federation.client import ClientData
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce, log_odds
 from ease.params import Modality, Params
+from ease.requests.request import ClassRequest, ClientRequest, forget_mask, validation_mask
 from ease.seeding import generator
 
 DRAWS = 2

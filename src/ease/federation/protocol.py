@@ -9,9 +9,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ease.config import Config
-from ease.data.request import Request
 from ease.federation.sparse import Sparse
 from ease.params import Params
+from ease.requests.request import Request
 from ease.subspace import Basis
 
 
@@ -112,7 +112,7 @@ class Update:
         return {**(self.delta.tensors if self.delta is not None else {}), **self.values}
 
 
-def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_8bit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """8-bit values with one scale for each tensor."""
     packed = {}
     for name, tensor in tensors.items():
@@ -122,7 +122,7 @@ def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return packed
 
 
-def unpack(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_8bit(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the receiver of packed tensors works with."""
     names = [name for name in packed if not name.endswith(":scale")]
     return {name: packed[name].float() * packed[f"{name}:scale"] for name in names}

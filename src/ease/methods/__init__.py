@@ -7,7 +7,7 @@ from pydantic import Field
 from ease.config import override, validate
 from ease.errors import UserError
 from ease.methods.base import Unlearner
-from ease.methods.ease import Ease
+from ease.methods.ease.method import Ease
 from ease.methods.fed_eraser import FedEraser
 from ease.methods.fed_osd import FedOsd
 from ease.methods.fed_recover import FedRecover

@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ease.config import Config
-from ease.data.request import ClientRequest, Request
 from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
 from ease.federation.history import History
 from ease.federation.protocol import Federation, LocalJob
 from ease.params import Params
+from ease.requests.request import ClientRequest, Request
 from ease.subspace import Basis
 
 

@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ease.data.request import ClientRequest, Request
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation, reject_reason
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, step_of
 from ease.params import Params
+from ease.requests.request import ClientRequest, Request
 
 SMALLEST_NORM = 1e-12
 LARGEST_GROWTH = 10.0

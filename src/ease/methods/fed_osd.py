@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
 from ease.params import Params, weighted_mean
+from ease.requests.request import Request
 
 
 class FedOsd(Unlearner):

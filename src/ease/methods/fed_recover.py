@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation, Update
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, step_of
 from ease.methods.lbfgs import Secant, hessian_product, make_secant
 from ease.params import Params
+from ease.requests.request import Request
 
 LARGEST_CORRECTION = 5.0
 """A correction longer than this many stored updates is noise, and the stored update alone is the better estimate."""

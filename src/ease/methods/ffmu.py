@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Update
 from ease.federation.ternary import LEAST_SCALE, decode
 from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
+from ease.requests.request import Request
 
 
 class Ffmu(Unlearner):

@@ -6,12 +6,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Update
 from ease.federation.sparse import Sparse
 from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
 from ease.params import Block, Params
+from ease.requests.request import Request
 from ease.subspace import Factors, displacement
 
 

@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
+from ease.requests.request import Request
 
 
 class GradAscent(Unlearner):

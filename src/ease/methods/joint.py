@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ease.data.request import ClientRequest, Request
 from ease.federation.fedavg import average, participants
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Step, Trained, retained_clients, step_of
+from ease.requests.request import ClientRequest, Request
 
 
 def joint_rounds(

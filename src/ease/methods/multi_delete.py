@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
+from ease.requests.request import Request
 
 
 class MultiDelete(Unlearner):

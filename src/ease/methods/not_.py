@@ -5,12 +5,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.data.request import Request
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Space, Step, Trained, Unlearner, fine_tuning, share_of
 from ease.params import Block, Params
+from ease.requests.request import Request
 
 
 class NoT(Unlearner):

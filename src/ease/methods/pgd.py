@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.data.request import ClientRequest, Request
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
 from ease.params import Params
+from ease.requests.request import ClientRequest, Request
 
 
 class Pgd(Unlearner):

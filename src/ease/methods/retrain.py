@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.data.request import Request
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, retained_clients, share_of, step_of
+from ease.requests.request import Request
 
 
 class Retrain(Unlearner):

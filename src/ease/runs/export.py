@@ -1,0 +1,192 @@
+"""Taking a model out of a run: adapters for PEFT, plain safetensors, or both encoders as ONNX."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ease.errors import UserError
+from ease.model.backbones import Backbone, checkpoint_of, load_backbone
+from ease.model.dual_encoder import DualEncoder
+from ease.model.peft import Adapter, stock_name, write_adapter
+from ease.params import Params
+from ease.runs.forget import find_answer, trained_of
+from ease.runs.run import Run, RunConfig
+from ease.storage import write_atomic, write_tensors
+
+Format = Literal["peft", "safetensors", "onnx"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported: a state, the model it belongs to and where it comes from."""
+
+    config: RunConfig
+    request: str | None
+    """None stands for the trained model."""
+    state: Params
+    backbone: Backbone
+    model: DualEncoder
+
+    @classmethod
+    def of(cls, run: Run, request: str | None) -> "Source":
+        state = trained_of(run).final if request is None else find_answer(run, request)[0].model()
+        settings = run.config.model
+        # On the CPU, so that the exported numbers do not depend on the device of the run.
+        backbone = load_backbone(settings.backbone)
+        run.check_frozen(backbone, torch.device("cpu"))
+        model = DualEncoder(backbone, settings, run.config.seed)
+        if model.blocks != state.blocks:
+            raise UserError(f"{run.folder}: its states do not fit the model that config.toml names; restore the run")
+        model.load_state_dict(dict(state.tensors), strict=False)  # the rest is frozen
+        return cls(run.config, request, state, backbone, model.eval())
+
+
+def export(run: Run, request: str | None, form: Format, out: Path) -> list[Path]:
+    """Write the trained model, or the one a request left, into a folder; returns the files."""
+    writers = {"peft": write_peft, "safetensors": write_safetensors, "onnx": write_onnx}
+    return writers[form](Source.of(run, request), out)
+
+
+def write_safetensors(source: Source, out: Path) -> list[Path]:
+    """The state as `Params` reads it, and the shared A matrices without which B alone says little."""
+    about = {
+        "model": source.config.model.model_dump(mode="json"),
+        "backbone": source.backbone.fingerprint,
+        "seed": source.config.seed,
+        "request": source.request,
+    }
+    source.state.save(out / "model.safetensors", about=about)
+    frozen = source.model.frozen_adapters()
+    if not frozen:
+        return [out / "model.safetensors"]
+    write_tensors(out / "frozen.safetensors", frozen)
+    return [out / "model.safetensors", out / "frozen.safetensors"]
+
+
+def write_peft(source: Source, out: Path) -> list[Path]:
+    """Adapters that PEFT puts on the stock model, projectors beside them, and a page on how to apply both."""
+    settings = source.config.model
+    checkpoint = checkpoint_of(settings.backbone)
+    if checkpoint is None:
+        raise UserError(
+            f"--format peft: {settings.backbone!r} is no transformers model that PEFT could adapt; "
+            "use --format safetensors or onnx"
+        )
+    if settings.lora == "off":
+        raise UserError('--format peft: the run has no adapters (model.lora = "off"); use --format safetensors or onnx')
+    tensors = {**source.model.frozen_adapters(), **source.state.tensors}
+    factors = {
+        stock_name(block.name): (tensors[f"{block.name}.A"], tensors[f"{block.name}.B"])
+        for block in source.state.blocks
+        if block.kind == "lora"
+    }
+    files = write_adapter(out, Adapter(settings.lora_scale, factors), checkpoint)
+    projectors = {
+        name.replace(".projector.", "."): source.state[name]
+        for block in source.state.blocks
+        if block.kind == "projector"
+        for name in block.tensors
+    }
+    if projectors:
+        files.append(out / "projectors.safetensors")
+        write_tensors(files[-1], projectors)
+    files.append(out / "README.md")
+    write_atomic(files[-1], _readme(checkpoint, source.request, bool(projectors)).encode())
+    return files
+
+
+class Encoder(nn.Module):
+    """One modality from raw inputs to unit-norm embeddings, in one piece."""
+
+    def __init__(self, model: DualEncoder, modality: str) -> None:
+        super().__init__()
+        self.branch = getattr(model, modality)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.branch(*self.branch.tower.prefix(inputs, self.branch.first))
+
+
+def write_onnx(source: Source, out: Path) -> list[Path]:
+    """`image.onnx` takes uint8 pixels [n, side, side, 3], `text.onnx` token ids [n, tokens]; any n."""
+    if find_spec("onnxscript") is None:
+        raise UserError('--format onnx needs the onnx extra: pip install "ease-unlearning[onnx]"')
+    side = source.backbone.image_size
+    any_size = torch.export.Dim.DYNAMIC
+    examples = {
+        "image": ("pixels", torch.zeros(2, side, side, 3, dtype=torch.uint8), {0: any_size}),
+        "text": ("tokens", source.backbone.tokenize(["a picture", "a longer caption"]), {0: any_size, 1: any_size}),
+    }
+    graphs = {}
+    for modality, (name, example, shape) in examples.items():
+        try:
+            with _quiet_exporter():
+                program = torch.onnx.export(
+                    Encoder(source.model, modality),
+                    (example,),
+                    dynamo=True,
+                    dynamic_shapes=(shape,),
+                    input_names=[name],
+                    output_names=["embeddings"],
+                    verbose=False,
+                )
+        except torch.onnx.OnnxExporterError as error:
+            raise UserError(
+                f"--format onnx: the {modality} encoder of {source.backbone.name!r} depends on its inputs in ways "
+                "that a graph cannot hold; use --format safetensors"
+            ) from error
+        assert program is not None  # it is, with dynamo
+        graphs[out / f"{modality}.onnx"] = program.model_proto.SerializeToString()
+    for path, graph in graphs.items():
+        write_atomic(path, graph)
+    return list(graphs)
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """The exporter's notes on itself are of no use to the user."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _readme(checkpoint: str, request: str | None, projectors: bool) -> str:
+    what = f"after the request `{request}`" if request else "as trained"
+    project = """    layers = load_file("projectors.safetensors")
+
+    def project(features, modality):
+        (w0, b0), (w1, b1) = [(layers[f"{modality}.{n}.weight"], layers[f"{modality}.{n}.bias"]) for n in (0, 1)]
+        hidden = F.gelu(F.linear(F.layer_norm(features, features.shape[-1:]), w0, b0))
+        return F.normalize(F.linear(hidden, w1, b1), dim=-1)
+"""
+    plain = """    def project(features, modality):
+        return F.normalize(features, dim=-1)
+"""
+    return f"""# LoRA adapter of an image-text model, {what}
+
+The adapter belongs on `{checkpoint}`. Embeddings of pictures and captions are compared by their dot product.
+
+    import torch.nn.functional as F
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModel
+
+    model = PeftModel.from_pretrained(AutoModel.from_pretrained("{checkpoint}"), ".").eval()
+{project if projectors else plain}
+    image = project(model.get_image_features(**pictures).pooler_output, "image")
+    text = project(model.get_text_features(input_ids=tokens).pooler_output, "text")
+
+`pictures` is what the checkpoint's AutoImageProcessor gives; for SigLIP 2 models of any shape (naflex) make the picture
+square first. `tokens` are the ids of captions in lower case; for SigLIP they are padded to the full context.
+"""

@@ -1,0 +1,250 @@
+"""Running an experiment: every request answered by every method, measured alike, and never done twice."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ease.audit.alignment import alignment_residual
+from ease.audit.band import prediction_band
+from ease.errors import Diverged, UserError
+from ease.methods import make_method
+from ease.params import Params
+from ease.requests.request import Request
+from ease.runs.attackers import QuickAttackers, quick_attackers
+from ease.runs.forget import answer_of, evaluation_sets, forget, measure, similarities, trained_of
+from ease.runs.run import DataConfig, Run, World
+from ease.runs.workers import spread
+from ease.show.tables import DIVERGED
+from ease.storage import read_json, write_json
+from ease.studies.experiment import Cell, Entrant, Experiment, Job, plan
+from ease.studies.overlap import client_overlap
+from ease.studies.scenarios import scenario_request
+
+COSTS = ("bytes_up", "bytes_down", "seconds")
+PARTS = ("forget", "retain")
+MOST_PAIRS = 400
+"""Pairs of a set whose similarities are kept for drawing."""
+
+
+def work(job: Job) -> Iterator[str]:
+    """Do what is missing of a job; a note after training and after each answer."""
+    if job.done:
+        return
+    run = Run.create(job.folder, job.config)
+    world = World.open(job.config)
+    for _ in run.train(world):
+        pass
+    where = f"{job.config.partition.scheme} run, seed {job.config.seed}"
+    yield f"{where}: trained"
+    if job.overlap:
+        write_json(job.overlap_path, [asdict(found) for found in client_overlap(trained_of(run))])
+    for cell in job.missing:
+        yield from _fill(cell, run, world)
+
+
+def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
+    """Answer a cell's request with every method, measure all models alike, and keep the rows."""
+    seed = run.config.seed
+    request = scenario_request(world, cell.scenario, seed)
+    retrain = Entrant("Retrain", make_method("retrain"))
+    others = [
+        Entrant(f"Retrain, order {order}", make_method("retrain", (f"order={order}",)))
+        for order in range(1, cell.band_retrains + 1)
+    ]
+    references = (retrain, *others)
+    diverged: dict[Path, str] = {}
+    for entrant in (*references, *cell.entrants):
+        value = f", {entrant.at[0]} = {entrant.at[1]}" if entrant.at else ""
+        try:
+            for _ in forget(run, world, request, entrant.method, observe=False):
+                pass
+        except UserError as error:
+            if entrant in references or not isinstance(error, Diverged):
+                raise UserError(f"{cell.scenario} request, seed {seed}, {entrant.label}: {error}") from error
+            diverged[answer_of(run, request, entrant.method).folder] = str(error)
+            value += ", diverged"
+        yield f"{cell.scenario} request, seed {seed}: {entrant.label}{value}"
+    yardstick = Yardstick.of(run, world, request, cell.shadows)
+    if cell.shadows:
+        yield f"{cell.scenario} request, seed {seed}: attackers"
+
+    roles = [("method", cell.entrants), ("band", others), ("retrain", [retrain])]
+    models = [(role, entrant) for role, entrants in roles for entrant in entrants]
+    recalls = measure(world, yardstick.trained, yardstick.sets)
+    rows = [_row(cell, "trained", None) | _figures(cell, yardstick, yardstick.trained, recalls)]
+    for role, entrant in models:
+        stored = answer_of(run, request, entrant.method)
+        if stored.folder in diverged:
+            found: dict[str, Any] = {"metrics": {}, "note": DIVERGED, "reason": diverged[stored.folder]}
+        else:
+            found = _figures(cell, yardstick, stored.model(), stored.record()["metrics"])
+        rows.append(_row(cell, role, entrant) | found)
+    write_json(cell.path(run.folder), rows)
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What all answers to one request are measured by."""
+
+    world: World
+    sets: dict[str, np.ndarray]
+    trained: Params
+    before: Tensor
+    """Similarities of the forget pairs under the trained model."""
+    goal: Tensor
+    """And under retraining."""
+    budget: Mapping[str, float]
+    """What retraining cost."""
+    attackers: QuickAttackers | None
+
+    @classmethod
+    def of(cls, run: Run, world: World, request: Request, shadows: int) -> "Yardstick":
+        trained, sets = trained_of(run).final, evaluation_sets(world, request)
+        retrained = answer_of(run, request, make_method("retrain"))
+        before, goal = (similarities(world, state, sets["forget"]) for state in (trained, retrained.model()))
+        attackers = quick_attackers(run, world, request, shadows) if shadows else None
+        return cls(world, sets, trained, before, goal, retrained.record()["metrics"], attackers)
+
+    def metrics(self, state: Params, recorded: Mapping[str, float]) -> dict[str, float]:
+        """Recall as an answer's record has it, alignment and attacks, and the cost if there was one."""
+        found = {key: value for key, value in recorded.items() if "/recall@" in key or key == "gallery"}
+        found["rho"] = alignment_residual(similarities(self.world, state, self.sets["forget"]), self.before, self.goal)
+        if self.attackers is not None:
+            found |= {"mia": self.attackers.share_called_member(state), "lira/auc": self.attackers.auc(state)}
+        for key in COSTS:
+            if f"cost/{key}" in recorded:
+                cost = recorded[f"cost/{key}"]
+                found |= {f"cost/{key}": cost, f"ratio/{key}": cost / self.budget[f"cost/{key}"]}
+        return found
+
+
+def _row(cell: Cell, role: str, entrant: Entrant | None) -> dict[str, Any]:
+    """What a model is in the results; the trained one has no entrant."""
+    at = cell.at or (entrant.at if entrant else None)
+    row: dict[str, Any] = {
+        "scenario": cell.scenario,
+        "seed": cell.config.seed,
+        "role": role,
+        "method": entrant.method.name if entrant else "trained",
+        "label": entrant.label if entrant else "Trained",
+        "settings": entrant.method.model_dump(mode="json", exclude_defaults=True) if entrant else {},
+        "tuned": entrant.tuned if entrant else False,
+    }
+    if at:
+        row["at"] = {"name": at[0], "value": at[1]}
+    return row
+
+
+def _figures(cell: Cell, yardstick: Yardstick, state: Params, recorded: Mapping[str, float]) -> dict[str, Any]:
+    """And what was found of it."""
+    found: dict[str, Any] = {"metrics": yardstick.metrics(state, recorded)}
+    if cell.pairs:
+        found["pairs"] = {part: _similarities(yardstick.world, state, yardstick.sets[part]) for part in PARTS}
+    return found
+
+
+def _similarities(world: World, state: Params, positions: np.ndarray) -> list[float]:
+    """Similarities of some pairs, evenly from all clients."""
+    some = np.linspace(0, len(positions) - 1, min(MOST_PAIRS, len(positions))).round().astype(int)
+    return [round(value, 4) for value in similarities(world, state, positions[some]).tolist()]
+
+
+def bench(experiment: Experiment, folder: Path, processes: int) -> Iterator[str]:
+    """Do everything that is missing in a folder, in several processes; a note after each part."""
+    jobs = [job for job in plan(experiment, folder) if not job.done]
+    for job in jobs:
+        check_data(job.config.data)
+    yield from spread(work, jobs, processes)
+
+
+def check_data(data: DataConfig) -> None:
+    """Refuse files that are not there before anything is written."""
+    for name in ("path", "test_path", "images"):
+        path = getattr(data, name)
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: no such file or folder; name your copy with --set run.data.{name}=...")
+
+
+def results(experiment: Experiment, folder: Path) -> dict[str, Any]:
+    """What a finished grid found: a header that says where it comes from, and a row for each model."""
+    jobs = plan(experiment, folder)
+    order = {seed: number for number, seed in enumerate(experiment.seeds)}
+    rows = [row for job in jobs for cell in job.cells for row in read_json(cell.path(job.folder))]
+    rows.sort(key=lambda row: (experiment.scenarios.index(row["scenario"]), order[row["seed"]]))
+    found: dict[str, Any] = {"header": header(experiment), "bands": bands(rows), "rows": rows}
+    if experiment.kind == "subspaces":
+        found["subspaces"] = [{"seed": job.config.seed, "overlap": read_json(job.overlap_path)} for job in jobs]
+    return found
+
+
+def bands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each scenario (and value of a varied run setting) the band of every metric, where there are retrainings."""
+    retrained: dict[str, list[Mapping[str, Any]]] = {}
+    ordered = [row for row in rows if row["role"] == "band"]
+    for row in rows:
+        if any(_same_run(row, other) for other in ordered) and row["role"] in ("band", "retrain"):
+            retrained.setdefault(json.dumps([row["scenario"], row["seed"], row.get("at")]), []).append(row)
+    return [_band(group) for group in retrained.values()]
+
+
+def _same_run(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(row.get(key) == other.get(key) for key in ("scenario", "seed", "at"))
+
+
+def _band(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for key in group[0]["metrics"]:
+        # Retraining's own rho is 0 by its definition and says nothing about how far retrainings lie apart.
+        values = [row["metrics"][key] for row in group if key != "rho" or row["role"] != "retrain"]
+        band = prediction_band(values)
+        if band is not None:
+            found[key] = [band.low, band.high]
+    first = {key: group[0][key] for key in ("scenario", "seed", "at") if key in group[0]}
+    return {**first, "models": len(group), "metrics": found}
+
+
+def header(experiment: Experiment) -> dict[str, Any]:
+    """Enough to know what was run, on what, and when."""
+    return {
+        "title": experiment.title,
+        "kind": experiment.kind,
+        "experiment": experiment.model_dump(mode="json", exclude={"quick"}),
+        "command": " ".join(["ease", *sys.argv[1:]]),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {
+            "ease": version("ease-unlearning"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "machine": {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()},
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source, with a mark if files have changed since; none where git does not track it.
+
+    An installed package may lie inside another project's folder, whose commit says nothing about it.
+    """
+    source = Path(__file__)
+    try:
+        _git(source.parent, "ls-files", "--error-unmatch", source.name)
+        return _git(source.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

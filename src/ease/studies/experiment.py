@@ -1,0 +1,273 @@
+"""Experiments: what a TOML file says, and the grid of runs, requests and methods that it stands for."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ease.config import Config, override, read_toml, validate
+from ease.errors import UserError
+from ease.methods import METHODS, make_method
+from ease.methods.base import Unlearner
+from ease.runs.run import RunConfig, anchor_paths
+from ease.storage import digest
+from ease.studies.scenarios import Scenario, scenario_config
+
+FORMAT = 1
+"""Of a stored cell; raise it when the same settings give other figures."""
+QUICK: dict[str, Any] = {
+    "seeds": [0],
+    "run": {"data": {"train": 600, "validation": 200, "test": 400}, "training": {"rounds": 8}, "gallery": 150},
+}
+"""What `--quick` changes in every experiment, before the experiment's own `[quick]`."""
+
+
+class Entry(Config):
+    """A method of a grid."""
+
+    method: str
+    label: str = ""
+    """Its name in tables and figures; by default its title."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
+    """One of its settings and the values that it takes in turn."""
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in METHODS:
+            raise ValueError(f"{name}: unknown method; choose one of: {', '.join(sorted(METHODS))}")
+        return name
+
+
+class Experiment(Config):
+    """A grid, and how it is drawn. Retraining is always part of it."""
+
+    title: str
+    kind: Literal["table", "curves", "grid", "tradeoff", "bars", "raincloud", "subspaces"] = "table"
+    """The figure beside the tables; `subspaces` looks at training alone and has no table."""
+    run: RunConfig = RunConfig()
+    """Settings of training, as in the file for `ease train`; its seed is not used."""
+    scenarios: tuple[Scenario, ...] = Field(("client", "class", "sample"), min_length=1)
+    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1)
+    methods: tuple[Entry, ...] = ()
+    """Names, or tables with a name, a label, settings and a varied setting."""
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
+    """One setting of the run and the values that it takes in turn."""
+    tuned: Path | None = None
+    """Settings that `ease sweep` chose; those in `methods` come before them."""
+    band_retrains: int = Field(2, ge=0)
+    """Further retrainings on the first seed: with the first they make the band."""
+    shadows: int = Field(4, ge=0)
+    """Shadow models of the membership attacks, an even number from 4; 0: no attacks."""
+    quick: dict[str, Any] = Field(default_factory=dict)
+    """What `--quick` changes here, in the shape of this file."""
+
+    @field_validator("shadows")
+    @classmethod
+    def _pairs_of_shadows(cls, count: int) -> int:
+        if count % 2 or count == 2:
+            raise ValueError("choose an even number from 4, or 0 for no attacks")
+        return count
+
+    @field_validator("vary")
+    @classmethod
+    def _no_seeds(cls, vary: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        if "seed" in vary:
+            raise ValueError("seed: write it as `seeds`, over which figures are averaged")
+        return vary
+
+    @model_validator(mode="after")
+    def _one_varied(self) -> "Experiment":
+        if self.vary and any(entry.vary for entry in self.methods):
+            raise ValueError("vary one setting: of the run, or of methods")
+        return self
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _names(cls, entries: Any) -> Any:
+        named = isinstance(entries, list | tuple)
+        return [{"method": entry} if isinstance(entry, str) else entry for entry in entries] if named else entries
+
+
+class Chosen(Config):
+    """What a sweep found for one method and scenario."""
+
+    score: float
+    error: float = 0.0
+    """Standard error of the score; better by no more than this, other settings do not replace the defaults."""
+    default_score: float | None = None
+    """Absent where the defaults diverged."""
+    budget: int
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A method with the settings that it has in one cell."""
+
+    label: str
+    method: Unlearner
+    tuned: bool = False
+    at: tuple[str, Any] | None = None
+    """The varied setting and its value."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One request of one run, answered by every method."""
+
+    config: RunConfig
+    scenario: Scenario
+    entrants: tuple[Entrant, ...]
+    band_retrains: int
+    shadows: int
+    pairs: bool
+    """Keep pair similarities."""
+    at: tuple[str, Any] | None = None
+    """The varied setting of the run and its value."""
+
+    def path(self, folder: Path) -> Path:
+        """Where the rows are kept; anything else that is asked for has another place."""
+        methods = [(e.label, e.method.model_dump(mode="json"), e.tuned, e.at) for e in self.entrants]
+        asked = (methods, self.band_retrains, self.shadows, self.pairs, self.at)
+        return folder / "cells" / f"{self.scenario}-{digest(FORMAT, self.config.model_dump(mode='json'), asked)}.json"
+
+    @property
+    def answers(self) -> int:
+        """Models that are made: those of the methods, of retraining and, counted as one, of the attackers."""
+        return len(self.entrants) + 1 + self.band_retrains + (self.shadows > 0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run directory has to do: train, then its cells. Only one process may work on a run."""
+
+    folder: Path
+    config: RunConfig
+    cells: tuple[Cell, ...]
+    overlap: bool = False
+    """Compare the clients' update subspaces."""
+
+    @property
+    def overlap_path(self) -> Path:
+        return self.folder / "cells" / "overlap.json"
+
+    @property
+    def missing(self) -> list[Cell]:
+        return [cell for cell in self.cells if not cell.path(self.folder).is_file()]
+
+    @property
+    def done(self) -> bool:
+        return not self.missing and (not self.overlap or self.overlap_path.is_file())
+
+    @property
+    def notes(self) -> int:
+        """How many notes `work` yields: one for training and one for each answer."""
+        return 0 if self.done else 1 + sum(cell.answers for cell in self.missing)
+
+
+def load_experiment(path: Path, assignments: Sequence[str] = (), quick: bool = False) -> Experiment:
+    """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
+    table = _anchor(read_toml(path), path.parent)
+    if quick:
+        table = _merge(_merge(_at_hand(table, path), QUICK), table.get("quick", {}))
+    table = _anchor(override(table, assignments), Path.cwd())
+    return validate(Experiment, table, " with ".join([str(path), *(["--set"] if assignments else [])]))
+
+
+def _at_hand(table: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The same on generated scenes with the tiny backbone: other data and weights are not on every machine."""
+    run = validate(RunConfig, table.get("run", {}), f"{path}: run")
+    return table if (run.data.name, run.model.backbone) == ("scenes", "tiny") else {**table, "run": {}}
+
+
+def _anchor(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the paths of an experiment absolute; relative ones are meant from `folder`."""
+    anchored = dict(table)
+    if isinstance(table.get("run"), dict):
+        anchored["run"] = anchor_paths(table["run"], folder)
+    if isinstance(table.get("vary"), dict):
+        anchored["vary"] = {name: _anchor_values(name, values, folder) for name, values in table["vary"].items()}
+    if isinstance(table.get("tuned"), str):
+        anchored["tuned"] = str((folder / table["tuned"]).resolve())
+    return anchored
+
+
+def _anchor_values(name: str, values: Any, folder: Path) -> Any:
+    """The values of a varied setting, where they are paths as absolute as those of the run."""
+    section, _, key = name.partition(".")
+    if not key or not isinstance(values, list):
+        return values
+    return [anchor_paths({section: {key: value}}, folder)[section][key] for value in values]
+
+
+def _merge(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(table)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def load_tuned(path: Path) -> dict[str, dict[str, Chosen]]:
+    """Method -> scenario -> what a sweep chose."""
+    chosen: dict[str, dict[str, Chosen]] = {}
+    for method, found in read_toml(path).items():
+        if method not in METHODS or not isinstance(found, dict):
+            raise UserError(f"{path}: {method}: not a method's table; write the file with `ease sweep`")
+        chosen[method] = {name: validate(Chosen, table, f"{path}: {method}.{name}") for name, table in found.items()}
+    return chosen
+
+
+def run_folder(folder: Path, config: RunConfig) -> Path:
+    """Where the run of a configuration lives; experiments in one folder share their runs."""
+    return folder / "runs" / f"{config.partition.scheme}-{config.seed}-{digest(config.model_dump(mode='json'))[:8]}"
+
+
+def plan(experiment: Experiment, folder: Path) -> list[Job]:
+    """The grid as one job for each run directory, the longest first, so that processes end together."""
+    tuned = load_tuned(experiment.tuned) if experiment.tuned else {}
+    cells: dict[Path, list[Cell]] = {}
+    for at in _varied(experiment.vary):
+        for seed in experiment.seeds:
+            for scenario in experiment.scenarios:
+                config = scenario_config(_run_config(experiment, at, seed), scenario)
+                first = seed == experiment.seeds[0]
+                cell = Cell(
+                    config=config,
+                    scenario=scenario,
+                    entrants=tuple(_entrants(experiment.methods, scenario, tuned)),
+                    band_retrains=experiment.band_retrains if first else 0,
+                    shadows=experiment.shadows,
+                    pairs=experiment.kind == "raincloud",
+                    at=at,
+                )
+                cells.setdefault(run_folder(folder, config), []).append(cell)
+    if experiment.kind == "subspaces":
+        return [Job(place, found[0].config, (), overlap=True) for place, found in cells.items()]
+    jobs = [Job(place, found[0].config, tuple(found)) for place, found in cells.items()]
+    return sorted(jobs, key=lambda job: -job.notes)
+
+
+def _varied(vary: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any] | None]:
+    return [(name, value) for name, values in vary.items() for value in values] or [None]
+
+
+def _run_config(experiment: Experiment, at: tuple[str, Any] | None, seed: int) -> RunConfig:
+    changes = [f"seed={seed}"] + ([f"{at[0]}={json.dumps(at[1])}"] if at else [])
+    return validate(RunConfig, override(experiment.run.model_dump(mode="json"), changes), "vary")
+
+
+def _entrants(
+    entries: Sequence[Entry], scenario: Scenario, tuned: Mapping[str, Mapping[str, Chosen]]
+) -> Iterator[Entrant]:
+    for entry in entries:
+        chosen = tuned.get(entry.method, {}).get(scenario)
+        for at in _varied(entry.vary):
+            settings = {**(chosen.settings if chosen else {}), **entry.settings, **(dict([at]) if at else {})}
+            method = make_method(entry.method, table=settings)
+            yield Entrant(entry.label or method.title, method, chosen is not None, at)

@@ -1,0 +1,241 @@
+"""Choosing every method's settings fairly: the same number of trials, on a request that is never reported.
+
+The score needs no retrained model, only what an operator can know: with g the membership gap of the request's forget
+pairs (mean log-odds above those of held-out pairs that resemble them) and r the mean of R@1, R@5 and R@10 on the
+validation pairs of the clients and classes that stay,
+
+    score = |g after| / |g before| + max(0, 1 - r after / r before).
+
+Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too.
+Defaults that are beaten by no more than the standard error of g stay: the luckiest of equal trials is no better.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf, isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ease.audit.evaluate import recalls
+from ease.errors import Diverged, UserError
+from ease.methods import METHODS, make_method
+from ease.methods.base import Trained, Unlearner
+from ease.methods.ease.calibration import Gap, measure_levels, membership_gap
+from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest, Request
+from ease.runs.forget import answer_of, forget, trained_of
+from ease.runs.run import Run, RunConfig, World
+from ease.runs.workers import spread
+from ease.storage import digest, read_json, write_json
+from ease.studies.experiment import Chosen, run_folder
+from ease.studies.scenarios import Scenario, scenario_config, validation_request
+
+FORMULA = "score = |membership gap| / |gap before| + max(0, 1 - validation recall / recall before); less is better"
+PRIMES = (2, 3, 5)
+"""Bases of the Halton sequence, one for each setting."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What one run directory has to try: every method's trials on the validation request of some scenarios."""
+
+    folder: Path
+    config: RunConfig
+    scenarios: tuple[Scenario, ...]
+    methods: tuple[str, ...]
+    budget: int
+
+    def score_path(self, scenario: Scenario, method: Unlearner) -> Path:
+        return self.folder / "trials" / f"{scenario}-{method.name}-{digest(method.model_dump(mode='json'))}.json"
+
+    @property
+    def notes(self) -> int:
+        """How many notes `work` yields: one for each trial."""
+        return len(self.scenarios) * len(self.methods) * self.budget
+
+
+def trials(name: str, budget: int) -> list[Unlearner]:
+    """A method's first settings to try: its defaults, then a low-discrepancy walk over its space, no point twice."""
+    space = METHODS[name].tuned
+    points = prod(len(values) for values in space.values())
+    if budget > points:
+        raise UserError(f"--budget {budget}: {name} has {points} settings to try; choose a budget of at most {points}")
+    found = [make_method(name)]
+    for settings in _walk(space):
+        if len(found) == budget:
+            break
+        method = make_method(name, table=settings)
+        if method not in found:
+            found.append(method)
+    return found
+
+
+def _walk(space: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Halton points on the grid of a space."""
+    for number in count(1):
+        yield {
+            name: values[int(_radical_inverse(number, base) * len(values))]
+            for (name, values), base in zip(space.items(), PRIMES, strict=False)
+        }
+
+
+def _radical_inverse(number: int, base: int) -> float:
+    """The digits of a number behind the point in reverse: 6 = 110 in base 2 becomes 0.011 = 3/8."""
+    value, step = 0.0, 1.0
+    while number:
+        number, digit = divmod(number, base)
+        step /= base
+        value += digit * step
+    return value
+
+
+def searches_in(folder: Path, methods: Sequence[str], budget: int) -> list[Search]:
+    """Search on a run that exists, for the scenarios that its clients' data suit."""
+    run = Run.load(folder)
+    suited: list[Scenario] = [s for s in ("client", "class", "sample") if scenario_config(run.config, s) == run.config]
+    return [Search(folder, run.config, tuple(suited), tuple(methods), budget)]
+
+
+def searches_for(
+    config: RunConfig, scenarios: Sequence[Scenario], methods: Sequence[str], budget: int, work: Path
+) -> list[Search]:
+    """Search on the runs of an experiment, which `ease bench` then uses too."""
+    grouped: dict[RunConfig, list[Scenario]] = {}
+    for scenario in scenarios:
+        grouped.setdefault(scenario_config(config, scenario), []).append(scenario)
+    return [
+        Search(run_folder(work, each), each, tuple(found), tuple(methods), budget)
+        for each, found in sorted(grouped.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+def work(search: Search) -> Iterator[str]:
+    """Try everything that has no score yet; a note after each trial."""
+    run = Run.create(search.folder, search.config)
+    world = World.open(run.config)
+    for _ in run.train(world):
+        pass
+    for scenario in search.scenarios:
+        judge: Judge | None = None
+        for name in search.methods:
+            for number, method in enumerate(trials(name, search.budget)):
+                path = search.score_path(scenario, method)
+                if not path.is_file():
+                    judge = judge or Judge.of(run, world, validation_request(world, scenario, run.config.seed))
+                    write_json(path, {**judge.trial(method), "method": method.model_dump(mode="json")})
+                yield f"{scenario} request: {method.title}, trial {number + 1}"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Scores methods on one request, with the trained model as the yardstick."""
+
+    run: Run
+    world: World
+    trained: Trained
+    request: Request
+    gap_before: float
+    recall_before: float
+
+    @classmethod
+    def of(cls, run: Run, world: World, request: Request) -> "Judge":
+        trained = trained_of(run)
+        gap = abs(_gap(world, trained, request, trained.final).gap)
+        recall = validation_recall(world, request, trained.final)
+        if gap == 0 or recall == 0:
+            raise UserError(f"{run.folder}: the trained model has learnt nothing to forget; train longer")
+        return cls(run, world, trained, request, gap, recall)
+
+    def trial(self, method: Unlearner) -> dict[str, Any]:
+        """The score as it is stored; settings without a usable model have none, and the reason instead."""
+        try:
+            score, error = self.score(method)
+            return {"score": score, "error": error}
+        except Diverged as error:
+            return {"score": None, "reason": str(error)}
+
+    def score(self, method: Unlearner) -> tuple[float, float]:
+        """The score and the standard error that the membership gap brings into it."""
+        for _ in forget(self.run, self.world, self.request, method, observe=False):
+            pass
+        state = answer_of(self.run, self.request, method).model()
+        found = _gap(self.world, self.trained, self.request, state)
+        recall = validation_recall(self.world, self.request, state)
+        if not isfinite(found.gap):
+            raise Diverged("the log-odds are not finite: the model diverged, no membership gap")
+        score = abs(found.gap) / self.gap_before + max(0.0, 1 - recall / self.recall_before)
+        return score, found.standard_error / self.gap_before
+
+
+def _gap(world: World, trained: Trained, request: Request, state: Params) -> Gap:
+    found = membership_gap(measure_levels(trained, state, request, world.federation, "sweep"))
+    if found is None:
+        raise UserError("partition.validation_share: too few held-out pairs to measure a membership gap; raise it")
+    return found
+
+
+def validation_recall(world: World, request: Request, state: Params) -> float:
+    """Mean of R@1, R@5 and R@10 over the held-out pairs of clients and classes that stay."""
+    leaving = request.clients if isinstance(request, ClientRequest) else ()
+    gone = request.classes if isinstance(request, ClassRequest) else ()
+    kept = [s.validation[~np.isin(s.validation_classes, gone)] for s in world.shards if s.client not in leaving]
+    positions = {"validation": np.concatenate(kept)}
+    found = recalls(world.model, state, world.activations, positions, world.config.gallery, world.device)
+    return statistics.mean(found["validation"][f"recall@{k}"].mean for k in (1, 5, 10))
+
+
+def sweep(searches: Sequence[Search], processes: int) -> Iterator[str]:
+    """Do all trials, in several processes; a note after each."""
+    for search in searches:
+        for name in search.methods:
+            trials(name, search.budget)  # refuses a budget that is too large before any work
+    yield from spread(work, searches, processes)
+
+
+def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
+    """Method -> scenario -> the settings of the lowest score, or the defaults where they are as good within its error.
+
+    Settings that diverged are never chosen; where all did, there is no choice.
+    """
+    chosen: dict[str, dict[str, Chosen]] = {}
+    for search in searches:
+        for scenario in search.scenarios:
+            for name in search.methods:
+                tried = trials(name, search.budget)
+                stored = [read_json(search.score_path(scenario, method)) for method in tried]
+                scores = [trial["score"] for trial in stored]
+                best = min(range(len(tried)), key=lambda n: inf if scores[n] is None else scores[n])
+                if scores[best] is None:
+                    continue
+                if scores[0] is not None and scores[0] - scores[best] <= stored[best]["error"]:
+                    best = 0
+                settings = tried[best].model_dump(mode="json", exclude_defaults=True)
+                chosen.setdefault(name, {})[scenario] = Chosen(
+                    score=round(scores[best], 4),
+                    error=round(stored[best]["error"], 4),
+                    default_score=None if scores[0] is None else round(scores[0], 4),
+                    budget=len(tried),
+                    settings=settings,
+                )
+    return chosen
+
+
+def chosen_toml(chosen: Mapping[str, Mapping[str, Chosen]], source: str) -> str:
+    """The choice as a file to keep beside an experiment, and to name in it as `tuned`."""
+    lines = [
+        f"# Chosen by `ease sweep {source}`, on requests that are not reported and without retraining.",
+        f"# {FORMULA}.",
+    ]
+    for name, scenarios in sorted(chosen.items()):
+        for scenario, found in sorted(scenarios.items()):
+            lines += ["", f"[{name}.{scenario}]", f"score = {found.score}", f"error = {found.error}"]
+            lines += [] if found.default_score is None else [f"default_score = {found.default_score}"]
+            lines += [f"budget = {found.budget}"]
+            values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.settings.items())
+            lines += [f"settings = {{ {values} }}" if values else "settings = {}"]
+    return "\n".join(lines) + "\n"

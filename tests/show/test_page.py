@@ -1,0 +1,197 @@
+"""The page says what the records say, whatever they hold or lack."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
+from typing import Any
+
+import pytest
+
+from ease.errors import UserError
+from ease.show.answer import Answer
+from ease.show.page import Contents, page
+
+Make = Callable[..., Any]
+
+
+def text_of(html: str) -> str:
+    """What a reader sees: no style, no script, no tags."""
+    html = re.sub(r"<(style|script)\b.*?</\1>", "", html, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
+
+
+def alone(record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> Contents:
+    return Contents("first", "runs/first", [Answer("client-8/ease", "here/ease", record, audit, **changes)])
+
+
+def test_the_same_contents_give_the_same_bytes(contents: Make) -> None:
+    assert page(contents()) == page(contents())
+
+
+def test_nothing_comes_from_elsewhere(contents: Make) -> None:
+    """No address but data and places on the page, and a policy that forbids the rest."""
+    html = page(contents())
+    addresses = re.findall(r'(?:src|href|action|data)="([^"]*)"', html) + re.findall(r"url\(([^)]*)\)", html)
+    assert addresses and all(address.startswith(("#", "data:image/")) for address in addresses)
+    assert "@import" not in html and "http:" not in html and "https:" not in html
+    assert "default-src &#x27;none&#x27;" in html
+
+
+@pytest.mark.parametrize(
+    "caption", ["</script><script>alert(1)</script>", "\"><img src=x onerror='alert(1)'>", "Zoë’s 猫 \u2028 &amp; é 🐈"]
+)
+def test_a_caption_is_only_text(contents: Make, caption: str) -> None:
+    html = page(contents(caption))
+    assert " ".join(caption.split()) in text_of(html)
+    assert html.count("<script") == html.count("</script>") == page(contents()).count("<script")
+    assert "<img src=x" not in html
+
+
+def test_names_from_the_records_are_only_text(record: Make, audit: Make) -> None:
+    evil = "</title><script>x</script>"
+    found = record()
+    found["rounds"][0]["notes"]["blocks"][0]["block"] = found["rounds"][0]["phase"] = evil
+    found["method"]["method"] = evil
+    html = page(replace(alone(found, audit(attack=evil, warnings=[evil], not_tested=[evil])), title=evil, folder=evil))
+    assert "<script>x" not in html
+
+
+def test_the_data_of_the_slider_is_what_was_stored(contents: Make) -> None:
+    found = re.search(r'<script type="application/json" id="spectra">(.*?)</script>', page(contents()))
+    assert found is not None
+    assert json.loads(found[1])[0][0] == {"cosines": [0.6, 0.2], "shares": [0.3, 0.6]}
+
+
+def test_the_verdict_comes_first_and_in_words(contents: Make) -> None:
+    text = text_of(page(contents()))
+    verdict = "Not like retraining yet. 1 of 3 measures lies outside the band of retrained models: strongest attack."
+    assert verdict in text
+    assert text.index(verdict) < text.index("Each measure beside retraining")
+
+
+def test_a_good_verdict_and_none(record: Make, audit: Make) -> None:
+    good = audit(
+        outside=[], verdict="evidence of approximate erasure: every measure lies where a retrained model's would"
+    )
+    html = page(alone(record(), good))
+    assert 'class="verdict good"' in html
+    assert "Like retraining, as far as it was measured. All 3 measures lie where a retrained" in text_of(html)
+    html = page(alone(record(), audit(outside=[], verdict="no verdict: no signal to lose")))
+    assert 'class="verdict unknown"' in html and "No verdict. No signal to lose." in text_of(html)
+
+
+def test_without_bands_nothing_is_judged(record: Make, audit: Make) -> None:
+    bare = [{"name": "rho", "value": 0.2, "retrain": 0.1}]
+    html = page(alone(record(), audit(outside=[], measures=bare)))
+    assert "No verdict. No measure has a band of retrained models." in text_of(html) and "no band" in text_of(html)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words", "flags"),
+    [
+        ({"clients": [3]}, "Forgetting client 3 by finetune", "--client 3 --method"),
+        ({"clients": [1, 2]}, "Forgetting clients 1, 2 by finetune", "--client 1 --client 2 --method"),
+        ({"classes": [4, 5]}, "Forgetting classes 4, 5 by finetune", "--class 4 --class 5 --method"),
+        ({"ids": ["a", "b"]}, "Forgetting 2 single pairs by finetune", "--samples ids.txt --method"),
+    ],
+)
+def test_the_request_in_words_and_as_a_command(record: Make, request_: dict[str, Any], words: str, flags: str) -> None:
+    text = text_of(page(alone(record("finetune", blocks=False) | {"request": request_})))
+    assert words in text and flags in text
+
+
+def test_a_measure_stands_beside_retrain_and_the_model_before(contents: Make) -> None:
+    html = page(contents())
+    cells = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", html) if ">R@1<" in row]
+    assert cells[0].startswith("R@186.723.024.0") and cells[0].endswith("inside")
+    assert "forget R@1: 23.0 against retrain’s 24.0, band from 21.5 to 28.0" in unescape(html)
+    assert "alignment residual: 0.200 against retrain’s 0.170, band from no lower end to 0.300" in unescape(html)
+
+
+def test_the_threshold_starts_where_as_much_goes_as_went(contents: Make) -> None:
+    """Both blocks lost 0.7 of their energy. At 0.5 the mean that goes is (0.6 + 0.8) / 2 = 0.7, just below it 0.55."""
+    text = text_of(page(contents()))
+    assert "At δ = 0.50, 3 of 5 directions go: ηf = 0.70, ηr = 0.25." in text
+    assert "each direction went by 1 − cosine², all to a depth of 0.90, together 0.70 of the forget energy" in text
+
+
+def test_a_threshold_that_was_used_is_where_the_slider_starts(contents: Make) -> None:
+    text = text_of(page(contents(delta=0.15)))
+    assert "This answer used δ = 0.15." in text
+    assert "At δ = 0.15, 1 of 5 directions go: ηf = 0.25, ηr = 0.01." in text
+
+
+def test_what_is_missing_is_said_with_the_command_that_makes_it(record: Make) -> None:
+    text = text_of(page(alone(record(method="finetune", blocks=False))))
+    assert "no verdict yet. ease audit runs/first --request client-8/ease --retrain" in text
+    assert "No retraining of this request is stored" in text
+    assert "does not decompose updates; EASE does. ease forget runs/first --client 8 --method ease" in text
+
+
+def test_an_empty_run_says_what_to_do() -> None:
+    assert "Nothing has been forgotten in this run yet. ease forget runs/first" in text_of(
+        page(Contents("first", "runs/first"))
+    )
+
+
+def test_an_answer_without_measured_rounds_has_no_curve(record: Make) -> None:
+    found = record()
+    for entry in found["rounds"]:
+        entry["metrics"] = {}
+    assert "No recalls were measured between the rounds" in text_of(page(alone(found)))
+
+
+@pytest.mark.parametrize("part", ["attacks", "similarities", "relearning", "costs", "warnings", "not_tested"])
+def test_an_audit_may_lack_any_picture(record: Make, audit: Make, part: str) -> None:
+    whole, found = page(alone(record(), audit())), audit()
+    del found[part]
+    html = page(alone(record(), found))
+    assert "Not like retraining yet." in html and len(html) < len(whole)
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "said"),
+    [
+        ("record", {"rounds": []}, r"here/ease/record\.json: rounds: "),
+        ("record", {"request": {"clients": 3}}, r"here/ease/record\.json: request\.clients: "),
+        ("record", {"metrics": 3}, r"here/ease/record\.json: metrics: "),
+        ("audit", {"measures": [{"name": "rho"}]}, r"here/ease/audit\.json: measures\.0\.value: field required"),
+        ("audit", {"verdict": None}, r"here/ease/audit\.json: verdict: "),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_field(
+    record: Make, audit: Make, file: str, spoil: dict[str, Any], said: str
+) -> None:
+    found = {"record": record(), "audit": audit()}
+    found[file] |= spoil
+    with pytest.raises(UserError, match=said):
+        page(alone(**found))
+
+
+def test_as_many_energies_as_cosines(record: Make) -> None:
+    found = record()
+    found["rounds"][0]["notes"]["blocks"][0]["energies"] = [1.0]
+    with pytest.raises(UserError, match="2 cosines and 1 energies"):
+        page(alone(found))
+
+
+def test_retraining_is_the_reference_and_not_an_answer(contents: Make) -> None:
+    """Its costs are four times those of the others."""
+    html = page(contents())
+    assert "by retrain" not in text_of(html)
+    rows = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", html) if "client-8/" in row]
+    assert rows == [
+        "client-8/ease23.066.088.027.025%25%",
+        "client-8/finetune23.066.088.027.025%25%",
+        "client-8/retrain23.066.088.027.0100%100%",
+    ]
+
+
+def test_pairs_are_shown_with_their_ranks_or_a_reason(contents: Make, record: Make) -> None:
+    text = text_of(page(contents()))
+    assert "A red ball on the beach.before1after57retrain43.5" in text and "among those of 386 pairs" in text
+    assert "since they are private" in text_of(
+        page(replace(alone(record()), why_no_pairs="None, since they are private."))
+    )

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from ease.methods import make_method
-from ease.runs.forget import answer_of, continuation, forget, go_on, request_id
-from ease.runs.run import Run, World, load_config
+from ease.runs.answers import answer_of, continuation
+from ease.runs.config import load_config
+from ease.runs.forget import forget, go_on
+from ease.runs.resolve import request_id
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import write_json
 from ease.studies.experiment import run_folder
 from ease.studies.scenarios import scenario_config, scenario_request

@@ -39,8 +39,10 @@ def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
     from ease.methods.ease.lock import client_lock
     from ease.methods.ease.method import Ease
     from ease.requests.request import ClientRequest
-    from ease.runs.forget import trained_of
-    from ease.runs.run import Run, World, load_config
+    from ease.runs.answers import trained_of
+    from ease.runs.config import load_config
+    from ease.runs.run import Run
+    from ease.runs.world import World
     from ease.subspace import excise
 
     config = load_config(None, (f"training.rounds={rounds}",))

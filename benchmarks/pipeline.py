@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from ease.runs.forget import StoredAnswer
+from ease.runs.answers import StoredAnswer
 
 SETTINGS = """
 device = "{device}"

@@ -19,7 +19,8 @@ from ease.federation.fedavg import average
 from ease.federation.local import train
 from ease.requests.request import ClientRequest
 from ease.runs.attackers import Subjects
-from ease.runs.run import World, load_config
+from ease.runs.config import load_config
+from ease.runs.world import World
 
 MODELS = {"projectors": ('model.lora="off"', "model.hidden=128"), "adapters": ()}
 

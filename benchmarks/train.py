@@ -28,7 +28,9 @@ def measure(pairs: int, clients: int, rounds: int, threads: int) -> dict[str, fl
     """Train a default model of this size in this process, history included; preparation is timed apart."""
     import torch
 
-    from ease.runs.run import Run, World, load_config
+    from ease.runs.config import load_config
+    from ease.runs.run import Run
+    from ease.runs.world import World
 
     torch.set_num_threads(threads)
     settings = {

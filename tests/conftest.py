@@ -23,9 +23,12 @@ from ease.methods.retrain import Retrain
 from ease.model.hub import quiet_transformers
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request, forget_mask
+from ease.runs.answers import answer_of, trained_of
 from ease.runs.audit import Audit, AuditConfig
-from ease.runs.forget import answer_of, forget, trained_of
-from ease.runs.run import Run, RunConfig, World, load_config
+from ease.runs.config import RunConfig, load_config
+from ease.runs.forget import forget
+from ease.runs.run import Run
+from ease.runs.world import World
 
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 

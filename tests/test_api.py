@@ -8,7 +8,7 @@ import pytest
 
 import ease
 import ease.api
-from ease.runs.run import load_config
+from ease.runs.config import load_config
 
 
 @pytest.fixture(scope="module")

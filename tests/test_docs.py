@@ -19,8 +19,10 @@ from ease.config import validate
 from ease.data.rows import Row
 from ease.errors import UserError
 from ease.requests.request import ClientRequest
-from ease.runs.forget import answer_of, forget, trained_of
-from ease.runs.run import Run, RunConfig, load_config
+from ease.runs.answers import answer_of, trained_of
+from ease.runs.config import RunConfig, load_config
+from ease.runs.forget import forget
+from ease.runs.run import Run
 from ease.studies.experiment import Experiment
 
 ROOT = Path(__file__).parent.parent

@@ -7,13 +7,13 @@ if TYPE_CHECKING:
     from ease.api import Answer, TrainedRun, Verdict, open_run, train
     from ease.errors import UserError
     from ease.methods.base import Step, Trained, Unlearner
-    from ease.runs.run import RunConfig, load_config
+    from ease.runs.config import RunConfig, load_config
 
 _HOMES = {
     "ease.api": ("Answer", "TrainedRun", "Verdict", "open_run", "train"),
     "ease.errors": ("UserError",),
     "ease.methods.base": ("Step", "Trained", "Unlearner"),
-    "ease.runs.run": ("RunConfig", "load_config"),
+    "ease.runs.config": ("RunConfig", "load_config"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

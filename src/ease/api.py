@@ -13,9 +13,11 @@ from ease.config import assign, read_toml, validate
 from ease.console import Shown, as_html, as_text
 from ease.methods import make_method
 from ease.params import Params
+from ease.runs.answers import StoredAnswer, trained_of
 from ease.runs.audit import AuditConfig
-from ease.runs.forget import StoredAnswer, request_id, trained_of
-from ease.runs.run import Run, RunConfig, anchor_paths
+from ease.runs.config import RunConfig, anchor_paths
+from ease.runs.resolve import request_id
+from ease.runs.run import Run
 
 
 class _Shows:

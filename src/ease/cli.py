@@ -85,7 +85,7 @@ def train(
         _finish(continue_run(resume, after, rounds, lock, quiet or as_json), as_json)
         return
     from ease.commands.train import train_run
-    from ease.runs.run import load_config
+    from ease.runs.config import load_config
 
     if out is None:
         raise UserError("--out: name the run directory, for example --out runs/first")
@@ -211,7 +211,7 @@ def demo(
     import tempfile
 
     from ease.commands.forget import demo_run
-    from ease.runs.run import load_config
+    from ease.runs.config import load_config
 
     config = load_config(None, tuple(settings or ()))
     with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:

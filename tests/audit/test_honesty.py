@@ -13,9 +13,9 @@ from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClientRequest, forget_mask
+from ease.runs.answers import answer_of
 from ease.runs.attackers import read_shadow, write_shadow
 from ease.runs.audit import NOT_TESTED, Audit, AuditConfig, _measure, _words
-from ease.runs.forget import answer_of
 from ease.runs.run import Run
 from ease.seeding import generator
 

@@ -14,7 +14,9 @@ from ease.commands.forget import answer
 from ease.commands.train import train_run
 from ease.methods import make_method
 from ease.requests.request import ClientRequest
-from ease.runs.run import Run, World, load_config
+from ease.runs.config import load_config
+from ease.runs.run import Run
+from ease.runs.world import World
 
 CLIENT = ClientRequest(clients=(1,))
 QUICK = ("--shadows", 4, "--retrains", 2, "--pool", 16, "--workers", 1, "--fpr", 0.1)

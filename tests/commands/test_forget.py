@@ -13,7 +13,10 @@ from ease.data.scenes import lexicon
 from ease.federation.fedavg import participants
 from ease.federation.loop import Loop
 from ease.methods import METHODS
-from ease.runs.run import MATCH, Run, World, class_cosines, load_config
+from ease.runs.config import load_config
+from ease.runs.resolve import MATCH, class_cosines
+from ease.runs.run import Run
+from ease.runs.world import World
 
 
 def settings(*assignments: str) -> list[str]:

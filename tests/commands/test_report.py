@@ -19,8 +19,11 @@ from ease.errors import UserError
 from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
 from ease.requests.request import ClientRequest
-from ease.runs.forget import StoredAnswer, answer_of, forget
-from ease.runs.run import Run, RunConfig, World
+from ease.runs.answers import StoredAnswer, answer_of
+from ease.runs.config import RunConfig
+from ease.runs.forget import forget
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import sha256
 
 

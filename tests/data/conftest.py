@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from ease.config import validate
+from ease.data.config import DataConfig, load_pairs
 from ease.data.pairs import PairSet
-from ease.runs.run import DataConfig, load_pairs
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from ease.runs.run import LAYOUTS, load_config, load_pairs
+from ease.data.config import LAYOUTS, load_pairs
+from ease.runs.config import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 SECTION = re.compile(r"^## `(\w+)`.*?^```\n(.*?)^```.*?^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)

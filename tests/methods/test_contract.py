@@ -22,8 +22,9 @@ from ease.methods import METHODS, make_method
 from ease.methods.base import Step, Trained
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.forget import trained_of
-from ease.runs.run import Run, World
+from ease.runs.answers import trained_of
+from ease.runs.run import Run
+from ease.runs.world import World
 
 LEAVING = 1
 SCOPES = ("client", "class", "sample")

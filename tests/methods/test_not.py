@@ -8,7 +8,7 @@ from ease.methods import make_method
 from ease.methods.not_ import negate
 from ease.params import Params
 from ease.requests.request import ClientRequest
-from ease.runs.run import World
+from ease.runs.world import World
 
 CLIENT = ClientRequest(clients=(1,))
 FIRST = [f"{side}.projector.0.{part}" for side in ("image", "text") for part in ("bias", "weight")]

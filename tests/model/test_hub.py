@@ -19,8 +19,12 @@ from ease.model.backbones import anchor_checkpoint, checkpoint_of, load_backbone
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.model.losses import info_nce
 from ease.requests.request import ClientRequest
-from ease.runs.forget import answer_of, evaluation_sets, forget, measure
-from ease.runs.run import Run, World, load_config
+from ease.runs.answers import answer_of
+from ease.runs.config import load_config
+from ease.runs.evaluation import evaluation_sets, measure
+from ease.runs.forget import forget
+from ease.runs.run import Run
+from ease.runs.world import World
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,6 +18,7 @@ from ease.data.partition import joint_embedding
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.runs.answers import answer_of
 from ease.runs.attackers import (
     SHARES,
     Plan,
@@ -38,7 +39,6 @@ from ease.runs.audit import (
     stored_verdict,
     training_flops,
 )
-from ease.runs.forget import answer_of
 from ease.runs.run import Run
 from ease.storage import LEFTOVER, read_json, read_tensors
 

@@ -18,8 +18,11 @@ from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.params import Params
 from ease.requests.request import ClientRequest
 from ease.runs import export
-from ease.runs.forget import answer_of, forget
-from ease.runs.run import Run, World, load_config
+from ease.runs.answers import answer_of
+from ease.runs.config import load_config
+from ease.runs.forget import forget
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import read_note, read_tensors
 
 ADAPTED = ("model.lora_rank=2", "model.lora_blocks=2", "model.lora_scale=1.5")

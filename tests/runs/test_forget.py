@@ -19,19 +19,13 @@ from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.forget import (
-    StoredAnswer,
-    answer_of,
-    check_request,
-    continuation,
-    evaluation_sets,
-    find_answer,
-    forget,
-    go_on,
-    request_id,
-    trained_of,
-)
-from ease.runs.run import Run, RunConfig, World
+from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, trained_of
+from ease.runs.config import RunConfig
+from ease.runs.evaluation import evaluation_sets
+from ease.runs.forget import forget, go_on
+from ease.runs.resolve import check_request, request_id
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import LEFTOVER, read_json, write_json
 from ease.subspace import displacement, load_bases
 

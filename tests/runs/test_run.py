@@ -14,7 +14,10 @@ from ease.audit.evaluate import LEAST_GALLERY
 from ease.commands.train import recall_sets, train_run
 from ease.config import to_toml
 from ease.errors import UserError
-from ease.runs.run import Run, RunConfig, World, class_cosines, load_config, match_class
+from ease.runs.config import RunConfig, load_config
+from ease.runs.resolve import class_cosines, match_class
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import LEFTOVER
 
 Configs = Callable[..., RunConfig]
@@ -156,7 +159,7 @@ def test_a_descriptor_finds_the_class_it_describes(world: World) -> None:
 
 
 def test_a_descriptor_that_fits_no_class_is_refused_with_the_nearest(world: World, monkeypatch) -> None:
-    monkeypatch.setattr("ease.runs.run.MATCH", 1.1)
+    monkeypatch.setattr("ease.runs.resolve.MATCH", 1.1)
     with pytest.raises(
         UserError, match=r"--class 'boat': fits no pseudo-class well; the nearest is \d \(cosine -?0\.\d"
     ):

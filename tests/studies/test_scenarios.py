@@ -33,7 +33,7 @@ def test_the_client_is_of_middle_size(learnt) -> None:
 
 
 def test_a_second_class_is_needed_to_choose_settings(small_config) -> None:
-    from ease.runs.run import World
+    from ease.runs.world import World
 
     world = World.open(small_config("partition.classes=1"))
     with pytest.raises(UserError, match="second class"):

@@ -11,8 +11,9 @@ from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.calibration import Gap
 from ease.requests.request import ClientRequest, forget_mask
-from ease.runs.forget import request_id
-from ease.runs.run import Run, World
+from ease.runs.resolve import request_id
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import read_json
 from ease.studies.experiment import load_tuned
 from ease.studies.scenarios import scenario_request, validation_request

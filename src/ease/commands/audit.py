@@ -12,10 +12,11 @@ from rich.text import Text
 from ease.commands.forget import answer
 from ease.console import labelled, megabytes, status, table, ticks_bar
 from ease.methods.retrain import Retrain
+from ease.runs.answers import find_answer
 from ease.runs.attackers import Subjects
 from ease.runs.audit import Audit, AuditConfig
-from ease.runs.forget import find_answer
-from ease.runs.run import Run, World
+from ease.runs.run import Run
+from ease.runs.world import World
 
 LABELS = {
     "mia/share": "called member",

@@ -11,24 +11,16 @@ from rich.console import RenderableType
 from ease.audit.alignment import alignment_residual
 from ease.commands.train import TrainSummary, train_run
 from ease.console import megabytes, rounds_bar, status, table
-from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.forget import (
-    answer_of,
-    check_request,
-    continuation,
-    evaluation_sets,
-    find_answer,
-    forget,
-    go_on,
-    measure,
-    request_id,
-    similarities,
-    trained_of,
-)
-from ease.runs.run import Run, RunConfig, World, match_class
+from ease.requests.request import Request
+from ease.runs.answers import answer_of, continuation, find_answer, trained_of
+from ease.runs.config import RunConfig
+from ease.runs.evaluation import evaluation_sets, measure, similarities
+from ease.runs.forget import forget, go_on
+from ease.runs.resolve import check_request, parse_request, request_id
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.studies.scenarios import Scenario, scenario_config, scenario_request
 
 TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
@@ -139,33 +131,6 @@ def bars(cosines: Sequence[float]) -> str:
     """Cosines as a line of bars, thinned evenly to what fits a narrow screen."""
     shown = np.linspace(0, len(cosines) - 1, min(len(cosines), MOST_BARS)).round().astype(int)
     return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
-
-
-def parse_request(
-    world: World, clients: Sequence[int], classes: Sequence[str], samples: Path | Sequence[str] | None
-) -> Request:
-    """The request the options name: exactly one kind of thing is forgotten at a time."""
-    if sum(map(bool, (clients, classes, samples))) != 1:
-        raise UserError("name what to forget with one of --client, --class or --samples")
-    if clients:
-        return ClientRequest(clients=tuple(sorted(set(clients))))
-    if classes:
-        found = {int(text) if text.isdecimal() else match_class(world, text) for text in classes}
-        return ClassRequest(classes=tuple(sorted(found)), text=", ".join(classes))
-    assert samples is not None  # counted above
-    ids = read_ids(samples) if isinstance(samples, Path) else set(samples)
-    return SampleRequest(ids=tuple(sorted(ids)))
-
-
-def read_ids(path: Path) -> set[str]:
-    """The ids of a file, one a line."""
-    try:
-        ids = {line.strip() for line in path.read_text().splitlines()} - {""}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--samples {path}: cannot be read as a list of ids, one a line ({error})") from error
-    if not ids:
-        raise UserError(f"--samples {path}: holds no id; write one id a line")
-    return ids
 
 
 def forget_run(

@@ -20,9 +20,11 @@ from ease.errors import UserError
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import Request
+from ease.runs.answers import StoredAnswer, trained_of
 from ease.runs.audit import stored_verdict
-from ease.runs.forget import StoredAnswer, evaluation_sets, trained_of
-from ease.runs.run import Run, World
+from ease.runs.evaluation import evaluation_sets
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.seeding import generator
 from ease.show.answer import Answer, Pair
 from ease.show.page import Contents, page

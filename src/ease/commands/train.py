@@ -14,7 +14,9 @@ from ease.console import errors, megabytes, rounds_bar, status, table
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.params import Params
-from ease.runs.run import Run, RunConfig, World
+from ease.runs.config import RunConfig
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import write_json
 
 

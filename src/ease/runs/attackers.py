@@ -25,8 +25,10 @@ from ease.errors import UserError
 from ease.methods.base import Trained, Unlearner
 from ease.params import Params
 from ease.requests.request import Request
-from ease.runs.forget import trained_of
-from ease.runs.run import Run, RunConfig, World
+from ease.runs.answers import trained_of
+from ease.runs.config import RunConfig
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.seeding import generator, stream_seed
 from ease.storage import LEFTOVER, digest, read_note, read_tensors, sha256, write_tensors
 

@@ -28,6 +28,7 @@ from ease.methods.retrain import Retrain
 from ease.model.losses import info_nce
 from ease.params import Params
 from ease.requests.request import Request, forget_mask
+from ease.runs.answers import StoredAnswer, answer_of, find_answer, trained_of
 from ease.runs.attackers import (
     FORMAT,
     SHARES,
@@ -40,9 +41,10 @@ from ease.runs.attackers import (
     remove_scratch,
     train_share,
 )
-from ease.runs.forget import StoredAnswer, answer_of, evaluation_sets, find_answer, similarities, trained_of
-from ease.runs.run import Run, World
+from ease.runs.evaluation import evaluation_sets, similarities
+from ease.runs.run import Run
 from ease.runs.workers import default_processes, spread
+from ease.runs.world import World
 from ease.seeding import generator
 from ease.storage import read_json, sha256, write_json
 

@@ -17,8 +17,9 @@ from ease.model.backbones import Backbone, checkpoint_of, load_backbone
 from ease.model.dual_encoder import DualEncoder
 from ease.model.peft import Adapter, stock_name, write_adapter
 from ease.params import Params
-from ease.runs.forget import find_answer, trained_of
-from ease.runs.run import Run, RunConfig
+from ease.runs.answers import find_answer, trained_of
+from ease.runs.config import RunConfig
+from ease.runs.run import Run
 from ease.storage import write_atomic, write_tensors
 
 Format = Literal["peft", "safetensors", "onnx"]

@@ -1,227 +1,25 @@
 """A run from its configuration: the world it lives in, training with history, and resuming."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import Field, model_validator
 
-from ease.config import Config, override, read_toml, to_toml, validate
-from ease.data.features import Activations, cached_activations
-from ease.data.pairs import PairSet
-from ease.data.partition import MINIMUM_PAIRS, Shard, cached_classes, joint_embedding, make_shards, partition
-from ease.data.readers.coco import coco_rows
-from ease.data.readers.hf import hf_rows
-from ease.data.readers.karpathy import karpathy_rows
-from ease.data.readers.table import folder_rows, table_rows
-from ease.data.readers.textcaps import textcaps_rows
-from ease.data.rows import Row, pairs_from_rows
-from ease.data.scenes import load_scenes
+from ease.config import to_toml, validate
 from ease.errors import UserError
-from ease.federation.client import ClientData
-from ease.federation.cohort import Cohort
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.loop import Loop
 from ease.federation.metered import Cost, Metered
-from ease.model.backbones import Backbone, anchor_checkpoint, load_backbone
-from ease.model.dual_encoder import DualEncoder, ModelConfig, first_adapted
+from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params
-from ease.storage import digest, exclusive, read_json, remove_leftovers, write_atomic, write_json
+from ease.runs.config import RunConfig
+from ease.runs.world import World
+from ease.storage import exclusive, read_json, remove_leftovers, write_atomic, write_json
 
-
-class DataConfig(Config):
-    name: Literal["scenes", "karpathy", "coco", "textcaps", "folder", "table", "hf"] = "scenes"
-    """Layout of the data; `scenes` are generated. See docs/data.md."""
-    path: Path | None = None
-    """The file or the folder; not used by `scenes`."""
-    test_path: Path | None = None
-    """A second file or folder in the same layout, whose images are all for testing."""
-    images: Path | None = None
-    """Folder of the images; each layout has a default."""
-    held_out_share: float = Field(0.2, ge=0, lt=1)
-    """Share of the images held out where the data names no splits; half is for validation, half for testing."""
-    seed: int = 0
-    """Seed of the generated world."""
-    train: int = Field(2000, ge=4)
-    """Generated training pairs."""
-    validation: int = Field(300, ge=0)
-    """Generated pairs of no client, for choosing settings."""
-    test: int = Field(1000, ge=4)
-    """Generated test pairs."""
-    strict: bool = False
-    """Stop at unreadable images instead of leaving them out."""
-
-    @model_validator(mode="after")
-    def _needs_path(self) -> "DataConfig":
-        if self.name != "scenes" and self.path is None:
-            raise ValueError(f'data.path is needed when data.name = "{self.name}"')
-        if self.test_path is not None and self.name in ("scenes", "karpathy"):
-            raise ValueError(
-                f'data.test_path cannot be used when data.name = "{self.name}", which has its own test split'
-            )
-        return self
-
-
-class PartitionConfig(Config):
-    clients: int = Field(10, ge=1)
-    scheme: Literal["iid", "dirichlet", "uniform"] = "dirichlet"
-    """`iid`, `dirichlet` (skewed by pseudo-class) or `uniform` (every pseudo-class spread evenly)."""
-    beta: float = Field(0.5, gt=0)
-    """Dirichlet concentration; smaller is more skewed."""
-    classes: int = Field(10, ge=1)
-    """Number of pseudo-classes."""
-    validation_share: float = Field(0.1, ge=0, lt=1)
-    """Share of each client's pairs that is never trained on."""
-
-
-class RunConfig(Config):
-    """Everything that decides the bytes of a run."""
-
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
-    engine: Literal["auto", "loop", "cohort"] = "auto"
-    """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU."""
-    gallery: int = Field(500, ge=2)
-    """Pairs in a retrieval gallery; the same for every set that is compared."""
-    data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
-    partition: PartitionConfig = PartitionConfig()
-    training: TrainingConfig = TrainingConfig()
-
-    def identity(self) -> str:
-        """Hash of the configuration, less the number of rounds, which may grow."""
-        values = self.model_dump(mode="json")
-        values["training"].pop("rounds")
-        return digest(values)
-
-
-def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConfig:
-    """Read a TOML file and `--set` assignments; with no file, the defaults."""
-    table = anchor_paths(read_toml(path), path.parent) if path is not None else {}
-    source = " with ".join(([str(path)] if path else []) + (["--set"] if assignments else []))
-    # Only now can what `--set` gave still be relative: it is meant from where the user stands.
-    return validate(RunConfig, anchor_paths(override(table, assignments), Path.cwd()), source)
-
-
-def anchor_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the paths of a configuration absolute; relative ones are meant from `folder`."""
-    anchored = dict(table)
-    for section, keys in (("data", ("path", "test_path", "images")), ("model", ("adapter",))):
-        values = table.get(section)
-        if isinstance(values, dict):
-            paths = {key: str((folder / values[key]).resolve()) for key in keys if isinstance(values.get(key), str)}
-            anchored[section] = {**values, **paths}
-    model = anchored.get("model")
-    if isinstance(model, dict) and isinstance(model.get("backbone"), str):
-        anchored["model"] = {**model, "backbone": anchor_checkpoint(model["backbone"], folder)}
-    return anchored
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError('device = "cuda": no CUDA device is visible; set device = "cpu" or "auto"')
-    return torch.device(name)
-
-
-LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
-    "karpathy": karpathy_rows,
-    "coco": coco_rows,
-    "textcaps": textcaps_rows,
-    "folder": folder_rows,
-    "table": table_rows,
-    "hf": hf_rows,
-}
-"""Each reads the rows of a file or folder, with the images in another folder if one is given."""
-
-
-def load_pairs(config: DataConfig, image_size: int, crop: bool = False) -> PairSet:
-    """The pairs of a configuration, with pictures as a backbone takes them."""
-    if config.name == "scenes":
-        return load_scenes(config.seed, config.train, config.validation, config.test)
-    assert config.path is not None  # checked by DataConfig
-    read = LAYOUTS[config.name]
-    rows = list(read(config.path, config.images))
-    if config.test_path is not None:
-        rows = [replace(row, split=row.split or "train") for row in rows]
-        rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
-    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict)
-
-
-def check_splits(pairs: PairSet, config: DataConfig) -> None:
-    """Refuse data that could be trained on but not measured, before the training."""
-    for split in ("train", "test"):
-        count = len(pairs.indices(split))
-        if count < MINIMUM_PAIRS:
-            raise UserError(
-                f"{config.path}: {count} of the {len(pairs)} pairs are in the {split} split, at least {MINIMUM_PAIRS} "
-                "are needed; name a split for each image, or none and set data.held_out_share"
-            )
-
-
-@dataclass(frozen=True)
-class World:
-    """What a configuration stands for: pairs, cached activations, shards, classes and the model."""
-
-    config: RunConfig
-    pairs: PairSet
-    activations: Activations
-    shards: tuple[Shard, ...]
-    centroids: np.ndarray
-    """Pseudo-class centres in the joint frozen space [classes, width]."""
-    backbone: Backbone
-    model: DualEncoder
-    device: torch.device
-
-    @classmethod
-    def open(cls, config: RunConfig) -> "World":
-        device = choose_device(config.device)
-        backbone = load_backbone(config.model.backbone, device)
-        pairs = load_pairs(config.data, backbone.image_size, backbone.crop)
-        check_splits(pairs, config.data)
-        first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
-        activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
-        model = DualEncoder(backbone, config.model, config.seed).to(device)
-        shards, centroids = deal(config, pairs, activations)
-        return cls(config, pairs, activations, shards, centroids, backbone, model, device)
-
-    @cached_property
-    def federation(self) -> Loop:
-        engine = self.config.engine
-        if engine == "cohort" or (engine == "auto" and self.device.type == "cuda"):
-            return Cohort.of(self.model, self.shards, self.activations, self.device)
-        return Loop(self.model, {s.client: ClientData.of(s, self.activations, self.device) for s in self.shards})
-
-    def classes_of(self, positions: np.ndarray) -> np.ndarray:
-        """Nearest pseudo-class of any pairs [pairs]."""
-        joint = joint_embedding(self.activations.pooled_image[positions], self.activations.pooled_text[positions])
-        return ((joint[:, None] - self.centroids[None]) ** 2).sum(-1).argmin(1)
-
-    def initial(self) -> Params:
-        return self.model.initial().to("cpu")
-
-
-def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[tuple[Shard, ...], np.ndarray]:
-    """Cluster the training pairs in the frozen space and deal them to clients."""
-    pool = pairs.indices("train")
-    settings = config.partition
-    labels, centroids = cached_classes(
-        activations.pooled_image[pool], activations.pooled_text[pool], settings.classes, config.data.seed
-    )
-    dealt = partition(settings.scheme, labels, settings.clients, settings.beta, config.seed)
-    return make_shards(pool, pairs.ids, labels, dealt, settings.validation_share, config.seed), centroids
-
-
-MATCH = 0.15
-"""Least cosine of a class descriptor with a pseudo-class."""
 FORMAT = 1
 """Of the run directory; raise it when an older run can no longer be read."""
 
@@ -362,27 +160,3 @@ def _difference(old: RunConfig, new: RunConfig) -> str:
             if value[key] != other[key] and key != "rounds":
                 return f"{section}.{key} is {value[key]!r} there and {other[key]!r} here"
     return "same settings, other version"
-
-
-def class_cosines(world: World, text: str) -> np.ndarray:
-    """Cosine of a descriptor with each pseudo-class, by the text half of its centroid [classes]."""
-    tower, first = world.backbone.text, world.model.text.first
-    with torch.no_grad():
-        states, mask = tower.prefix(world.backbone.tokenize([text]).to(world.device), first)
-        query = tower(states, mask, first)[0].cpu().double().numpy()
-    halves = world.centroids[:, -len(query) :]
-    centre = halves.mean(axis=0)  # what all classes have in common tells none of them apart
-    halves, query = halves - centre, query / max(np.linalg.norm(query), 1e-12) - centre
-    return halves @ query / (np.linalg.norm(halves, axis=1) * np.linalg.norm(query) + 1e-12)
-
-
-def match_class(world: World, text: str) -> int:
-    """The pseudo-class a descriptor names; one that fits none well is refused with the nearest."""
-    cosines = class_cosines(world, text)
-    best = int(cosines.argmax())
-    if cosines[best] < MATCH:
-        raise UserError(
-            f"--class {text!r}: fits no pseudo-class well; the nearest is {best} (cosine {cosines[best]:.2f}, "
-            f"at least {MATCH} is needed); use other words or --class {best}"
-        )
-    return best

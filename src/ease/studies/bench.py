@@ -18,14 +18,18 @@ from torch import Tensor
 
 from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
+from ease.data.config import DataConfig
 from ease.errors import Diverged, UserError
 from ease.methods import make_method
 from ease.params import Params
 from ease.requests.request import Request
+from ease.runs.answers import answer_of, trained_of
 from ease.runs.attackers import QuickAttackers, quick_attackers
-from ease.runs.forget import answer_of, evaluation_sets, forget, measure, similarities, trained_of
-from ease.runs.run import DataConfig, Run, World
+from ease.runs.evaluation import evaluation_sets, measure, similarities
+from ease.runs.forget import forget
+from ease.runs.run import Run
 from ease.runs.workers import spread
+from ease.runs.world import World
 from ease.show.tables import DIVERGED
 from ease.storage import read_json, write_json
 from ease.studies.experiment import Cell, Entrant, Experiment, Job, plan

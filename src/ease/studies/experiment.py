@@ -12,7 +12,7 @@ from ease.config import Config, override, read_toml, validate
 from ease.errors import UserError
 from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
-from ease.runs.run import RunConfig, anchor_paths
+from ease.runs.config import RunConfig, anchor_paths
 from ease.storage import digest
 from ease.studies.scenarios import Scenario, scenario_config
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from ease.errors import UserError
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.run import RunConfig, World
+from ease.runs.config import RunConfig
+from ease.runs.world import World
 from ease.seeding import generator
 
 Scenario = Literal["client", "class", "sample"]

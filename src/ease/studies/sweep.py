@@ -28,9 +28,12 @@ from ease.methods.base import Trained, Unlearner
 from ease.methods.ease.calibration import Gap, measure_levels, membership_gap
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request
-from ease.runs.forget import answer_of, forget, trained_of
-from ease.runs.run import Run, RunConfig, World
+from ease.runs.answers import answer_of, trained_of
+from ease.runs.config import RunConfig
+from ease.runs.forget import forget
+from ease.runs.run import Run
 from ease.runs.workers import spread
+from ease.runs.world import World
 from ease.storage import digest, read_json, write_json
 from ease.studies.experiment import Chosen, run_folder
 from ease.studies.scenarios import Scenario, scenario_config, validation_request

@@ -21,8 +21,9 @@ from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.forget import trained_of
-from ease.runs.run import Run, World
+from ease.runs.answers import trained_of
+from ease.runs.run import Run
+from ease.runs.world import World
 from ease.subspace import Basis, displacement
 
 CLIENT = ClientRequest(clients=(1,))

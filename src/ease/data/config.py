@@ -1,0 +1,100 @@
+"""Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ease.config import Config
+from ease.data.pairs import PairSet
+from ease.data.partition import MINIMUM_PAIRS
+from ease.data.readers.coco import coco_rows
+from ease.data.readers.hf import hf_rows
+from ease.data.readers.karpathy import karpathy_rows
+from ease.data.readers.table import folder_rows, table_rows
+from ease.data.readers.textcaps import textcaps_rows
+from ease.data.rows import Row, pairs_from_rows
+from ease.data.scenes import load_scenes
+from ease.errors import UserError
+
+
+class DataConfig(Config):
+    name: Literal["scenes", "karpathy", "coco", "textcaps", "folder", "table", "hf"] = "scenes"
+    """Layout of the data; `scenes` are generated. See docs/data.md."""
+    path: Path | None = None
+    """The file or the folder; not used by `scenes`."""
+    test_path: Path | None = None
+    """A second file or folder in the same layout, whose images are all for testing."""
+    images: Path | None = None
+    """Folder of the images; each layout has a default."""
+    held_out_share: float = Field(0.2, ge=0, lt=1)
+    """Share of the images held out where the data names no splits; half is for validation, half for testing."""
+    seed: int = 0
+    """Seed of the generated world."""
+    train: int = Field(2000, ge=4)
+    """Generated training pairs."""
+    validation: int = Field(300, ge=0)
+    """Generated pairs of no client, for choosing settings."""
+    test: int = Field(1000, ge=4)
+    """Generated test pairs."""
+    strict: bool = False
+    """Stop at unreadable images instead of leaving them out."""
+
+    @model_validator(mode="after")
+    def _needs_path(self) -> "DataConfig":
+        if self.name != "scenes" and self.path is None:
+            raise ValueError(f'data.path is needed when data.name = "{self.name}"')
+        if self.test_path is not None and self.name in ("scenes", "karpathy"):
+            raise ValueError(
+                f'data.test_path cannot be used when data.name = "{self.name}", which has its own test split'
+            )
+        return self
+
+
+class PartitionConfig(Config):
+    clients: int = Field(10, ge=1)
+    scheme: Literal["iid", "dirichlet", "uniform"] = "dirichlet"
+    """`iid`, `dirichlet` (skewed by pseudo-class) or `uniform` (every pseudo-class spread evenly)."""
+    beta: float = Field(0.5, gt=0)
+    """Dirichlet concentration; smaller is more skewed."""
+    classes: int = Field(10, ge=1)
+    """Number of pseudo-classes."""
+    validation_share: float = Field(0.1, ge=0, lt=1)
+    """Share of each client's pairs that is never trained on."""
+
+
+LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
+    "karpathy": karpathy_rows,
+    "coco": coco_rows,
+    "textcaps": textcaps_rows,
+    "folder": folder_rows,
+    "table": table_rows,
+    "hf": hf_rows,
+}
+"""Each reads the rows of a file or folder, with the images in another folder if one is given."""
+
+
+def load_pairs(config: DataConfig, image_size: int, crop: bool = False) -> PairSet:
+    """The pairs of a configuration, with pictures as a backbone takes them."""
+    if config.name == "scenes":
+        return load_scenes(config.seed, config.train, config.validation, config.test)
+    assert config.path is not None  # checked by DataConfig
+    read = LAYOUTS[config.name]
+    rows = list(read(config.path, config.images))
+    if config.test_path is not None:
+        rows = [replace(row, split=row.split or "train") for row in rows]
+        rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
+    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict)
+
+
+def check_splits(pairs: PairSet, config: DataConfig) -> None:
+    """Refuse data that could be trained on but not measured, before the training."""
+    for split in ("train", "test"):
+        count = len(pairs.indices(split))
+        if count < MINIMUM_PAIRS:
+            raise UserError(
+                f"{config.path}: {count} of the {len(pairs)} pairs are in the {split} split, at least {MINIMUM_PAIRS} "
+                "are needed; name a split for each image, or none and set data.held_out_share"
+            )

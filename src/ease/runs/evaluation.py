@@ -1,0 +1,35 @@
+"""What the evaluator sees: which pairs are to be forgotten, kept or were never seen, and recall on each."""
+
+import numpy as np
+from torch import Tensor
+
+from ease.audit.alignment import pair_similarity
+from ease.audit.evaluate import common_size, embed_pairs, recalls
+from ease.params import Params
+from ease.requests.request import ClassRequest, Request, forget_mask
+from ease.runs.world import World
+
+
+def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
+    """Positions of forget, retained and test pairs. For a class request, test pairs of that class are left out."""
+    masks = {shard.client: forget_mask(request, shard) for shard in world.shards}
+    test = world.pairs.indices("test")
+    if isinstance(request, ClassRequest):
+        test = test[~np.isin(world.classes_of(test), request.classes)]
+    return {
+        "forget": np.concatenate([shard.train[masks[shard.client]] for shard in world.shards]),
+        "retain": np.concatenate([shard.train[~masks[shard.client]] for shard in world.shards]),
+        "test": test,
+    }
+
+
+def measure(world: World, state: Params, sets: dict[str, np.ndarray], draws: int = 5) -> dict[str, float]:
+    """Recall of forget, retained and test pairs on galleries of one size."""
+    results = recalls(world.model, state, world.activations, sets, world.config.gallery, world.device, draws)
+    metrics = {f"{name}/recall@{k}": result[f"recall@{k}"].mean for name, result in results.items() for k in (1, 5, 10)}
+    return metrics | {"gallery": float(common_size(sets, world.config.gallery))}
+
+
+def similarities(world: World, state: Params, positions: np.ndarray) -> Tensor:
+    """Cosine of each pair under a state [n]."""
+    return pair_similarity(*embed_pairs(world.model, state, world.activations, positions, world.device))

@@ -42,6 +42,16 @@ class Params:
     def __repr__(self) -> str:
         return f"Params({self.size:,} values in {len(self.blocks)} blocks)"
 
+    def __eq__(self, other: object) -> bool:
+        """The same tensors, bit for bit, in the same order, and the same blocks."""
+        if not isinstance(other, Params):
+            return NotImplemented
+        return self is other or (self.blocks == other.blocks and same_tensors(self.tensors, other.tensors))
+
+    def __hash__(self) -> int:
+        """Of the layout alone: equal states have it in common, and no value needs to be read."""
+        return hash((self.blocks, layout_of(self.tensors)))
+
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
@@ -115,6 +125,26 @@ class Params:
         return cls({name: tensors[name] for block in blocks for name in block.tensors}, blocks)
 
 
+Layout = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""Names, shapes and types of tensors, in their order."""
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+
+
+def same_tensors(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of tensors are alike to the bit, in layout and values; no number equals itself here too."""
+    return layout_of(one) == layout_of(two) and all(
+        tensor is two[name] or torch.equal(_bits(tensor), _bits(two[name]).to(tensor.device))
+        for name, tensor in one.items()
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
 def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:
     """Read the block list from a file's header without reading its tensors."""
     note = read_note(path)
@@ -124,10 +154,15 @@ def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:
         blocks = tuple(block_from(fields) for fields in note["blocks"])
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{path}: its block list is malformed ({error}); the file was altered, restore it") from error
-    listed = [name for block in blocks for name in block.tensors]
-    if sorted(listed) != sorted(names) or len({block.name for block in blocks}) < len(blocks):
+    if not fits(blocks, names):
         raise UserError(f"{path}: its tensors do not match its block list; the file was altered, restore it")
     return blocks
+
+
+def fits(blocks: tuple[Block, ...], names: Iterable[str]) -> bool:
+    """Whether blocks list exactly these tensors, each once, under names of their own."""
+    listed = [name for block in blocks for name in block.tensors]
+    return sorted(listed) == sorted(names) and len({block.name for block in blocks}) == len(blocks)
 
 
 def block_from(fields: dict[str, Any]) -> Block:

@@ -12,7 +12,8 @@ from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.errors import UserError
-from ease.federation.cohort import Cohort, GroupSize, LocalTraining, train_in_groups, training_of
+from ease.federation.cohort import GroupSize, LocalTraining, train_in_groups, training_of
+from ease.federation.engines import make_engine
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.protocol import Update
@@ -218,8 +219,8 @@ def unlearn_shadow(
     method: Unlearner,
 ) -> Params:
     """The shadow after the same unlearning that the target went through."""
-    state = trained.final
-    for step in method.unlearn(trained, request, Cohort.of(model, shards, activations, device)):
+    state = trained.start
+    for step in method.unlearn(trained, request, make_engine("cohort", model, shards, activations, device)):
         state = step.state
     return state
 

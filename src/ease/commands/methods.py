@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from ease.console import table
 from ease.federation.fedavg import TrainingConfig
-from ease.methods import METHODS
+from ease.methods import BROKEN, METHODS
 from ease.methods.base import Unlearner
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 
@@ -36,7 +36,7 @@ class MethodsSummary:
     methods: tuple[type[Unlearner], ...] = tuple(METHODS[name] for name in sorted(METHODS))
 
     def as_json(self) -> dict[str, Any]:
-        return {"methods": [_described(kind) for kind in self.methods]}
+        return {"methods": [_described(kind) for kind in self.methods], "refused": dict(BROKEN)}
 
     def render(self) -> Iterator[RenderableType]:
         rows = [
@@ -50,6 +50,7 @@ class MethodsSummary:
             caption=f"rounds: after {TRAINING.rounds} of training, for client / class / sample if they differ",
             text_columns=4,
         )
+        yield from (f"refused: {name}: {reason}" for name, reason in sorted(BROKEN.items()))
 
 
 def rounds_of(method: Unlearner) -> dict[str, int]:

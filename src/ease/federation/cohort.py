@@ -15,11 +15,11 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.local import assignment_of, batches, learning_rates, lock_pulls, probe_parts, probed
+from ease.federation.local import assignment_of, batches, learning_rates, promoted
+from ease.federation.lock import Hold, lock_pulls
 from ease.federation.loop import Loop
-from ease.federation.objectives import OBJECTIVES, Draw, Objective, embed_states
-from ease.federation.protocol import LocalJob, Lock, Update
-from ease.federation.ternary import encode
+from ease.federation.objectives import Draw, Objective, embed_states, objective
+from ease.federation.protocol import LocalJob, Update
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
@@ -59,31 +59,31 @@ def train_together(
 
     Pupils with fewer batches leave early: the longest come first, so those still at work are a leading slice.
     """
-    device, objective = examples.device, OBJECTIVES[job.objective]
+    device, minimised, common = examples.device, objective(job.objective), job.common
     order = sorted(range(len(trainings)), key=lambda i: len(trainings[i].draws), reverse=True)
     ranked = [trainings[i] for i in order]
     blocks = ranked[0].start.blocks
     stack = {
-        name: torch.stack([one.start[name].float() for one in ranked]).to(device) for name in ranked[0].start.tensors
+        name: torch.stack([promoted(one.start[name]) for one in ranked]).to(device) for name in ranked[0].start.tensors
     }
     before = {name: tensor.clone() for name, tensor in stack.items()}
     rates = learning_rates(job.optimiser, ranked[0].start)
-    lock = None if job.lock is None else job.lock.to(device)
+    hold = None if job.lock is None else job.lock.on(device)
     adam = job.optimiser.kind == "adam"
     moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
-    losses = torch.zeros(len(ranked), device=device)
+    losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
     steps = _steps(ranked, device)
     feed = examples.feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
     for number, (step, states) in enumerate(zip(steps, feed, strict=True), start=1):
         tensors = {name: tensor[: step.active].detach().requires_grad_() for name, tensor in stack.items()}
-        loss = _losses(model, objective, tensors, states, step, job)
+        loss = _losses(model, minimised, tensors, states, step, common)
         losses[: step.active] += loss.detach()
         found = torch.autograd.grad(loss.sum(), list(tensors.values()))
         with torch.no_grad():
             gradients = dict(zip(stack, found, strict=True))
-            if lock is not None:
-                for name, pull in _lock_pulls(tensors, lock).items():
-                    gradients[name].add_(pull, alpha=2 * lock.strength)
+            if hold is not None:
+                for name, pull in _lock_pulls(tensors, hold).items():
+                    gradients[name].add_(pull, alpha=2 * hold.strength)
             if job.clip is not None:
                 gradients = _clipped(gradients, job.clip)
             for name, gradient in gradients.items():
@@ -173,7 +173,7 @@ def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[Stacke
 
 def _losses(
     model: DualEncoder,
-    objective: Objective,
+    minimised: Objective,
     tensors: dict[str, Tensor],
     states: States,
     step: StackedBatch,
@@ -181,30 +181,18 @@ def _losses(
 ) -> Tensor:
     """The loss of each training over its own batch [trainings]."""
     image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, tensors, states))
-    if objective is OBJECTIVES["align"]:
-        return _info_nce(image, text, step.valid, job.temperature)
-    assert objective.loss is not None  # `_together` lets no other through
+    if minimised.stacked is not None:
+        return minimised.stacked(image, text, step.valid, job)
+    assert minimised.loss is not None  # `_together` lets no other through
     sizes = [len(draw.rows) for draw in step.draws]
     parts = zip(image, text, sizes, step.draws, strict=True)
-    return torch.stack([objective.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
+    return torch.stack([minimised.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
 
 
-def _info_nce(image: Tensor, text: Tensor, valid: Tensor | None, temperature: float) -> Tensor:
-    """Symmetric InfoNCE of each training [trainings]; padding counts neither as query nor as answer."""
-    logits = image @ text.mT / temperature
-    positive = logits.diagonal(dim1=1, dim2=2)
-    if valid is None:
-        return ((logits.logsumexp(1) + logits.logsumexp(2)) / 2 - positive).mean(1)
-    to_text = logits.masked_fill(~valid[:, None, :], -torch.inf).logsumexp(2)
-    to_image = logits.masked_fill(~valid[:, :, None], -torch.inf).logsumexp(1)
-    each = ((to_text + to_image) / 2 - positive).masked_fill(~valid, 0.0)
-    return each.sum(1) / valid.sum(1)
-
-
-def _lock_pulls(tensors: Mapping[str, Tensor], lock: Lock) -> dict[str, Tensor]:
+def _lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
     """What the Forget Lock adds to every training's gradient."""
     own = {name: tensor.detach() for name, tensor in tensors.items()}
-    return torch.func.vmap(lambda values: lock_pulls(values, lock))(own)
+    return torch.func.vmap(lambda values: lock_pulls(values, hold))(own)
 
 
 def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
@@ -265,33 +253,48 @@ class Cohort(Loop):
             clients[shard.client] = ClientData(shard, pool.part(offsets[shard.client], end), held_out)
         return cls(model, pool, clients, offsets)
 
-    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        if job.objective == "probe":
-            updates = {kind: self._train(params, part, clients) for kind, part in probe_parts(job).items()}
-            for client in clients:
-                yield probed(self.data[client], {kind: found[client] for kind, found in updates.items()})
-        elif _together(job):
-            updates_by_client = self._train(params, job, clients)
-            for client in clients:
-                update = updates_by_client[client]
-                yield update if job.encoding == "dense" else encode(update, job.settings)
-        else:
-            yield from super().run(params, job, clients)
+    def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
+        """Clients whose jobs differ only in what is their own share their passes."""
+        groups: dict[LocalJob, dict[int, LocalJob]] = {}
+        for client, job in jobs.items():
+            groups.setdefault(job.common, {})[client] = job
+        if len(groups) == 1 and not _together(next(iter(groups))):
+            yield from super().perform(state, jobs)  # each answer as soon as it is there
+            return
+        updates: dict[int, Update] = {}
+        for common, own in groups.items():
+            updates |= self._answers(state, own) if _together(common) else self._alone(state, own)
+        for client in jobs:
+            yield updates[client]
 
-    def _train(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Update]:
+    def _alone(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
+        return {update.client: update for update in super().perform(state, jobs)}
+
+    def _answers(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
+        """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
+        asked = objective(next(iter(jobs.values())).objective)
+        if asked.parts is not None and asked.combine is not None:
+            parts = {client: asked.parts(job) for client, job in jobs.items()}
+            names = list(next(iter(parts.values())))
+            found = {name: self._train(state, {client: parts[client][name] for client in jobs}) for name in names}
+            return {c: asked.combine(self.data[c], {name: found[name][c] for name in names}) for c in jobs}
+        updates = self._train(state, jobs)
+        return updates if asked.finish is None else {c: asked.finish(updates[c], job) for c, job in jobs.items()}
+
+    def _train(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
         """Train clients in one pass for each objective that they decide for."""
         able: dict[str, list[tuple[int, int, LocalTraining]]] = {}
-        updates = {client: Update(client, 0, None) for client in clients}
-        on_device = params.to(self.pool.device)
-        for client in clients:
+        updates = {client: Update(client, 0, None) for client in jobs}
+        on_device = state.to(self.pool.device).map(promoted)
+        for client, job in jobs.items():
             assignment = assignment_of(self.model, on_device, self.data[client], job)
             if assignment is not None:
                 placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in assignment.draws)
                 able.setdefault(assignment.objective, []).append(
-                    (client, assignment.pairs, LocalTraining(params, placed))
+                    (client, assignment.pairs, LocalTraining(state, placed))
                 )
         for chosen, entries in able.items():
-            part = replace(job, objective=chosen)
+            part = replace(job.common, objective=chosen)
             results = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.group_size)
             for (client, pairs, _), result in zip(entries, results, strict=True):
                 updates[client] = Update(client, pairs, result.delta, {"loss": result.loss})
@@ -299,7 +302,9 @@ class Cohort(Loop):
 
 
 def _together(job: LocalJob) -> bool:
-    """Whether `train_together` can do the job: a loss of embeddings, and step rules that it knows."""
-    objective = OBJECTIVES[job.objective]
+    """Whether `train_together` can do the job: losses of embeddings, and step rules that it knows."""
+    asked = objective(job.objective)
+    if asked.parts is not None:
+        return all(_together(part) for part in asked.parts(job).values())
     plain = job.lock is None or job.lock.importance is not None or job.lock.dense
-    return objective.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain
+    return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

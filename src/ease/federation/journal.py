@@ -4,15 +4,19 @@ Methods are deterministic functions of the answers they get. Keeping the answers
 resumable without a line of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ease.errors import UserError
+from ease.federation.codec import decode_update, encode_update
 from ease.federation.protocol import Federation, LocalJob, Update
-from ease.params import Params, block_from
-from ease.storage import read_note, read_tensors, write_tensors
+from ease.params import Params
+from ease.storage import write_atomic
+
+SUFFIX = ".update"
 
 
 class Journal:
@@ -27,10 +31,14 @@ class Journal:
     def clients(self) -> Sequence[int]:
         return self.inner.clients
 
+    @property
+    def held(self) -> Mapping[int, Collection[str]]:
+        return self.inner.held
+
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         call, self._calls = self._calls, self._calls + 1
         device = next(iter(params.tensors.values())).device
-        paths = {client: self.folder / f"{call:05d}-{client:05d}.safetensors" for client in clients}
+        paths = {client: self.folder / f"{call:05d}-{client:05d}{SUFFIX}" for client in clients}
         missing = [client for client, path in paths.items() if not path.is_file()]
         for client, path in paths.items():
             if client not in missing:
@@ -42,27 +50,20 @@ class Journal:
     def _stored(self, path: Path, device: torch.device) -> Update:
         try:
             return read_update(path, device)
-        except (UserError, KeyError, TypeError, ValueError) as error:
+        except UserError as error:
             raise UserError(
                 f"{path}: this stored answer is damaged; delete it and run the same command again"
             ) from error
 
 
 def write_update(path: Path, update: Update) -> None:
-    delta = {} if update.delta is None else {f"delta/{name}": tensor for name, tensor in update.delta.tensors.items()}
-    values = {f"value/{name}": tensor for name, tensor in update.values.items()}
-    blocks = None if update.delta is None else [vars(block) for block in update.delta.blocks]
-    note = {"client": update.client, "pairs": update.pairs, "blocks": blocks}
-    write_tensors(path, {**delta, **values}, note)
+    write_atomic(path, encode_update(update))
 
 
 def read_update(path: Path, device: torch.device | str = "cpu") -> Update:
     """The update as it was answered: its change of the parameters on `device`, its values on the CPU."""
-    note, tensors = read_note(path), read_tensors(path)
-    delta = None
-    if note["blocks"] is not None:
-        blocks = tuple(block_from(fields) for fields in note["blocks"])
-        delta = Params({name: tensors[f"delta/{name}"] for block in blocks for name in block.tensors}, blocks)
-        delta = delta.to(device)
-    values = {name.removeprefix("value/"): tensor for name, tensor in tensors.items() if name.startswith("value/")}
-    return Update(note["client"], note["pairs"], delta, values)
+    try:
+        update = decode_update(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
+    return update if update.delta is None else replace(update, delta=update.delta.to(device))

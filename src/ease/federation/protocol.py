@@ -1,7 +1,7 @@
 """What travels between server and clients: jobs out, updates back, and the rules an update must obey."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import torch
@@ -9,10 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from ease.config import Config
+from ease.federation.lock import Lock
 from ease.federation.sparse import Sparse
-from ease.params import Params
-from ease.requests.request import Request
-from ease.subspace import Basis
+from ease.params import Params, same_tensors
+from ease.requests.request import Request, SampleRequest
 
 
 class Optimiser(Config):
@@ -28,34 +28,7 @@ class Optimiser(Config):
         return Optimiser(kind=self.kind, learning_rate=self.learning_rate * factor, lora_learning_rate=lora)
 
 
-@dataclass(frozen=True)
-class Lock:
-    """The Forget Lock on the client's side: strength · ||B_u^T (w - w_ref)||² per block."""
-
-    strength: float
-    bases: Mapping[str, Basis]
-    """Block name -> directions, as the client uses them."""
-    packed: Mapping[str, Tensor]
-    """The same as sent: quantised values and their scales."""
-    reference: Params
-    key: str
-    """Names the lock, so that it is sent to each client once."""
-    importance: Params | None = None
-    """Axis-aligned alternative: weights per value instead of directions."""
-
-    @property
-    def dense(self) -> bool:
-        """Whether every direction is a plain vector, not a product of factors."""
-        return all(isinstance(basis.directions, Tensor) for basis in self.bases.values())
-
-    def to(self, device: torch.device) -> "Lock":
-        """The lock as a client uses it, on the client's device."""
-        bases = {name: basis.to(device) for name, basis in self.bases.items()}
-        importance = None if self.importance is None else self.importance.to(device)
-        return replace(self, bases=bases, reference=self.reference.to(device), importance=importance)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalJob:
     """What a client is asked to do, as data: it can be sent, stored and compared."""
 
@@ -70,9 +43,9 @@ class LocalJob:
     request: Request | None = None
     data: Literal["all", "retain", "forget"] = "all"
     objective: str = "align"
-    """Name of the local objective, see `objectives.py`; `probe` asks for one update of each kind of pair."""
+    """Name of the local objective, see `objectives.py`."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Numbers the objective or the encoding needs, by name."""
+    """Numbers the objective needs, by name."""
     lock: Lock | None = None
     targets: Mapping[int, Tensor] = field(default_factory=dict)
     """Client -> one number per forget pair of that client; each client is sent its own alone."""
@@ -82,17 +55,47 @@ class LocalJob:
     """Largest norm of a step's gradient."""
     radius: float | None = None
     """How far local training may go from where it starts; beyond, it is projected back."""
-    encoding: Literal["dense", "ternary"] = "dense"
-    """How the change travels back; the receiver of ternary values decodes them, see `ternary.py`."""
     sparse: Sparse | None = None
     """The state that is sent is an adapter over this frozen base, and so is the change that comes back."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LocalJob):
+            return NotImplemented
+        plain = [each.name for each in fields(self) if each.name != "targets"]
+        return all(getattr(self, name) == getattr(other, name) for name in plain) and same_tensors(
+            _named(self.targets), _named(other.targets)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request, len(self.targets)))
+
+    def own(self, client: int, ids: Collection[str]) -> "LocalJob":
+        """The job as one client gets it: its own targets, and of single pairs to forget those that it holds.
+
+        `ids` are the training pairs of the client. What other clients hold is none of its business.
+        """
+        targets = {client: self.targets[client]} if client in self.targets else {}
+        request = self.request
+        if isinstance(request, SampleRequest):
+            request = SampleRequest(ids=tuple(pair_id for pair_id in request.ids if pair_id in ids))
+        return replace(self, targets=targets, request=request)
+
+    @property
+    def common(self) -> "LocalJob":
+        """What is left without that which is a client's own: it is the same for all who are given the job."""
+        request = SampleRequest(ids=()) if isinstance(self.request, SampleRequest) else self.request
+        return replace(self, targets={}, request=request)
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""
         return max(1, min(round(pairs / self.batch_size), pairs // 2))
 
 
-@dataclass(frozen=True)
+def _named(targets: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    return {str(client): targets[client] for client in sorted(targets)}
+
+
+@dataclass(frozen=True, eq=False)
 class Update:
     """A client's answer: its change of the parameters, or only values if it was asked to measure."""
 
@@ -100,6 +103,15 @@ class Update:
     pairs: int
     delta: Params | None
     values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Update):
+            return NotImplemented
+        plain = (self.client, self.pairs, self.delta) == (other.client, other.pairs, other.delta)
+        return plain and same_tensors(dict(sorted(self.values.items())), dict(sorted(other.values.items())))
+
+    def __hash__(self) -> int:
+        return hash((self.client, self.pairs, self.delta, frozenset(self.values)))
 
     @property
     def change(self) -> Params:
@@ -112,29 +124,34 @@ class Update:
         return {**(self.delta.tensors if self.delta is not None else {}), **self.values}
 
 
-def to_8bit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """8-bit values with one scale for each tensor."""
-    packed = {}
-    for name, tensor in tensors.items():
-        scale = tensor.abs().max().float() / 127
-        packed[name] = torch.round(tensor / scale.clamp_min(1e-30)).to(torch.int8)
-        packed[f"{name}:scale"] = scale
-    return packed
-
-
-def from_8bit(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the receiver of packed tensors works with."""
-    names = [name for name in packed if not name.endswith(":scale")]
-    return {name: packed[name].float() * packed[f"{name}:scale"] for name in names}
-
-
 class Federation(Protocol):
     """Runs a job on clients. In-process, metered, journaled or over a network: the caller cannot tell."""
 
     @property
     def clients(self) -> Sequence[int]: ...
 
-    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]: ...
+    @property
+    def held(self) -> Mapping[int, Collection[str]]:
+        """Client -> ids of its training pairs: the stored membership, by which jobs are narrowed."""
+        ...
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        """Give each client its own part of a job; answers come in any order."""
+        ...
+
+
+class Engine(Federation, Protocol):
+    """A federation that does the work itself: what wraps or extends it stands on `perform`."""
+
+    def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
+        """Do jobs that are each client's own already."""
+        ...
+
+
+def own_jobs(federation: Federation, job: LocalJob, clients: Sequence[int]) -> dict[int, LocalJob]:
+    """Client -> the job as it gets it."""
+    held = federation.held
+    return {client: job.own(client, held.get(client, ())) for client in clients}
 
 
 def reject_reason(update: Update, params: Params, norm_bound: float) -> str | None:

@@ -41,7 +41,8 @@ class Sparse:
 
     def zeros(self) -> Params:
         """The adapter that changes nothing: a flat tensor of kept values for each tensor of the layers."""
-        return Params({name: torch.zeros(len(kept)) for name, kept in self.positions.items()}, self.blocks)
+        kept = {name: torch.zeros(len(places), dtype=self.base[name].dtype) for name, places in self.positions.items()}
+        return Params(kept, self.blocks)
 
     def expand(self, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The base with an adapter added; gradients reach the kept values and nothing else."""

@@ -16,13 +16,28 @@ from ease.subspace import Basis
 
 
 @dataclass(frozen=True)
+class Order:
+    """The random numbers of a training: which seed and which stream its data order came from."""
+
+    seed: int
+    stream: str = "train"
+
+
+@dataclass(frozen=True)
 class Trained:
-    """A finished training: its recipe and the history it left on disk."""
+    """A finished training, its recipe and the history it left on disk, and what has been forgotten of it since."""
 
     history: History
     training: TrainingConfig
     temperature: float
     seed: int
+    """Of the method's own random numbers."""
+    trained_with: Order | None = None
+    """The random numbers of the training; absent: the stream `train` of the same seed."""
+    answered: Params | None = None
+    """The state that the last closed request left; absent: none was closed."""
+    gone: tuple[Request, ...] = ()
+    """Requests that are closed already."""
 
     @cached_property
     def initial(self) -> Params:
@@ -35,6 +50,19 @@ class Trained:
         """w_n."""
         self.history.verify_state(self.training.rounds)
         return self.history.state(self.training.rounds)
+
+    @cached_property
+    def start(self) -> Params:
+        """The model to unlearn: the trained one, or what earlier requests have left of it."""
+        return self.final if self.answered is None else self.answered
+
+    @property
+    def order(self) -> Order:
+        return self.trained_with or Order(self.seed)
+
+    def training_job(self, round: int, **changes: Any) -> LocalJob:
+        """The job that a round of the training gave to its clients, with some fields changed."""
+        return self.training.job(round, self.order.seed, self.temperature, self.order.stream, **changes)
 
 
 @dataclass(frozen=True)

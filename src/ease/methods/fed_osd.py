@@ -6,12 +6,26 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from ease.federation.fedavg import TrainingConfig, average, participants
-from ease.federation.protocol import Federation
+from ease.federation.objectives import Draw, Objective, draw_both_kinds, own_log_probabilities, register
+from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
 from ease.params import Params, weighted_mean
 from ease.requests.request import Request
+
+
+def unlearning_cross_entropy(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
+    """-log(1 - p / 2) of forget pairs, p the probability of the right partner: descent on it is bounded by 0."""
+    probabilities = own_log_probabilities(image, text, draw.split, job.temperature).exp()
+    return -torch.log1p(-probabilities / 2).mean()
+
+
+register(
+    "unlearning cross-entropy",
+    Objective(draw_both_kinds, unlearning_cross_entropy, fewest=1, reads=frozenset({"retain", "forget"})),
+)
 
 
 class FedOsd(Unlearner):
@@ -40,7 +54,7 @@ class FedOsd(Unlearner):
     """Rounds of training on retained data, as a share of the training rounds."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        state, training = trained.final, trained.training
+        state, training = trained.start, trained.training
         holders, clients = forget_holders(request, federation), retained_clients(request, federation)
         for number in range(1, self.rounds(training, request) + 1):
             forgetting = number <= share_of(training, self.forget_share)
@@ -56,7 +70,7 @@ class FedOsd(Unlearner):
                 step = orthogonal(forgotten.state - state, changes)
                 finished = replace(forgotten, rejected=finished.rejected | forgotten.rejected)
             else:
-                away = state - trained.final
+                away = state - trained.start
                 step = weighted_mean((1, not_back(change, away)) for change in changes) if changes else state.zeros()
             state = state + step
             yield step_of(replace(finished, state=state), "descent" if forgetting else "recovery")

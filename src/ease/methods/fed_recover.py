@@ -89,7 +89,7 @@ class FedRecover(Unlearner):
                     estimates[client] = replace(stored[client], delta=change)
             asked = [client for client in clients if client not in estimates]
             # The data order of training: what then differs from the stored update is the state's doing.
-            job = training.job(number, trained.seed, trained.temperature, "train", request=request, data="retain")
+            job = trained.training_job(number, request=request, data="retain")
             answers = federation.run(state, job, asked)
             finished = average(state, [*answers, *estimates.values()], training, number)
             if phase != "estimation":

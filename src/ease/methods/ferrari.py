@@ -1,14 +1,68 @@
 """Ferrari: the model becomes insensitive to the inputs of forget pairs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
+import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
+from ease.data.examples import States
+from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.protocol import Federation
+from ease.federation.objectives import Draw, Objective, Tensors, draw_pairs, register
+from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Modality
 from ease.requests.request import Request
+
+NOISE = (0.05, 1.0)
+"""Least and largest noise, relative to the input, under which sensitivity is measured."""
+
+
+def draw_with_noise(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+    return replace(draw_pairs(client, positions, job, rng), noise_seed=int(rng.integers(2**63)))
+
+
+def sensitivity(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
+    """How far noise on the input moves an embedding, for its size: a sampled Lipschitz constant, both modalities added.
+
+    Noise is relative to the mean size of a value. It goes onto the cached states, which are the input a client has.
+    """
+    image, text, mask = states
+    draws, rng = int(job.settings["draws"]), np.random.default_rng(draw.noise_seed)
+    loss = image.new_zeros(())
+    branches: tuple[tuple[Modality, Tensor, Tensor | None], ...] = (("image", image, None), ("text", text, mask))
+    for modality, clean_states, visible in branches:
+        clean = model.embed(tensors, modality, clean_states, visible)
+        unit = clean_states.norm(dim=-1).mean() / clean_states.shape[-1] ** 0.5
+        for _ in range(draws):
+            sigma = rng.uniform(*NOISE)
+            drawn = rng.standard_normal(tuple(clean_states.shape), dtype=np.float32)
+            noise = torch.from_numpy(sigma * drawn).to(clean_states)
+            if visible is not None:
+                # Rows behind the tokens are no padding: a tower may keep more than tokens there.
+                noise[:, : visible.shape[1]] *= visible[..., None]
+            with torch.no_grad():
+                noisy = model.embed(tensors, modality, clean_states + unit * noise, visible)
+            # The root of exactly 0 has no gradient.
+            moved = ((clean - noisy).square().sum(1) + 1e-12).sqrt()
+            loss = loss + (moved / noise.flatten(1).norm(dim=1).clamp_min(1e-6)).mean() / draws
+    return loss
+
+
+register(
+    "sensitivity",
+    Objective(
+        draw_with_noise,
+        loss_of_states=sensitivity,
+        fewest=1,
+        passes=lambda job: 1 + job.settings.get("draws", 0) / 3,  # noisy copies
+    ),
+)
 
 
 class Ferrari(Unlearner):
@@ -56,7 +110,7 @@ class Ferrari(Unlearner):
         )
         repair = share_of(trained.training, self.finetune_share)
         yield from forget_then_finetune(
-            trained, trained.final, request, federation, job, self.forget_rounds, "desensitising", repair, self.name
+            trained, trained.start, request, federation, job, self.forget_rounds, "desensitising", repair, self.name
         )
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:

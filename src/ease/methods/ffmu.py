@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from ease.federation.fedavg import TrainingConfig, average, participants
+from ease.federation.objectives import ALIGN, register
 from ease.federation.protocol import Federation, Update
-from ease.federation.ternary import LEAST_SCALE, decode
 from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
+from ease.methods.ternary import LEAST_SCALE, decode, encode
 from ease.requests.request import Request
+
+register("ternary", replace(ALIGN, finish=lambda update, job: encode(update, job.settings)))
 
 
 class Ffmu(Unlearner):
@@ -38,7 +42,7 @@ class Ffmu(Unlearner):
     """Rounds, as a share of the training rounds."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        training, state = trained.training, trained.final
+        training, state = trained.training, trained.start
         clients = retained_clients(request, federation)
         settings = {"threshold": self.threshold, "noise": self.noise}
         for number in range(1, self.rounds(training, request) + 1):
@@ -49,7 +53,7 @@ class Ffmu(Unlearner):
                 "ffmu",
                 request=request,
                 data="retain",
-                encoding="ternary",
+                objective="ternary",
                 settings=settings,
             )
             answers = federation.run(state, job, participants(clients, training, trained.seed, number))

@@ -24,7 +24,7 @@ class Finetune(Unlearner):
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         rounds = self.rounds(trained.training, request)
-        yield from fine_tuning(trained, trained.final, request, federation, rounds, "finetune")
+        yield from fine_tuning(trained, trained.start, request, federation, rounds, "finetune")
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return share_of(training, self.share)

@@ -37,7 +37,7 @@ class Fused(Unlearner):
     """Rounds of adapter training, as a share of the training rounds."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        training, base = trained.training, trained.final
+        training, base = trained.training, trained.start
         clients = retained_clients(request, federation)
         job = training.job(0, trained.seed, trained.temperature, "fused", request=request, data="retain")
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
+from ease.methods.neg_grad_plus import DIFFERENCE
 from ease.requests.request import Request
 
 
@@ -48,13 +49,13 @@ class GradAscent(Unlearner):
             epochs=1,
             request=request,
             data="forget",
-            objective="difference",
+            objective=DIFFERENCE,
             settings={"retain": 0.0, "forget": 1.0},
             clip=self.clip,
         )
         repair = share_of(trained.training, self.finetune_share)
         yield from forget_then_finetune(
-            trained, trained.final, request, federation, job, self.forget_rounds, "ascent", repair, self.name
+            trained, trained.start, request, federation, job, self.forget_rounds, "ascent", repair, self.name
         )
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:

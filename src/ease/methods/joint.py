@@ -17,7 +17,7 @@ def joint_rounds(
     Of a client that withdraws only the forget pairs are left. Other clients would outvote it in a mean, so its change
     is added whole. It leaves after `forget_rounds`.
     """
-    state, training = trained.final, trained.training
+    state, training = trained.start, trained.training
     leaving = sorted(request.clients) if isinstance(request, ClientRequest) else []
     for number in range(1, rounds + 1):
         job = replace(job, round=number)

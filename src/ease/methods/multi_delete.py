@@ -3,13 +3,51 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import mse_loss
 
+from ease.data.examples import States
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.protocol import Federation
+from ease.federation.objectives import Draw, Objective, Tensors, draw_both_kinds, embed_states, register
+from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
+from ease.model.dual_encoder import DualEncoder
 from ease.requests.request import Request
+
+
+def decouple(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
+    """Forget pairs become as alike as strangers are to the reference; retained pairs stay where it has them.
+
+    Retained pairs are held in each modality and in both together, of which the product of the two embeddings tells.
+    """
+    assert job.reference is not None  # the teacher
+    image, text = embed_states(model, tensors, states)
+    with torch.no_grad():
+        teacher_image, teacher_text = embed_states(model, job.reference.tensors, states)
+    forget, loss = draw.split, image.new_zeros(())
+    if forget:
+        strangers = (teacher_image * teacher_text.roll(1, 0)).sum(1)  # every image with another image's caption
+        similarity = (image * text).sum(1)
+        loss = loss + job.settings["forget"] * mse_loss(similarity[:forget], strangers[:forget])
+    if forget < len(image):
+        drifts = image - teacher_image, text - teacher_text, image * text - teacher_image * teacher_text
+        loss = loss + sum(drift[forget:].square().sum(1).mean() for drift in drifts)
+    return loss
+
+
+register(
+    "decouple",
+    Objective(
+        draw_both_kinds,
+        loss_of_states=decouple,
+        fewest=1,
+        reads=frozenset({"retain", "forget"}),
+        passes=1 + 1 / 3,  # the teacher
+    ),
+)
 
 
 class MultiDelete(Unlearner):
@@ -42,7 +80,7 @@ class MultiDelete(Unlearner):
             request=request,
             objective="decouple",
             settings={"forget": self.decoupling},
-            reference=trained.final,
+            reference=trained.start,
         )
         rounds = self.rounds(trained.training, request)
         yield from joint_rounds(trained, request, federation, job, rounds, self.forget_rounds)

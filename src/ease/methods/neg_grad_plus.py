@@ -3,13 +3,35 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
+from torch import Tensor
 
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.protocol import Federation
+from ease.federation.objectives import Draw, Objective, draw_both_kinds, own_log_probabilities, register
+from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
+from ease.model.losses import info_nce
 from ease.requests.request import Request
+
+
+def difference(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
+    """Retained pairs are learnt and forget pairs unlearnt: retain · L_r - forget · min(L_f, log N).
+
+    At log N a pair is told from N candidates by chance; ascent beyond that only destroys what is shared.
+    """
+    forget, loss = draw.split, image.new_zeros(())
+    if forget < len(image):
+        loss = loss + job.settings["retain"] * info_nce(image[forget:], text[forget:], job.temperature)
+    if forget:
+        surprise = -own_log_probabilities(image, text, forget, job.temperature).mean()
+        loss = loss - job.settings["forget"] * surprise.clamp(max=float(np.log(len(image))))
+    return loss
+
+
+DIFFERENCE = "difference"
+register(DIFFERENCE, Objective(draw_both_kinds, difference, fewest=1, reads=frozenset({"retain", "forget"})))
 
 
 class NegGradPlus(Unlearner):
@@ -41,7 +63,7 @@ class NegGradPlus(Unlearner):
             trained.temperature,
             self.name,
             request=request,
-            objective="difference",
+            objective=DIFFERENCE,
             settings={"retain": self.balance, "forget": 1 - self.balance},
             clip=self.clip,
         )

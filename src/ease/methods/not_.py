@@ -32,8 +32,8 @@ class NoT(Unlearner):
     """Fine-tuning rounds, as a share of the training rounds."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        chosen = self._tensors(trained.final.blocks)
-        state = negate(trained.final, chosen)
+        chosen = self._tensors(trained.start.blocks)
+        state = negate(trained.start, chosen)
         yield Step(state, "negation", notes={"negated": chosen})
         rounds = share_of(trained.training, self.share)
         yield from fine_tuning(trained, state, request, federation, rounds, "not")

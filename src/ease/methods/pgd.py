@@ -8,6 +8,7 @@ from pydantic import Field
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
+from ease.methods.neg_grad_plus import DIFFERENCE
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request
 
@@ -39,7 +40,7 @@ class Pgd(Unlearner):
     """Rounds of fine-tuning, as a share of the training rounds; 0: none."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        centre = without_clients(trained, request.clients) if isinstance(request, ClientRequest) else trained.final
+        centre = without_clients(trained, request.clients) if isinstance(request, ClientRequest) else trained.start
         job = trained.training.job(
             1,
             trained.seed,
@@ -49,7 +50,7 @@ class Pgd(Unlearner):
             epochs=self.epochs,
             request=request,
             data="forget",
-            objective="difference",
+            objective=DIFFERENCE,
             settings={"retain": 0.0, "forget": 1.0},
             clip=self.clip,
             radius=self.radius * (trained.final - trained.initial).norm(),
@@ -77,4 +78,6 @@ def without_clients(trained: Trained, leaving: tuple[int, ...]) -> Params:
         history.verify_update(last, client)
         rest = rest - share * (start + Params.load(history.update_path(last, client)))
     kept = 1 - sum(shares.values())
-    return start if len(shares) == len(weights) else rest * (1 / kept)
+    rest = start if len(shares) == len(weights) else rest * (1 / kept)
+    # What was forgotten since the training stays forgotten.
+    return rest if trained.start is trained.final else trained.start + (rest - trained.final)

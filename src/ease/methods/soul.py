@@ -9,6 +9,7 @@ from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation, Optimiser
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
+from ease.methods.neg_grad_plus import DIFFERENCE
 from ease.requests.request import Request
 
 
@@ -45,7 +46,7 @@ class Soul(Unlearner):
             trained.temperature,
             self.name,
             request=request,
-            objective="difference",
+            objective=DIFFERENCE,
             settings={"retain": self.retain, "forget": 1.0},
             optimiser=Optimiser(kind="sophia", learning_rate=self.learning_rate),
             clip=self.clip,

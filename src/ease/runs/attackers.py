@@ -22,7 +22,7 @@ from ease.audit.shadows import (
 )
 from ease.audit.statistic import STATISTICS, Gauge
 from ease.errors import UserError
-from ease.methods.base import Trained, Unlearner
+from ease.methods.base import Order, Trained, Unlearner
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.answers import trained_of
@@ -32,7 +32,7 @@ from ease.runs.world import World
 from ease.seeding import generator, stream_seed
 from ease.storage import LEFTOVER, digest, read_note, read_tensors, sha256, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 """Of the stored shadows and verdicts; raise it when the same settings give other numbers."""
 SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
@@ -174,7 +174,8 @@ def _make_group(
         for shadow, shards, inside, history in zip(shadows, federations, included, histories, strict=False):
             # Its own random numbers: with the target's, a method that starts afresh would end in the target itself.
             seed = stream_seed(config.seed, "shadow", shadow)
-            trained = Trained(history.history, config.training, config.model.temperature, seed)
+            recipe = (config.training, config.model.temperature, seed, Order(config.seed, f"shadow-{shadow}"))
+            trained = Trained(history.history, *recipe)
             phases = {"trained": trained.final}
             if plan.method is not None:
                 request = shadow_request(plan.request, subjects.candidates, inside)

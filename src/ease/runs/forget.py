@@ -111,7 +111,7 @@ def _follow(
     fresh = not stored.folder.exists()
     if not fresh:
         remove_leftovers(stored.folder)
-    resumed = any((stored.folder / "journal").glob("*.safetensors"))
+    resumed = any((stored.folder / "journal").glob("*.update"))
     forget_peak_memory(world.device)
     metered = Metered(Journal(world.federation, stored.folder / "journal"))
     sets = evaluation_sets(world, request)

@@ -10,8 +10,7 @@ from ease.data.config import check_splits, load_pairs
 from ease.data.features import Activations, cached_activations
 from ease.data.pairs import PairSet
 from ease.data.partition import Shard, cached_classes, joint_embedding, make_shards, partition
-from ease.federation.client import ClientData
-from ease.federation.cohort import Cohort
+from ease.federation.engines import make_engine
 from ease.federation.loop import Loop
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, first_adapted
@@ -47,10 +46,7 @@ class World:
 
     @cached_property
     def federation(self) -> Loop:
-        engine = self.config.engine
-        if engine == "cohort" or (engine == "auto" and self.device.type == "cuda"):
-            return Cohort.of(self.model, self.shards, self.activations, self.device)
-        return Loop(self.model, {s.client: ClientData.of(s, self.activations, self.device) for s in self.shards})
+        return make_engine(self.config.engine, self.model, self.shards, self.activations, self.device)
 
     def classes_of(self, positions: np.ndarray) -> np.ndarray:
         """Nearest pseudo-class of any pairs [pairs]."""

@@ -11,6 +11,7 @@ from ease.data.density import fit_ridge
 from ease.errors import UserError
 from ease.federation.protocol import Federation
 from ease.methods.base import Trained, forget_holders
+from ease.methods.ease.levels import LEVELS
 from ease.params import Params
 from ease.requests.request import Request
 from ease.seeding import generator
@@ -32,7 +33,7 @@ class Gap:
 def measure_levels(trained: Trained, state: Params, request: Request, federation: Federation, label: str) -> Levels:
     """Ask the holders of forget pairs for their levels under a state, which travels in half precision."""
     job = trained.training.job(
-        0, trained.seed, trained.temperature, f"levels-{label}", request=request, objective="levels"
+        0, trained.seed, trained.temperature, f"levels-{label}", request=request, objective=LEVELS
     )
     answers = federation.run(state.map(torch.Tensor.half), job, forget_holders(request, federation))
     return {answer.client: answer.values for answer in sorted(answers, key=lambda answer: answer.client)}

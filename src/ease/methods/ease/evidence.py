@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ease.errors import UserError
+from ease.federation.eight_bit import from_8bit
 from ease.federation.history import History, read_block
-from ease.federation.protocol import Federation, from_8bit
+from ease.federation.protocol import Federation
 from ease.methods.base import Trained
+from ease.methods.ease.probe import PROBE
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request
 from ease.subspace import Basis, Column, Spectrum, decompose, displacement, gram, make_basis
@@ -90,7 +92,7 @@ def from_probe(
         early = trained.history.state(number)
         sent = early.map(torch.Tensor.half)
         job = trained.training.job(
-            number, trained.seed, trained.temperature, "probe", request=request, objective="probe", epochs=1
+            number, trained.seed, trained.temperature, "probe", request=request, objective=PROBE, epochs=1
         )
         for update in sorted(federation.run(sent, job, federation.clients), key=lambda update: update.client):
             for data, columns in (("forget", forget), ("retain", retain)):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
-from ease.federation.protocol import Federation, LocalJob, Lock
+from ease.federation.lock import Lock
+from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients
 from ease.methods.ease.calibration import (
     Gap,
@@ -20,6 +21,7 @@ from ease.methods.ease.calibration import (
     measure_levels,
     membership_gap,
 )
+from ease.methods.ease.displacement import DISPLACE
 from ease.methods.ease.evidence import Evidence, block_spectrum, canonical_basis, from_history, from_probe
 from ease.methods.ease.lock import client_lock, importance_lock
 from ease.params import Params
@@ -78,17 +80,17 @@ class Ease(Unlearner):
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         self._check_contraction(trained.training)
         clients = retained_clients(request, federation)
-        reference = trained.initial if self.reference == "initial" else trained.final
+        reference = trained.initial if self.reference == "initial" else trained.start
 
         forget, retain = self._evidence(trained, request, federation)
-        blocks = [block for block in trained.final.blocks if forget and self.modalities in ("both", block.modality)]
+        blocks = [block for block in trained.start.blocks if forget and self.modalities in ("both", block.modality)]
         spectra = {block.name: block_spectrum(block, forget, retain, self.energy) for block in blocks}
         canonical = {block.name: canonical_basis(block, forget, spectra[block.name]) for block in blocks}
         weights = {name: self._weights(spectrum) for name, spectrum in spectra.items()}
         bases = {name: basis.weighted(weights[name]) for name, basis in canonical.items()}
         depth, notes = self._calibrate(trained, request, federation, reference, bases)
         targets, levels = self._targets(trained, request, federation)
-        held, residuals = excise(trained.final, reference, bases, depth)
+        held, residuals = excise(trained.start, reference, bases, depth)
         notes |= {**levels, "delta": self.delta, "residuals": residuals, "blocks": describe(spectra, weights)}
         if not forget:
             notes["why"] = "no client has two forget pairs to probe: nothing is excised, the pairs are displaced alone"
@@ -166,7 +168,7 @@ class Ease(Unlearner):
             return 1.0, {}
 
         def gap_at(depth: float, label: str) -> Gap | None:
-            state, _ = excise(trained.final, reference, bases, depth)
+            state, _ = excise(trained.start, reference, bases, depth)
             return membership_gap(measure_levels(trained, state, request, federation, label))
 
         before, after = gap_at(0.0, "trained"), gap_at(1.0, "excised")
@@ -191,7 +193,7 @@ class Ease(Unlearner):
         """Levels the forget pairs are to fall to, and the gap before; a leaving client takes no part in training."""
         if isinstance(request, ClientRequest) or self.displacement == 0:
             return {}, {}
-        levels = measure_levels(trained, trained.final, request, federation, "trained")
+        levels = measure_levels(trained, trained.start, request, federation, "trained")
         before = membership_gap(levels)
         targets = density_targets(levels, trained.seed) if self.targets == "density" else level_targets(levels)
         mean = float(torch.cat(list(targets.values())).mean())
@@ -214,7 +216,7 @@ class Ease(Unlearner):
         )
         if not targets:
             return job
-        job = replace(job, objective="displace", targets=targets, settings={"displacement": self.displacement})
+        job = replace(job, objective=DISPLACE, targets=targets, settings={"displacement": self.displacement})
         if phase == "stabilisation":
             return job
         push = {"displacement": self.displacement / self.excision_rate}

@@ -1,0 +1,249 @@
+"""Jobs, states and updates as bytes, and back: what a client is sent and what it answers.
+
+A job names its heavy parts by the hash of their bytes, so that each travels once; the receiver checks the hashes.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+from torch import Tensor
+
+from ease.config import Config
+from ease.errors import UserError
+from ease.federation.container import (
+    FLOATS,
+    LIMITS,
+    Limits,
+    content_hash,
+    pack,
+    packed_length,
+    require,
+    state_of,
+    unpack,
+)
+from ease.federation.lock import Lock
+from ease.federation.protocol import LocalJob, Optimiser, Update
+from ease.federation.sparse import Sparse
+from ease.params import Block, Params
+from ease.requests.request import Request
+
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Part = Literal["state", "lock", "reference", "base"]
+UNKNOWN = "0" * 64
+"""Stands for a hash where only the length counts."""
+
+
+class StateHeader(Config):
+    kind: Literal["state"] = "state"
+    blocks: tuple[Block, ...]
+
+
+class UpdateHeader(Config):
+    kind: Literal["update"] = "update"
+    client: int = Field(ge=0)
+    pairs: int = Field(ge=0)
+    blocks: tuple[Block, ...] | None
+    """Of the change of parameters, where there is one."""
+    values: tuple[str, ...]
+    """Names of the values, in their order."""
+
+
+class SparseHeader(Config):
+    base: Hash
+    blocks: tuple[Block, ...]
+    density: float = Field(gt=0, le=1)
+    seed: int
+
+
+class JobHeader(Config):
+    """A job without its tensors: the small ones are the payload, the heavy ones are parts of their own."""
+
+    kind: Literal["job"] = "job"
+    state: Hash
+    round: int
+    seed: int
+    stream: str
+    optimiser: Optimiser
+    epochs: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    temperature: float = Field(gt=0)
+    request: Request | None
+    data: Literal["all", "retain", "forget"]
+    objective: str
+    settings: dict[str, int | float]
+    targets: tuple[int, ...]
+    lock: Hash | None
+    reference: Hash | None
+    clip: float | None
+    radius: float | None
+    sparse: SparseHeader | None
+
+
+# --- states ---
+
+
+def encode_state(state: Params) -> bytes:
+    return pack(StateHeader(blocks=state.blocks), state.tensors)
+
+
+def state_length(state: Params) -> int:
+    """`len(encode_state(state))`, without reading a value."""
+    return packed_length(StateHeader(blocks=state.blocks), state.tensors)
+
+
+def decode_state(data: bytes, what: str = "state", limits: Limits = LIMITS) -> Params:
+    header, tensors = unpack(data, StateHeader, what, limits)
+    return state_of(header.blocks, tensors, what)
+
+
+# --- updates ---
+
+
+def encode_update(update: Update) -> bytes:
+    return pack(*_update_content(update))
+
+
+def update_length(update: Update) -> int:
+    """`len(encode_update(update))`, without reading a value."""
+    return packed_length(*_update_content(update))
+
+
+def decode_update(data: bytes, what: str = "update", limits: Limits = LIMITS) -> Update:
+    header, tensors = unpack(data, UpdateHeader, what, limits)
+    change = _section(tensors, "delta/")
+    values = _section(tensors, "value/")
+    require(len(change) + len(values) == len(tensors), what, "it has tensors that belong to nothing")
+    named = sorted(values) == sorted(header.values) and (header.blocks is not None or not change)
+    require(named, what, "its tensors are not those it lists")
+    delta = None if header.blocks is None else state_of(header.blocks, change, what)
+    return Update(header.client, header.pairs, delta, {name: values[name] for name in header.values})
+
+
+def _update_content(update: Update) -> tuple[UpdateHeader, dict[str, Tensor]]:
+    delta = update.delta
+    header = UpdateHeader(
+        client=update.client,
+        pairs=update.pairs,
+        blocks=None if delta is None else delta.blocks,
+        values=tuple(update.values),
+    )
+    change = {} if delta is None else {f"delta/{name}": tensor for name, tensor in delta.tensors.items()}
+    return header, {**change, **{f"value/{name}": tensor for name, tensor in update.values.items()}}
+
+
+# --- jobs ---
+
+
+def parts_of(job: LocalJob, state: Params) -> dict[Part, Params | Lock]:
+    """What a job is sent with: the state it starts from, and what else is heavy."""
+    parts: dict[Part, Params | Lock | None] = {
+        "state": state,
+        "lock": job.lock,
+        "reference": job.reference,
+        "base": None if job.sparse is None else job.sparse.base,
+    }
+    return {part: value for part, value in parts.items() if value is not None}
+
+
+def encode_part(part: Params | Lock) -> bytes:
+    return part.encode() if isinstance(part, Lock) else encode_state(part)
+
+
+def part_length(part: Params | Lock) -> int:
+    """`len(encode_part(part))`, without reading a value."""
+    return part.encoded_length() if isinstance(part, Lock) else state_length(part)
+
+
+def encode_job(job: LocalJob, state: Params) -> tuple[bytes, dict[str, bytes]]:
+    """The job, and its heavy parts by the hash of their bytes."""
+    encoded = {part: encode_part(value) for part, value in parts_of(job, state).items()}
+    hashes = {part: content_hash(data) for part, data in encoded.items()}
+    return pack(*_job_content(job, hashes)), {hashes[part]: data for part, data in encoded.items()}
+
+
+def job_length(job: LocalJob) -> int:
+    """Length of the job's bytes without its parts."""
+    present: dict[Part, str] = dict.fromkeys(("state", "lock", "reference", "base"), UNKNOWN)
+    return packed_length(*_job_content(job, present))
+
+
+def decode_job(
+    data: bytes, parts: Mapping[str, bytes], what: str = "job", limits: Limits = LIMITS
+) -> tuple[LocalJob, Params]:
+    """The job and the state it starts from. `parts` may hold more than the job names, as a client that keeps them."""
+    header, tensors = unpack(data, JobHeader, what, limits)
+    state = decode_state(_part(header.state, parts, "state", what), f"{what}: state", limits)
+    lock = reference = sparse = None
+    if header.lock is not None:
+        lock = Lock.decode(_part(header.lock, parts, "lock", what), f"{what}: lock", limits)
+    if header.reference is not None:
+        reference = decode_state(_part(header.reference, parts, "reference", what), f"{what}: reference", limits)
+    if header.sparse is not None:
+        base = decode_state(_part(header.sparse.base, parts, "base", what), f"{what}: base", limits)
+        require(set(header.sparse.blocks) <= set(base.blocks), what, "its adapter has layers that its base has not")
+        sparse = Sparse(base, header.sparse.blocks, header.sparse.density, header.sparse.seed)
+    require(sorted(tensors) == sorted(map(str, header.targets)), what, "its targets are not those it lists")
+    plain = all(tensor.dim() == 1 and tensor.dtype in FLOATS for tensor in tensors.values())
+    require(plain, what, "targets are one number for each pair")
+    job = LocalJob(
+        round=header.round,
+        seed=header.seed,
+        stream=header.stream,
+        optimiser=header.optimiser,
+        epochs=header.epochs,
+        batch_size=header.batch_size,
+        temperature=header.temperature,
+        request=header.request,
+        data=header.data,
+        objective=header.objective,
+        settings=header.settings,
+        lock=lock,
+        targets={client: tensors[str(client)] for client in header.targets},
+        reference=reference,
+        clip=header.clip,
+        radius=header.radius,
+        sparse=sparse,
+    )
+    return job, state
+
+
+def _job_content(job: LocalJob, hashes: Mapping[Part, str]) -> tuple[JobHeader, dict[str, Tensor]]:
+    sparse = None
+    if job.sparse is not None:
+        sparse = SparseHeader(
+            base=hashes["base"], blocks=job.sparse.blocks, density=job.sparse.density, seed=job.sparse.seed
+        )
+    header = JobHeader(
+        state=hashes["state"],
+        round=job.round,
+        seed=job.seed,
+        stream=job.stream,
+        optimiser=job.optimiser,
+        epochs=job.epochs,
+        batch_size=job.batch_size,
+        temperature=job.temperature,
+        request=job.request,
+        data=job.data,
+        objective=job.objective,
+        settings=dict(job.settings),
+        targets=tuple(job.targets),
+        lock=None if job.lock is None else hashes["lock"],
+        reference=None if job.reference is None else hashes["reference"],
+        clip=job.clip,
+        radius=job.radius,
+        sparse=sparse,
+    )
+    return header, {str(client): values for client, values in job.targets.items()}
+
+
+def _part(name: str, parts: Mapping[str, bytes], role: str, what: str) -> bytes:
+    if name not in parts:
+        raise UserError(f"{what}: its {role} {name[:12]} did not come with it; send it once more")
+    if content_hash(parts[name]) != name:
+        raise UserError(f"{what}: its {role} {name[:12]} was altered on the way; send it once more")
+    return parts[name]
+
+
+def _section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

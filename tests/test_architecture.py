@@ -27,6 +27,7 @@ ORDER = (
     "show",
     "studies",
     "commands",
+    "testing",
     "api",
     "cli",
 )

@@ -12,8 +12,7 @@ from scipy.linalg import subspace_angles
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.federation.local import add_lock_gradient, lock_pull
-from ease.federation.protocol import Lock
+from ease.federation.lock import Hold, add_lock_gradient, lock_pull
 from ease.params import Block, Params
 from ease.subspace import (
     Basis,
@@ -517,8 +516,8 @@ def test_refactor_of_zero_is_finite() -> None:
 # --- the Forget Lock ---
 
 
-def lock_on(basis: Basis, reference: Params, strength: float) -> Lock:
-    return Lock(strength, {"layer": basis}, {}, reference, "test")
+def lock_on(basis: Basis, reference: Params, strength: float) -> Hold:
+    return Hold(strength, {"layer": basis}, reference)
 
 
 @quick
@@ -576,7 +575,7 @@ def test_lock_leaves_other_directions_and_blocks_alone() -> None:
     for tensor in w.values():
         tensor.grad = torch.zeros_like(tensor)
     direction = torch.eye(VALUES)[:, :1]
-    add_lock_gradient(w, Lock(0.5, {"layer": Basis(direction, torch.ones(1, 1), torch.ones(1))}, {}, reference, "test"))
+    add_lock_gradient(w, Hold(0.5, {"layer": Basis(direction, torch.ones(1, 1), torch.ones(1))}, reference))
     assert w["layer.bias"].grad.tolist() == [1.0, 0, 0, 0, 0]
     assert not w["layer.weight"].grad.any()
     assert not w["other.weight"].grad.any()
@@ -607,7 +606,7 @@ def test_lock_gradient_of_trained_factors_equals_autograd(shape, seed: int, stre
     tensors = {name: tensor.clone().requires_grad_() for name, tensor in w.tensors.items()}
     for tensor in tensors.values():
         tensor.grad = torch.zeros_like(tensor)
-    add_lock_gradient(tensors, Lock(strength, {"adapter": basis}, {}, reference, "test"))
+    add_lock_gradient(tensors, Hold(strength, {"adapter": basis}, reference))
     a, b = (w[name].double().requires_grad_() for name in FACTORED.tensors)
     directions = torch.stack(dense, 1) @ spectrum.coefficients
     drift = (b @ a - product(reference)).flatten()

@@ -12,8 +12,9 @@ from ease.errors import UserError
 from ease.federation import cohort as cohort_module
 from ease.federation.cohort import Cohort, GroupSize, train_in_groups, train_together, training_of
 from ease.federation.local import train
+from ease.federation.lock import Lock, pack_directions
 from ease.federation.loop import Loop
-from ease.federation.protocol import LocalJob, Lock, Optimiser
+from ease.federation.protocol import LocalJob, Optimiser
 from ease.requests.request import SampleRequest
 from ease.seeding import generator
 from ease.subspace import Basis
@@ -76,7 +77,7 @@ def jobs(learnt, local_job) -> dict[str, LocalJob]:
         )
     importance = final.map(lambda tensor: torch.rand(tensor.shape, generator=rng))
     reference = final.map(lambda tensor: tensor + 0.1)
-    lock = Lock(0.2, bases, {}, reference, "lock")
+    lock = Lock(0.2, reference, pack_directions(bases))
     common = {"request": request, "data": "retain"}
     return {
         "displace": local_job(objective="displace", targets=targets, settings={"displacement": 0.7}, **common),
@@ -85,9 +86,9 @@ def jobs(learnt, local_job) -> dict[str, LocalJob]:
         ),
         "unlearning": local_job(objective="unlearning cross-entropy", request=request, data="forget", radius=0.05),
         "lock": local_job(lock=lock, **common),
-        "importance": local_job(lock=replace(lock, importance=importance), **common),
+        "importance": local_job(lock=Lock(0.2, reference, importance=importance), **common),
         "probe": local_job(objective="probe", request=request),
-        "ternary": local_job(encoding="ternary", settings={"threshold": 0.5, "noise": 0.3}, **common),
+        "ternary": local_job(objective="ternary", settings={"threshold": 0.5, "noise": 0.3}, **common),
         "streamed": local_job(**common),
     }
 

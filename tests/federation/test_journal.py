@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ease.errors import UserError
+from ease.federation.eight_bit import to_8bit
 from ease.federation.journal import Journal, read_update, write_update
 from ease.federation.metered import Metered
-from ease.federation.protocol import Update, to_8bit
+from ease.federation.protocol import Update
 
 
 class Counting:
@@ -20,6 +21,10 @@ class Counting:
     @property
     def clients(self):
         return self.inner.clients
+
+    @property
+    def held(self):
+        return self.inner.held
 
     def run(self, params, job, clients):
         self.asked += [(job.round, client) for client in clients]

@@ -8,8 +8,9 @@ import torch
 
 from ease.data.examples import examples_at
 from ease.federation.client import ClientData
+from ease.federation.eight_bit import from_8bit, to_8bit
 from ease.federation.local import batches, project_to_ball, train, work
-from ease.federation.protocol import Optimiser, from_8bit, to_8bit
+from ease.federation.protocol import Optimiser
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest
 

@@ -1,21 +1,28 @@
-"""The meter counts the bytes that are really serialised."""
+"""The meter counts the bytes that encoded messages really have."""
 
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save
 
+from ease.federation.codec import encode_job, encode_state, encode_update, parts_of
+from ease.federation.eight_bit import to_8bit
+from ease.federation.lock import Lock
 from ease.federation.metered import Metered
-from ease.federation.protocol import Lock, Update, to_8bit
-from ease.params import Params
-from ease.requests.request import SampleRequest
+from ease.federation.protocol import LocalJob, Update
+from ease.methods import make_method
+from ease.params import Block, Params
+from ease.requests.request import ClientRequest, Request, SampleRequest
 
 
 class Answers:
     """A federation that gives prepared answers."""
 
     clients = (0, 1, 2)
+    held: ClassVar = {client: frozenset({"a", *(f"pair-{n}" for n in range(50))}) for client in clients}
 
     def __init__(self, *updates: Update) -> None:
         self.updates = {update.client: update for update in updates}
@@ -24,8 +31,9 @@ class Answers:
         yield from (self.updates[client] for client in clients if client in self.updates)
 
 
-def wire(tensors) -> int:
-    return len(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+def single(name: str, tensor: torch.Tensor) -> Params:
+    """A state of one tensor."""
+    return Params({name: tensor}, (Block(name, "image", "projector", (name,)),))
 
 
 def test_a_real_round_counts_what_is_serialised(world, local_job) -> None:
@@ -33,12 +41,13 @@ def test_a_real_round_counts_what_is_serialised(world, local_job) -> None:
     state = world.initial()
     updates = list(metered.run(state, local_job(epochs=2), [0, 2]))
     assert [update.client for update in updates] == [0, 2] and list(metered.clients) == [0, 1, 2]
-    assert metered.cost.bytes_up == sum(wire({**update.delta.tensors, **update.values}) for update in updates)
+    assert metered.cost.bytes_up == sum(len(encode_update(update)) for update in updates)
     assert metered.cost.messages == 2
     assert metered.cost.pairs_trained == 2 * sum(update.pairs for update in updates)
     assert metered.cost.client_seconds > 0
-    job_bytes = metered.cost.bytes_down - 2 * wire(state.tensors)
-    assert 0 < job_bytes < 1000
+    jobs = [encode_job(local_job(epochs=2), state)[0] for _ in updates]
+    assert metered.cost.bytes_down == 2 * len(encode_state(state)) + sum(map(len, jobs))
+    assert len(jobs[0]) < 1000
 
 
 def test_the_meter_changes_no_answer(world, local_job) -> None:
@@ -49,37 +58,38 @@ def test_the_meter_changes_no_answer(world, local_job) -> None:
 
 
 def test_eight_bits_cost_a_quarter(toy_params, local_job) -> None:
-    wide = Params({"w": torch.randn(1000, 10)}, ())
+    wide = single("w", torch.randn(1000, 10))
     costs = []
-    for answer in (Update(0, 1, wide), Update(0, 1, None, to_8bit(wide.tensors))):
+    answers = Update(0, 1, wide), Update(0, 1, None, to_8bit(wide.tensors))
+    for answer in answers:
         metered = Metered(Answers(answer))
         list(metered.run(toy_params(0.0), local_job(), [0]))
         costs.append(metered.cost.bytes_up)
-    packed = {"w": torch.zeros(1000, 10, dtype=torch.int8), "w:scale": torch.tensor(1.0)}
-    assert costs == [wire(wide.tensors), wire(packed)]
+    assert costs == [len(encode_update(answer)) for answer in answers]
     assert costs[1] < 0.26 * costs[0]
 
 
 def test_values_and_abstentions_count_as_they_are(toy_params, local_job) -> None:
     values = {"forget": torch.zeros(7), "validation": torch.zeros(3)}
-    metered = Metered(Answers(Update(0, 5, None, values), Update(1, 0, None)))
+    answers = Update(0, 5, None, values), Update(1, 0, None)
+    metered = Metered(Answers(*answers))
     list(metered.run(toy_params(0.0), local_job(), [0, 1, 2]))
-    assert metered.cost.bytes_up == wire(values) + wire({})
+    assert metered.cost.bytes_up == sum(len(encode_update(answer)) for answer in answers)
     assert metered.cost.messages == 3  # the third client never answered
     assert metered.cost.pairs_trained == 0
 
 
 def test_shape_type_and_name_decide_the_size(toy_params, local_job) -> None:
     for delta in (torch.zeros(4), torch.zeros(5), torch.zeros(4, dtype=torch.float64)):
-        metered = Metered(Answers(Update(0, 1, Params({"w": delta}, ())), Update(1, 1, Params({"ww": delta}, ()))))
+        answers = Update(0, 1, single("w", delta)), Update(1, 1, single("ww", delta))
+        metered = Metered(Answers(*answers))
         list(metered.run(toy_params(0.0), local_job(), [0, 1]))
-        assert metered.cost.bytes_up == wire({"w": delta}) + wire({"ww": delta})
+        assert metered.cost.bytes_up == sum(len(encode_update(answer)) for answer in answers)
 
 
 def test_a_lock_is_sent_to_each_client_once(toy_params, local_job) -> None:
-    packed = {"basis": torch.zeros(100, 4, dtype=torch.int8)}
-    lock = Lock(strength=1.0, bases={}, packed=packed, reference=toy_params(0.0), key="first")
-    extra = wire(packed) + wire(toy_params(0.0).tensors)
+    lock = Lock(1.0, toy_params(0.0), importance=toy_params(1.0))
+    named = 64  # the job names it by 64 letters in quotes, instead of null
 
     def spent(metered: Metered, clients: list[int], lock: Lock | None) -> int:
         before = metered.cost.bytes_down
@@ -87,18 +97,21 @@ def test_a_lock_is_sent_to_each_client_once(toy_params, local_job) -> None:
         return metered.cost.bytes_down - before
 
     metered = Metered(Answers())
-    plain = spent(metered, [0], None)
-    assert spent(metered, [0], lock) == plain + extra
-    assert spent(metered, [0], lock) == plain
-    assert spent(metered, [0, 1], lock) == 2 * plain + extra
-    assert spent(metered, [0], replace(lock, key="second")) == plain + extra
+    state = len(encode_state(toy_params(0.0)))
+    first = spent(metered, [0], None)  # with the state, which is kept
+    assert spent(metered, [0], lock) == first - state + named - 2 + len(lock.encode())
+    assert spent(metered, [0], lock) == first - state + named - 2
+    assert spent(metered, [0, 1], lock) == 2 * (first - state + named - 2) + state + len(lock.encode())
+    assert spent(metered, [0], replace(lock, strength=2.0)) == first - state + named - 2 + len(lock.encode())
 
 
 def test_each_client_is_sent_its_own_targets_alone(toy_params, local_job) -> None:
     metered, free = Metered(Answers()), Metered(Answers())
     list(metered.run(toy_params(0.0), local_job(targets={0: torch.zeros(9), 5: torch.zeros(900)}), [0, 1]))
     list(free.run(toy_params(0.0), local_job(), [0, 1]))
-    assert metered.cost.bytes_down - free.cost.bytes_down == wire({"targets": torch.zeros(9)})
+    told, untold = (local_job(targets=targets) for targets in ({0: torch.zeros(9)}, {}))
+    lengths = [len(encode_job(job, toy_params(0.0))[0]) for job in (told, untold)]
+    assert metered.cost.bytes_down - free.cost.bytes_down == lengths[0] - lengths[1]
 
 
 def test_a_longer_request_costs_more(toy_params, local_job) -> None:
@@ -119,10 +132,63 @@ def test_a_reference_is_sent_to_each_client_once(toy_params, local_job) -> None:
         list(metered.run(state, local_job(reference=reference), [client]))
         return metered.cost.bytes_down - before
 
-    bare = sent(0, None)
-    assert [sent(0, reference), sent(0, reference)] == [bare + wire(reference.tensors), bare]
-    assert sent(1, reference) == bare + wire(reference.tensors)  # another client has not got it
-    assert sent(0, toy_params(2.0)) == bare + wire(reference.tensors)  # another reference
+    length = len(encode_state(reference))
+    sent(0, None)
+    bare = sent(0, None) + 62  # the state is kept; a job names its reference in 64 letters and quotes instead of null
+    assert [sent(0, reference), sent(0, reference)] == [bare + length, bare]
+    assert sent(1, reference) == bare + 2 * length  # another client has got neither
+    assert sent(0, toy_params(2.0)) == bare + length  # another reference
+    assert sent(0, state) == bare  # one that it has already under another name
+
+
+def run_and_count(federation, method, trained, request: Request) -> tuple[int, int, Metered]:
+    """What a server would send that encodes every message and every part a client does not keep, and the meter."""
+    kept: dict[int, dict[str, str]] = {}
+    down = up = 0
+
+    class Post:
+        clients, held = federation.clients, federation.held
+
+        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+            nonlocal down, up
+            for client in clients:
+                own = job.own(client, self.held[client])
+                data, parts = encode_job(own, params)
+                mine = kept.setdefault(client, {})
+                down += len(data) + sum(len(part) for name, part in parts.items() if name not in mine.values())
+                for role, part in parts_of(own, params).items():
+                    if role != "state" or own.sparse is None:
+                        content = part.encode() if isinstance(part, Lock) else encode_state(part)
+                        mine[role] = hashlib.sha256(content).hexdigest()
+            for update in federation.run(params, job, clients):
+                up += len(encode_update(update))
+                yield update
+
+    metered = Metered(Post())
+    list(method.unlearn(trained, request, metered))
+    return down, up, metered
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("finetune", ()),
+        ("ease", ()),
+        ("ease", ("lock_side=client",)),
+        ("ease", ("lock=importance",)),
+        ("fused", ()),
+        ("ffmu", ()),
+        ("multi_delete", ("share=0.4",)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scope", ["client", "sample"])
+def test_every_message_of_a_method_is_counted_as_long_as_it_is(learnt, name: str, settings, scope: str) -> None:
+    shards = learnt.world.shards
+    ids = tuple(pair_id for shard in shards[:3] for pair_id in shard.train_ids[:6])
+    request: Request = ClientRequest(clients=(1,)) if scope == "client" else SampleRequest(ids=ids)
+    down, up, metered = run_and_count(learnt.world.federation, make_method(name, settings), learnt.trained, request)
+    assert (metered.cost.bytes_down, metered.cost.bytes_up) == (down, up) and min(down, up) > 0
 
 
 def test_probes_and_measurements_are_not_free(world, local_job) -> None:

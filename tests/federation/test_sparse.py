@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save
 
+from ease.federation.codec import encode_job, encode_state, encode_update
 from ease.federation.journal import read_update, write_update
 from ease.federation.metered import Metered
-from ease.federation.protocol import Optimiser, reject_reason
+from ease.federation.protocol import Optimiser, Update, reject_reason
 from ease.federation.sparse import LEAST_KEPT, Sparse
 from ease.params import Params
 
@@ -66,10 +66,6 @@ def test_one_step_of_sgd_is_the_dense_step_on_the_kept_values(world, sparse: Spa
         torch.testing.assert_close(update.change[name], dense.change[name].flatten()[kept], rtol=1e-4, atol=1e-7)
 
 
-def wire(tensors) -> int:
-    return len(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-
-
 def test_only_kept_values_travel_once_the_base_is_known(world, sparse: Sparse, local_job) -> None:
     """Client 0 was sent the base as a whole; client 2 was not, and gets it with its first adapter."""
     adapter, job = sparse.zeros(), local_job(sparse=sparse)
@@ -82,11 +78,20 @@ def test_only_kept_values_travel_once_the_base_is_known(world, sparse: Sparse, l
         return metered.cost.bytes_down - down, metered.cost.bytes_up - up
 
     first, late, again = spent(0), spent(2), spent(2)
-    assert first == again and late[0] - again[0] == wire(sparse.base.tensors)
-    assert first[1] == wire({**adapter.tensors, "loss": torch.tensor(0.0)})
-    assert 0 < first[0] - wire(adapter.tensors) < 2000  # the job, with the seed and the layers of the mask
-    list(metered.run(sparse.base * 2.0, local_job(), [0]))  # another whole state takes its place
-    assert spent(0) == late
+    assert first == again and late[0] - again[0] == len(encode_state(sparse.base))
+    pairs = len(world.shards[0].train)
+    assert first[1] == len(encode_update(Update(0, pairs, adapter, {"loss": torch.tensor(0.0)})))
+    data, _ = encode_job(job, adapter)
+    assert first[0] == len(encode_state(adapter)) + len(data)
+    assert len(data) < 2000  # with the seed and the layers of the mask
+    list(metered.run(sparse.base * 2.0, local_job(), [0]))  # another whole state: the request's base is kept beside it
+    assert spent(0) == first
+    fresh = Metered(world.federation)
+    for whole in (sparse.base, sparse.base * 2.0):  # of whole states alone, the last is kept
+        list(fresh.run(whole, local_job(), [0]))
+    before = fresh.cost.bytes_down
+    list(fresh.run(adapter, job, [0]))
+    assert fresh.cost.bytes_down - before == late[0]
 
 
 def test_the_journal_keeps_it(world, sparse: Sparse, local_job, tmp_path) -> None:

@@ -50,7 +50,7 @@ def jobs(learnt) -> Callable[..., list[tuple[int, LocalJob]]]:
     """Run a method with some settings to its end and say which client was given which job, in order."""
 
     class Spy:
-        clients = learnt.world.federation.clients
+        clients, held = learnt.world.federation.clients, learnt.world.federation.held
 
         def __init__(self) -> None:
             self.given: list[tuple[int, LocalJob]] = []

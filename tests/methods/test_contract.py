@@ -1,227 +1,164 @@
-"""What every method keeps to, whatever it does: one battery over all of them and all kinds of request."""
+"""What every method keeps to, whatever it does: the battery of `ease.testing` over all of them and all requests."""
 
-import hashlib
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice
-from pathlib import Path
-from shutil import copytree
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Literal
 
 import pytest
-import torch
 
-from ease.config import to_toml
-from ease.federation.history import History
-from ease.federation.journal import Journal
-from ease.federation.loop import Loop
-from ease.federation.metered import Cost, Metered
-from ease.federation.protocol import Federation, LocalJob, Update
-from ease.methods import METHODS, make_method
-from ease.methods.base import Step, Trained
-from ease.params import Params
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.answers import trained_of
-from ease.runs.run import Run
-from ease.runs.world import World
-
-LEAVING = 1
-SCOPES = ("client", "class", "sample")
-READS_FORGET_PAIRS = {"levels", "displace", "probe"}
-"""Objectives that look at forget pairs whatever `data` says."""
+from ease import testing
+from ease.federation.fedavg import TrainingConfig
+from ease.federation.protocol import Federation
+from ease.methods import METHODS
+from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, retained_clients
+from ease.methods.finetune import Finetune
+from ease.requests.request import Request
+from ease.testing import (
+    CHECKS,
+    CHECKS_OF_CLASSES,
+    SCOPES,
+    STAGES,
+    Stage,
+    check_method,
+    make_stage,
+    needs_no_more_than_it_says,
+)
 
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
 every_request = pytest.mark.parametrize("scope", SCOPES)
 
 
-class Spy:
-    """A federation that notes every job of every client."""
-
-    def __init__(self, inner: Federation) -> None:
-        self.inner, self.asked = inner, list[tuple[int, LocalJob]]()
-
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.inner.clients
-
-    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        self.asked += [(client, job) for client in clients]
-        yield from self.inner.run(params, job, clients)
-
-
-class Broken(Spy):
-    """One client's training went wrong: each number of what it learnt is not a number."""
-
-    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        for update in super().run(params, job, clients):
-            if update.client == 0 and "loss" in update.values:
-                delta = None if update.delta is None else update.delta * torch.nan
-                spoilt = {n: v * torch.nan if v.is_floating_point() else v for n, v in update.values.items()}
-                update = replace(update, delta=delta, values=spoilt)
-            yield update
-
-
-@dataclass(frozen=True)
-class Played:
-    """One method's answer to one request, seen from outside."""
-
-    steps: list[Step]
-    asked: list[tuple[int, LocalJob]]
-    cost: Cost
-    given: tuple[dict[str, str], dict[str, str]]
-    """What the method was given, before and after: hashes of its files and of the states in memory."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A small trained run, and what each method does on it."""
-
-    world: World
-    trained: Trained
-    requests: dict[str, Request]
-    play: Callable[[str, str], Played]
-
-    def unlearn(self, name: str, scope: str, federation: Federation, trained: Trained | None = None) -> Iterator[Step]:
-        return make_method(name).unlearn(trained or self.trained, self.requests[scope], federation)
-
-
 @pytest.fixture(scope="module")
-def stage(small_config, shared_cache, tmp_path_factory) -> Stage:
-    """60 pairs at 3 clients, 5 rounds: every phase of every method has a round."""
-    config = small_config("training.rounds=5", "partition.validation_share=0.3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        world = World.open(config)
-    run = Run.create(tmp_path_factory.mktemp("contract") / "run", config)
-    list(run.train(world))
-    ids = tuple(pair_id for shard in world.shards[:2] for pair_id in shard.train_ids[:4])
-    requests: dict[str, Request] = {
-        "client": ClientRequest(clients=(LEAVING,)),
-        "class": ClassRequest(classes=(2,)),
-        "sample": SampleRequest(ids=ids),
-    }
+def stage_of(shared_cache, tmp_path_factory) -> Callable[[str], Stage]:
+    made: dict[str, Stage] = {}
 
-    trained = trained_of(run)
+    def stage(name: str) -> Stage:
+        if name not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("EASE_CACHE", str(shared_cache))
+                made[name] = make_stage(name, tmp_path_factory.mktemp("contract"))
+        return made[name]
 
-    @cache
-    def play(name: str, scope: str) -> Played:
-        before = fingerprint(trained)
-        spy = Spy(world.federation)
-        metered = Metered(spy)
-        steps = list(make_method(name).unlearn(trained, requests[scope], metered))
-        return Played(steps, spy.asked, metered.cost, (before, fingerprint(trained)))
-
-    return Stage(world, trained, requests, play)
+    return stage
 
 
-def fingerprint(trained: Trained) -> dict[str, str]:
-    """Hashes of every file of the history, and of both ends of the training as they are held in memory."""
-    files = [path for path in trained.history.folder.rglob("*") if path.is_file()]
-    contents = {str(path): path.read_bytes() for path in files}
-    for end, state in {"initial": trained.initial, "final": trained.final}.items():
-        contents |= {f"{end}/{name}": tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
-    return {name: hashlib.sha256(each).hexdigest() for name, each in contents.items()}
-
-
-def equal(one: Params, two: Params) -> bool:
-    return one.blocks == two.blocks and all(torch.equal(one[name], two[name]) for name in one.tensors)
+@every_method
+@pytest.mark.parametrize("check", CHECKS_OF_CLASSES, ids=lambda check: check.__name__)
+def test_a_class_says_what_it_is(check, name: str) -> None:
+    check(METHODS[name])
 
 
 @every_method
 @every_request
-def test_every_round_gives_a_finite_state_of_the_same_layout(stage: Stage, name: str, scope: str) -> None:
-    steps, start = stage.play(name, scope).steps, stage.trained.initial
-    assert len(steps) == make_method(name).rounds(stage.trained.training, stage.requests[scope]) > 0
-    for step in steps:
-        assert step.phase and step.state.is_finite() and step.state.blocks == start.blocks
-        layout = {key: (tensor.shape, tensor.dtype) for key, tensor in step.state.tensors.items()}
-        assert layout == {key: (tensor.shape, tensor.dtype) for key, tensor in start.tensors.items()}
-    assert not equal(steps[-1].state, stage.trained.final)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_contract(stage_of, check, name: str, scope: str) -> None:
+    check(stage_of("loop"), METHODS[name], scope)
 
 
+@pytest.mark.slow
 @every_method
 @every_request
-def test_a_method_needs_no_more_than_it_says(stage: Stage, poison, tmp_path: Path, name: str, scope: str) -> None:
-    """Whatever it does not list is taken away or spoilt, and its states stay the same to the byte."""
-    needs, request = METHODS[name].needs, stage.requests[scope]
-    data = dict((stage.world.federation if "forget data" in needs else poison(stage.world, request)).data)
-    if scope == "client" and "leaving client" not in needs:
-        del data[LEAVING]
-    trained = stage.trained
-    if "history" not in needs:
-        history = History(copytree(trained.history.folder, tmp_path / "history"))
-        ends = {history.state_path(number) for number in (0, trained.training.rounds)}
-        for path in set(history.folder.rglob("*.safetensors")) - ends:
-            path.unlink()
-        trained = replace(trained, history=history)
-    starved = stage.unlearn(name, scope, Loop(stage.world.model, data), trained)
-    for one, two in zip(starved, stage.play(name, scope).steps, strict=True):
-        assert equal(one.state, two.state)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("ground", [name for name in STAGES if name != "loop"])
+def test_the_contract_elsewhere(stage_of, ground: str, check, name: str, scope: str) -> None:
+    check(stage_of(ground), METHODS[name], scope)
 
 
-@every_method
-@every_request
-def test_jobs_name_only_the_data_a_method_may_read(stage: Stage, name: str, scope: str) -> None:
-    needs, asked = METHODS[name].needs, stage.play(name, scope).asked
-    if "forget data" not in needs:
-        assert {job.data for _, job in asked} == {"retain"}
-        assert not {job.objective for _, job in asked} & READS_FORGET_PAIRS
-    if scope == "client" and "leaving client" not in needs:
-        assert LEAVING not in {client for client, _ in asked}
-    assert all(job.request == stage.requests[scope] for _, job in asked)
+# --- the battery bites ---
 
 
-@every_method
-@every_request
-def test_stopping_after_every_round_changes_no_byte(stage: Stage, tmp_path: Path, name: str, scope: str) -> None:
-    """Each time one round further from the journal alone; the last run is the whole method, asking no one again."""
-    whole = stage.play(name, scope)
-    asked = 0
-    for stop in range(1, len(whole.steps) + 1):
-        spy = Spy(stage.world.federation)
-        steps = list(islice(stage.unlearn(name, scope, Journal(spy, tmp_path)), stop))
-        asked += len(spy.asked)
-    assert asked == len(whole.asked)
-    for one, two in zip(steps, whole.steps, strict=True):
-        assert equal(one.state, two.state) and one.notes == two.notes and one.loss == two.loss
+class Still(Finetune):
+    """Announces more than it does, and goes nowhere."""
+
+    name: ClassVar[str] = "still"
+    method: Literal["still"] = "still"  # type: ignore[assignment]
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        yield Step(trained.final, "nothing")
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 2
 
 
-@every_method
-@every_request
-def test_nothing_that_was_given_is_changed(stage: Stage, name: str, scope: str) -> None:
-    before, after = stage.play(name, scope).given
-    assert before == after and "final/image.projector.0.weight" in before
+class Secret(Finetune):
+    """Trains on everything and says that it needs retained data alone."""
+
+    name: ClassVar[str] = "secret"
+    method: Literal["secret"] = "secret"  # type: ignore[assignment]
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        job = trained.training.job(1, 0, 0.07, "secret", request=request)
+        (update, *_) = federation.run(trained.start, job, retained_clients(request, federation))
+        yield Step(trained.start + update.change, "secret")
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 1
 
 
-@every_method
-@every_request
-def test_a_client_that_sends_no_numbers_is_refused_and_the_round_goes_on(stage: Stage, name: str, scope: str) -> None:
-    steps = list(stage.unlearn(name, scope, Broken(stage.world.federation)))
-    assert len(steps) == len(stage.play(name, scope).steps)
-    assert all(step.state.is_finite() for step in steps)
-    refused = [step.notes["rejected"] for step in steps if step.notes.get("rejected")]
-    assert refused and {client for each in refused for client in each} == {0}
-    if (name, scope) != ("multi_delete", "client"):  # its retained clients start where their loss is least: no change
-        assert not equal(steps[-1].state, stage.play(name, scope).steps[-1].state)
+class Greedy(Finetune):
+    """Goes on from what it kept of the last call."""
+
+    name: ClassVar[str] = "greedy"
+    method: Literal["greedy"] = "greedy"  # type: ignore[assignment]
+    calls: ClassVar[list[int]] = []
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        self.calls.append(1)
+        state = trained.start * (1 + 0.01 * len(self.calls))
+        yield from fine_tuning(trained, state, request, federation, self.rounds(trained.training, request), "greedy")
 
 
-@every_method
-@every_request
-def test_what_travels_is_metered(stage: Stage, name: str, scope: str) -> None:
-    cost = stage.play(name, scope).cost
-    assert cost.bytes_down > 0 and cost.bytes_up > 0 and cost.pairs_trained > 0
-    assert cost.messages == len(stage.play(name, scope).asked)
+class Heavy(Finetune):
+    """Uses whatever a client sends."""
+
+    name: ClassVar[str] = "heavy"
+    method: Literal["heavy"] = "heavy"  # type: ignore[assignment]
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        job = trained.training.job(1, 0, 0.07, "heavy", request=request, data="retain")
+        (update, *_) = federation.run(trained.start, job, retained_clients(request, federation))
+        yield Step(trained.start + update.change, "heavy")
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 1
 
 
-@every_method
-def test_settings_survive_toml(name: str) -> None:
-    method = make_method(name)
-    assert make_method(name, table=tomllib.loads(to_toml(method))) == method
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Still, r"still, client request \(loop\): it announces 2 rounds and yields 1 steps"),
+        (Secret, r"secret, client request \(loop\): it needs no forget data, and asks for all pairs"),
+        (Greedy, r"greedy, client request \(loop\): its states change"),
+        (Heavy, r"heavy, client request \(loop\): a client that fails makes its states not finite"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(stage_of, monkeypatch, kind: type[Unlearner], sentence: str) -> None:
+    monkeypatch.setattr(testing, "make_stage", lambda name, folder: stage_of(name))
+    with pytest.raises(AssertionError, match=sentence):
+        check_method(kind, ["loop"])
 
 
-@every_method
-def test_a_method_says_what_it_is(name: str) -> None:
-    kind = METHODS[name]
-    assert kind.name == name and kind.title and kind.source and kind.__doc__
-    assert all(field.description for key, field in kind.model_fields.items() if key != "method")
+def test_forget_data_that_are_read_in_secret_show(stage_of) -> None:
+    with pytest.raises(AssertionError, match=r"its states change when .* taken away; it lists nothing"):
+        needs_no_more_than_it_says(stage_of("loop"), Secret, "class")
+
+
+def test_a_class_without_words_is_told(monkeypatch) -> None:
+    class Mute(Finetune):
+        name: ClassVar[str] = "mute"
+        method: Literal["mute"] = "mute"  # type: ignore[assignment]
+        secret: int = 3
+
+    Mute.__doc__ = "Says nothing of its setting."
+    with pytest.raises(AssertionError, match="Mute: its setting secret has no description below it"):
+        check_method(Mute, [])
+
+
+def test_a_sound_class_passes(stage_of, monkeypatch) -> None:
+    monkeypatch.setattr(testing, "make_stage", lambda name, folder: stage_of(name))
+    check_method(Finetune, ["loop"])
+
+
+@pytest.mark.slow
+def test_the_whole_battery_builds_its_own_runs() -> None:
+    check_method(METHODS["not"])

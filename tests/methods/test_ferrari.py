@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ease.federation.objectives import draw_with_noise, sensitivity
-from ease.methods.ferrari import Ferrari
+from ease.methods.ferrari import Ferrari, draw_with_noise, sensitivity
 from ease.requests.request import ClientRequest, forget_mask
 
 CLIENT = ClientRequest(clients=(1,))

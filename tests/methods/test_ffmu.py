@@ -8,10 +8,10 @@ import torch
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import History
 from ease.federation.protocol import Update
-from ease.federation.ternary import encode
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.ffmu import certificate
+from ease.methods.ternary import encode
 from ease.requests.request import ClientRequest
 
 NAME = "text.projector.0.weight"
@@ -36,7 +36,7 @@ def test_one_round_by_hand(toy_params, trained) -> None:
         clients = (0, 1, 2)
 
         def run(self, params, job, clients):
-            assert clients == [0, 2] and job.encoding == "ternary" and job.data == "retain"
+            assert clients == [0, 2] and job.objective == "ternary" and job.data == "retain"
             weights = {0: [[2.0, 0.0, 0.0]], 2: [[0.0, 0.0, -4.0]]}
             for client in clients:
                 change = toy_params(0.0).replace({NAME: torch.tensor(weights[client])})

@@ -1,13 +1,13 @@
 """Who is asked what, and when: forget data is read only in the phases that may read it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save
 
+from ease.federation.codec import encode_job
 from ease.federation.loop import Loop
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation, LocalJob, Update
@@ -38,6 +38,10 @@ class Spy:
     @property
     def clients(self) -> Sequence[int]:
         return self.inner.clients
+
+    @property
+    def held(self) -> Mapping[int, Collection[str]]:
+        return self.inner.held
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         for client in clients:
@@ -147,14 +151,14 @@ def test_a_leaving_clients_data_is_not_read_after_the_decomposition(learnt, pois
 
 
 def test_targets_go_to_their_own_client_alone(learnt, samples) -> None:
-    """The meter serialises what each client is sent: another client's targets change nothing of it."""
+    """The meter counts the bytes that each client is sent: another client's targets change nothing of them."""
     asked, _ = watch(learnt, samples, "ease")
     job = next(each.job for each in asked if each.job.objective == "displace")
     state = asked[-1].state
     assert {client: len(values) for client, values in job.targets.items()} == {0: 6, 1: 6, 2: 6, 3: 0}
 
     class Silent:
-        clients = learnt.world.federation.clients
+        clients, held = learnt.world.federation.clients, learnt.world.federation.held
 
         def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
             return iter(())
@@ -167,8 +171,11 @@ def test_targets_go_to_their_own_client_alone(learnt, samples) -> None:
     bare = replace(job, targets={})
     grown = replace(job, targets={**job.targets, 1: torch.zeros(5000)})
     for client in (0, 2):
-        own = len(save({"targets": job.targets[client]}))
-        assert sent(job, client) - sent(bare, client) == own
+        own = job.own(client, learnt.world.federation.held[client])
+        mine = samples.ids[:6] if client == 0 else samples.ids[12:]
+        assert list(own.targets) == [client] and own.request == SampleRequest(ids=mine)
+        alone, without = (encode_job(each, state)[0] for each in (own, replace(own, targets={})))
+        assert sent(job, client) - sent(bare, client) == len(alone) - len(without)
         assert sent(grown, client) == sent(job, client)
     assert sent(grown, 1) > sent(job, 1) + 15_000
 

@@ -164,6 +164,7 @@ def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[Stacke
         sizes = np.array([len(draw.rows) for draw in draws])
         rows, captions = (np.zeros((len(draws), sizes.max()), dtype=np.int64) for _ in range(2))
         for place, draw in enumerate(draws):
+            rows[place] = draw.rows[0]  # filled up with a pair of its own: no training looks at another's data
             rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
         real = np.arange(sizes.max()) < sizes[:, None]
         valid = None if real.all() else torch.from_numpy(real).to(device)

@@ -1,7 +1,7 @@
 """Every unlearning method, by name: those of this package, and those that other packages bring.
 
-A method here is one file, one class and one word in `BUILT_IN`. Another package names its class in the entry point group
-`ease.methods`; one that cannot be used is refused by name, with the reason, and stands in no one's way.
+A method here is one file, one class and one word in `BUILT_IN`. Another package names its class in the entry point
+group `ease.methods`; one that cannot be used is refused by name, with the reason, and stands in no one's way.
 """
 
 import inspect

@@ -11,20 +11,21 @@ from torch import Tensor
 from ease.data.density import densities
 from ease.data.examples import Examples
 from ease.data.partition import Shard
-from ease.federation import objectives
+from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.local import work
 from ease.federation.objectives import (
     OBJECTIVES,
     Objective,
     both_kinds,
-    displace,
-    displace_or_align,
-    draw_pushed,
     embed_drawn,
     embed_states,
+    objective,
     own_log_probabilities,
+    register,
 )
+from ease.methods.ease import displacement
+from ease.methods.ease.displacement import displace, displace_or_align, draw_pushed
 from ease.model.losses import info_nce, log_odds
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest, forget_mask
@@ -94,6 +95,16 @@ def batch_loss(objective: Objective, model, tensors, client: ClientData, positio
     assert objective.draw is not None
     draw = objective.draw(client, positions, job, np.random.default_rng(0))
     return objective.loss_at(model, tensors, client.train.batch(draw.rows, draw.captions), draw, job)
+
+
+# --- the registry ---
+
+
+def test_an_unknown_objective_is_one_line_and_a_name_is_given_once() -> None:
+    with pytest.raises(UserError, match="objective 'magic': not known here; install the method that brings it"):
+        objective("magic")
+    with pytest.raises(ValueError, match="align: an objective of this name exists already"):
+        register("align", Objective())
 
 
 # --- levels ---
@@ -240,7 +251,7 @@ def test_the_push_is_the_huber_loss_of_the_excess_with_fixed_negatives(learnt, o
 
 def test_the_push_gives_retained_embeddings_no_gradient(learnt, one_caption, local_job, monkeypatch) -> None:
     job = pushing(one_caption, local_job, target=-2.0)
-    monkeypatch.setattr(objectives, "info_nce", lambda image, text, temperature: image.new_zeros(()))
+    monkeypatch.setattr(displacement, "info_nce", lambda image, text, temperature: image.new_zeros(()))
     draw = draw_pushed(one_caption, np.arange(6, 22), job, np.random.default_rng(0))
     states = one_caption.train.batch(draw.rows, draw.captions)
     image, text = (

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
 from scipy.stats import norm
 
+from ease.federation.codec import encode_update
 from ease.federation.metered import Metered
 from ease.federation.protocol import Update, reject_reason
-from ease.federation.ternary import decode, encode, pack, quantise, unpack
+from ease.methods.ternary import decode, encode, pack, quantise, unpack
 from ease.params import Params
 
 SETTINGS = {"threshold": 0.5, "noise": 0.1}
@@ -73,17 +73,17 @@ def test_a_tensor_of_zeros_stays_zero(toy_params) -> None:
 def test_two_bits_are_what_is_metered(world, local_job) -> None:
     """A quarter of a byte for each value instead of four, one scale for each tensor, and the same training."""
     state, costs, updates = world.initial(), {}, {}
-    for encoding in ("dense", "ternary"):
+    for objective in ("align", "ternary"):
         metered = Metered(world.federation)
-        (updates[encoding],) = metered.run(state, local_job(encoding=encoding, settings=SETTINGS), [0])
-        costs[encoding] = metered.cost
+        (updates[objective],) = metered.run(state, local_job(objective=objective, settings=SETTINGS), [0])
+        costs[objective] = metered.cost
     sent = updates["ternary"]
-    assert costs["ternary"].bytes_up == len(save(dict(sent.values)))
+    assert costs["ternary"].bytes_up == len(encode_update(sent))
     payload = sum(-(-tensor.numel() // 4) + 4 for tensor in state.tensors.values()) + 8  # and loss and radius
     assert sum(value.numel() * value.element_size() for value in sent.values.values()) == payload
-    assert costs["ternary"].pairs_trained == costs["dense"].pairs_trained > 0
+    assert costs["ternary"].pairs_trained == costs["align"].pairs_trained > 0
     for name, tensor in decode(sent, state).change.tensors.items():
-        exact = updates["dense"].change[name]
+        exact = updates["align"].change[name]
         assert torch.equal(tensor.sign()[tensor != 0], exact.sign()[tensor != 0])
         assert float(tensor.abs().max()) == pytest.approx(float(exact.square().mean().sqrt()), rel=1e-5)
 

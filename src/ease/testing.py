@@ -1,0 +1,383 @@
+"""What every method keeps to, as checks that anyone can run: `check_method(MyMethod)` says what is wrong in a sentence.
+
+The checks build small runs of generated scenes themselves and look at the method from outside: its states, the jobs it
+gives to clients, what it needs, and what it does when it is stopped or a client fails.
+"""
+
+import hashlib
+import tempfile
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice, product
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import torch
+
+from ease.config import to_toml, validate
+from ease.data.features import Activations
+from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
+from ease.federation.engines import make_engine
+from ease.federation.history import History
+from ease.federation.journal import Journal
+from ease.federation.loop import Loop
+from ease.federation.metered import Cost, Metered
+from ease.federation.objectives import objective
+from ease.federation.protocol import Engine, Federation, LocalJob, Update, own_jobs
+from ease.methods.base import Step, Trained, Unlearner
+from ease.params import Params, layout_of
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.runs.answers import trained_of
+from ease.runs.config import load_config
+from ease.runs.run import Run
+from ease.runs.world import World
+
+LEAVING = 1
+FAILING = 0
+"""The client whose training goes wrong, where one does."""
+SCOPES = ("client", "class", "sample")
+SMALL = (
+    "data.train=60",
+    "data.validation=0",
+    "data.test=20",
+    "partition.clients=3",
+    "partition.classes=3",
+    "partition.scheme=iid",
+    "partition.validation_share=0.3",
+    "training.rounds=5",
+    "training.local_epochs=1",
+    "training.batch_size=8",
+    "model.hidden=16",
+    "model.embedding=8",
+    "gallery=20",
+)
+"""60 pairs at 3 clients, 5 rounds: every phase of a method has a round."""
+MORE = ("partition.clients=4", "training.participation=0.67", "training.learning_rate=0.3")
+STAGES: Mapping[str, tuple[str, ...]] = {
+    "loop": ("engine=loop",),
+    "cohort, some clients a round": ("engine=cohort", *MORE),
+    "loop, both LoRA factors, some clients a round": ("engine=loop", "model.lora=full", *MORE),
+    "cohort, both LoRA factors": ("engine=cohort", "model.lora=full", "training.learning_rate=0.3"),
+}
+"""Any two of: the engine, what LoRA trains, and who takes part, meet in one of these."""
+
+
+@dataclass
+class Spy:
+    """A federation that notes every job of every client, and each answer."""
+
+    inner: Federation
+
+    def __post_init__(self) -> None:
+        self.asked: list[tuple[int, LocalJob]] = []
+        self.answers: list[Update] = []
+
+    @property
+    def clients(self) -> Sequence[int]:
+        return self.inner.clients
+
+    @property
+    def held(self) -> Mapping[int, Collection[str]]:
+        return self.inner.held
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        self.asked += [(client, job) for client in clients]
+        for update in self.inner.run(params, job, clients):
+            self.answers.append(update)
+            yield update
+
+
+class Failing(Spy):
+    """One client's training went wrong: each number of what it learnt is not a number."""
+
+    spoilt = 0
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        for update in super().run(params, job, clients):
+            if update.client == FAILING and "loss" in update.values:
+                delta = None if update.delta is None else update.delta * torch.nan
+                values = {n: v * torch.nan if v.is_floating_point() else v for n, v in update.values.items()}
+                update = replace(update, delta=delta, values=values)
+                self.spoilt += 1
+            yield update
+
+
+@dataclass
+class Posted:
+    """A federation between whose server and clients there is nothing but bytes."""
+
+    inner: Engine
+
+    def __post_init__(self) -> None:
+        self.altered: list[str] = []
+        """What did not arrive as it was sent."""
+
+    @property
+    def clients(self) -> Sequence[int]:
+        return self.inner.clients
+
+    @property
+    def held(self) -> Mapping[int, Collection[str]]:
+        return self.inner.held
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        arrived, state = {}, params
+        for client, own in own_jobs(self.inner, job, clients).items():
+            arrived[client], state = decode_job(*encode_job(own, params))
+            if arrived[client] != own or state != params:
+                self.altered.append(f"the job {own.objective!r} of round {own.round} to client {client}")
+        for update in self.inner.perform(state, arrived):
+            received = decode_update(encode_update(update))
+            if received != update:
+                self.altered.append(f"the answer of client {update.client} to {job.objective!r}")
+            yield received
+
+
+@dataclass(frozen=True)
+class Played:
+    """One method's answer to one request, seen from outside."""
+
+    steps: list[Step]
+    asked: list[tuple[int, LocalJob]]
+    answers: list[Update]
+    cost: Cost
+    given: tuple[dict[str, str], dict[str, str]]
+    """What the method was given, before and after: hashes of its files and of the states in memory."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A small trained run, and what methods do on it."""
+
+    name: str
+    world: World
+    trained: Trained
+    scratch: Path
+
+    @cached_property
+    def requests(self) -> dict[str, Request]:
+        ids = tuple(pair_id for shard in self.world.shards[:2] for pair_id in shard.train_ids[:4])
+        return {
+            "client": ClientRequest(clients=(LEAVING,)),
+            "class": ClassRequest(classes=(2,)),
+            "sample": SampleRequest(ids=ids),
+        }
+
+    @cached_property
+    def _played(self) -> dict[tuple[type[Unlearner], str], Played]:
+        return {}
+
+    def play(self, kind: type[Unlearner], scope: str) -> Played:
+        """The method with its default settings, once."""
+        if (kind, scope) not in self._played:
+            before = fingerprint(self.trained)
+            spy = Spy(self.world.federation)
+            metered = Metered(spy)
+            steps = list(self.unlearn(kind, scope, metered))
+            given = (before, fingerprint(self.trained))
+            self._played[kind, scope] = Played(steps, spy.asked, spy.answers, metered.cost, given)
+        return self._played[kind, scope]
+
+    def unlearn(
+        self, kind: type[Unlearner], scope: str, federation: Federation, trained: Trained | None = None
+    ) -> Iterator[Step]:
+        return kind().unlearn(trained or self.trained, self.requests[scope], federation)
+
+    def folder(self) -> Path:
+        """An empty one of its own."""
+        return Path(tempfile.mkdtemp(dir=self.scratch))
+
+
+def make_stage(name: str, folder: Path) -> Stage:
+    """Train a small run in a folder."""
+    config = load_config(None, (*SMALL, *STAGES[name]))
+    world = World.open(config)
+    run = Run.create(folder / "run", config)
+    for _ in run.train(world):
+        pass
+    (folder / "scratch").mkdir()
+    return Stage(name, world, trained_of(run), folder / "scratch")
+
+
+def check_method(kind: type[Unlearner], stages: Collection[str] = tuple(STAGES)) -> None:
+    """Raise an AssertionError that says what a method does not keep to; nothing is raised if it keeps to everything.
+
+    Takes the class, registered or not, and tries it with its default settings on every kind of request, over both
+    engines, with all and with some of the clients in a round, and with both kinds of adapters.
+    """
+    for check in CHECKS_OF_CLASSES:
+        with _said_of(kind.__name__):
+            check(kind)
+    for name in stages:
+        with tempfile.TemporaryDirectory(prefix="ease-check-") as folder:
+            stage = make_stage(name, Path(folder))
+            for scope, behaves in product(SCOPES, CHECKS):
+                with _said_of(f"{kind.name}, {scope} request ({name})"):
+                    behaves(stage, kind, scope)
+
+
+@contextmanager
+def _said_of(where: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from None
+    except Exception as error:
+        raise AssertionError(f"{where}: it fails with {type(error).__name__}: {error}") from error
+
+
+def _require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise AssertionError(sentence)
+
+
+# --- what a class says of itself ---
+
+
+def says_what_it_is(kind: type[Unlearner]) -> None:
+    for each in ("name", "title", "source"):
+        _require(isinstance(getattr(kind, each, None), str) and getattr(kind, each), f"it has no {each}")
+    _require(kind.__doc__, "it has no docstring")
+    for name, field in kind.model_fields.items():
+        _require(field.description or name == "method", f"its setting {name} has no description below it")
+    told = kind.model_fields.get("method")
+    _require(told is not None and told.default == kind.name, "its field `method` does not hold its name")
+
+
+def settings_survive_toml(kind: type[Unlearner]) -> None:
+    method = kind()
+    again = validate(kind, tomllib.loads(to_toml(method)), kind.name)
+    _require(again == method, "its settings are others after they were written as TOML and read again")
+
+
+# --- what it does ---
+
+
+def every_round_gives_a_finite_state(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    """Of the same layout; as many as it announces; and the last is not where it started."""
+    steps, start = stage.play(kind, scope).steps, stage.trained.start
+    announced = kind().rounds(stage.trained.training, stage.requests[scope])
+    _require(len(steps) == announced > 0, f"it announces {announced} rounds and yields {len(steps)} steps")
+    for number, step in enumerate(steps):
+        _require(step.phase, f"step {number} has no phase")
+        _require(step.state.is_finite(), f"the state of step {number} is not finite")
+        same = step.state.blocks == start.blocks and layout_of(step.state.tensors) == layout_of(start.tensors)
+        _require(same, f"the state of step {number} has other tensors than the model")
+    _require(steps[-1].state != start, "its last state is the one it started from")
+
+
+def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    """Whatever it does not list is taken away or spoilt, and its states stay the same to the byte."""
+    world, request, trained = stage.world, stage.requests[scope], stage.trained
+    gone = {LEAVING} if scope == "client" and "leaving client" not in kind.needs else set()
+    federation: Loop = world.federation
+    if gone or "forget data" not in kind.needs:
+        activations = world.activations if "forget data" in kind.needs else poisoned(world, request)
+        shards = [shard for shard in world.shards if shard.client not in gone]
+        federation = make_engine(world.config.engine, world.model, shards, activations, world.device)
+    if "history" not in kind.needs:
+        history = History(copytree(trained.history.folder, stage.folder() / "history"))
+        ends = {history.state_path(number) for number in (0, trained.training.rounds)}
+        for path in set(history.folder.rglob("*.safetensors")) - ends:
+            path.unlink()
+        trained = replace(trained, history=history)
+    starved = [step.state for step in stage.unlearn(kind, scope, federation, trained)]
+    listed = ", ".join(sorted(kind.needs)) or "nothing"
+    same = starved == [step.state for step in stage.play(kind, scope).steps]
+    _require(same, f"its states change when all that it does not need is taken away; it lists {listed}")
+
+
+def jobs_name_only_what_it_may_read(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    for client, job in stage.play(kind, scope).asked:
+        _require(job.request == stage.requests[scope], f"the job {job.objective!r} does not carry the request")
+        if "forget data" not in kind.needs:
+            _require(job.data == "retain", f"it needs no forget data, and asks for {job.data} pairs")
+            reads = objective(job.objective).reads
+            _require("forget" not in reads, f"it needs no forget data, and {job.objective!r} reads forget pairs")
+        if scope == "client" and "leaving client" not in kind.needs:
+            _require(client != LEAVING, "it asks the client that withdraws, and does not list that it needs it")
+
+
+def stopping_changes_no_byte(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    """Stopped after every round, each time one round further from the journal, with bytes between all.
+
+    The last run is the whole method, asking no one again. Every job and every answer arrives as it was sent.
+    """
+    whole, folder, asked = stage.play(kind, scope), stage.folder(), 0
+    posted = Posted(stage.world.federation)
+    steps: list[Step] = []
+    for stop in range(1, len(whole.steps) + 1):
+        spy = Spy(posted)
+        steps = list(islice(stage.unlearn(kind, scope, Journal(spy, folder)), stop))
+        asked += len(spy.asked)
+    _require(not posted.altered, f"{', '.join(posted.altered[:1])} does not survive its encoding as bytes")
+    _require(asked == len(whole.asked), f"stopped after every round, it asks {asked} times, not {len(whole.asked)}")
+    for number, (one, two) in enumerate(zip(steps, whole.steps, strict=True)):
+        same = one.state == two.state and one.notes == two.notes and one.loss == two.loss
+        _require(same, f"stopped after every round and given its jobs as bytes, its step {number} is another")
+
+
+def nothing_given_is_changed(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    before, after = stage.play(kind, scope).given
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    _require(before and not changed, f"it changes what it was given: {', '.join(changed[:3])}")
+
+
+def a_failing_client_is_refused(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    """A client that sends no numbers is named, and the round goes on without it."""
+    failing, whole = Failing(stage.world.federation), stage.play(kind, scope)
+    steps = list(stage.unlearn(kind, scope, failing))
+    _require(len(steps) == len(whole.steps), "it yields another number of steps when a client fails")
+    _require(all(step.state.is_finite() for step in steps), "a client that fails makes its states not finite")
+    refused = {client for step in steps for client in step.notes.get("rejected", {})}
+    expected = {FAILING} if failing.spoilt else set()
+    _require(refused == expected, f"clients {sorted(expected)} fail, and its notes refuse {sorted(refused)}")
+    learnt = [update.delta for update in whole.answers if update.client == FAILING and "loss" in update.values]
+    if any(delta is None or delta.norm() > 0 for delta in learnt):
+        _require(steps[-1].state != whole.steps[-1].state, "what a failing client would have sent is used all the same")
+
+
+def what_travels_is_metered(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    cost, asked = stage.play(kind, scope).cost, stage.play(kind, scope).asked
+    counted = cost.messages == len(asked) and (not asked or min(cost.bytes_down, cost.bytes_up, cost.pairs_passed) > 0)
+    _require(counted, "it asks clients in ways that the meter does not see")
+
+
+CHECKS_OF_CLASSES: tuple[Callable[[type[Unlearner]], None], ...] = (says_what_it_is, settings_survive_toml)
+CHECKS: tuple[Callable[[Stage, type[Unlearner], str], None], ...] = (
+    every_round_gives_a_finite_state,
+    needs_no_more_than_it_says,
+    jobs_name_only_what_it_may_read,
+    stopping_changes_no_byte,
+    nothing_given_is_changed,
+    a_failing_client_is_refused,
+    what_travels_is_metered,
+)
+
+
+def poisoned(world: World, request: Request) -> Activations:
+    """Activations in which everything a request names is not a number: whoever reads it cannot hide it."""
+    named = np.concatenate([shard.train[forget_mask(request, shard)] for shard in world.shards])
+
+    def spoilt(array: np.ndarray) -> np.ndarray:
+        copied = np.array(array)
+        copied[named] = np.nan
+        return copied
+
+    kept = world.activations
+    arrays = (kept.image, kept.text, kept.pooled_image, kept.pooled_text)
+    image, text, pooled_image, pooled_text = map(spoilt, arrays)
+    return Activations(image, text, kept.text_mask, pooled_image, pooled_text)
+
+
+def fingerprint(trained: Trained) -> dict[str, str]:
+    """Hashes of every file of the history, and of both ends of the training as they are held in memory."""
+    files = [path for path in trained.history.folder.rglob("*") if path.is_file()]
+    contents = {str(path): path.read_bytes() for path in files}
+    for end, state in {"initial": trained.initial, "final": trained.final}.items():
+        contents |= {f"{end}/{name}": tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
+    return {name: hashlib.sha256(each).hexdigest() for name, each in contents.items()}

@@ -1,0 +1,38 @@
+"""Who does jobs and who counts them know no objective by name: a new loss is no change of theirs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ease.federation
+import ease.methods
+from ease.federation.objectives import OBJECTIVES
+
+FOLDER = Path(ease.federation.__file__).parent
+ENGINES = ("local", "loop", "cohort", "engines", "metered", "journal", "codec", "container", "client")
+
+
+@pytest.mark.parametrize("module", ENGINES)
+def test_no_objective_is_known_by_name(module: str) -> None:
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    documents = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and isinstance(node.body[0], ast.Expr)
+    }
+    strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n not in documents}
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
+        alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names
+    }
+    assert not strings & OBJECTIVES.keys()
+    assert not {name.lower() for name in names} & {name.replace(" ", "_") for name in OBJECTIVES}
+
+
+def test_every_loss_of_a_method_lies_beside_it() -> None:
+    """The registry of a program that has imported no method holds plain training alone."""
+    names = {"align", "displace", "levels", "probe", "difference", "decouple", "sensitivity", "ternary"}
+    assert names | {"unlearning cross-entropy"} == OBJECTIVES.keys()
+    text = (FOLDER / "objectives.py").read_text()
+    strings = {n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)}
+    assert strings & OBJECTIVES.keys() == {"align"}

@@ -1,0 +1,72 @@
+"""What a method is given: where it starts, what is gone already, and in which order the data were trained on."""
+
+from dataclasses import replace
+
+import pytest
+
+from ease.federation.fedavg import fedavg
+from ease.methods import METHODS, make_method
+from ease.methods.base import Order, Trained
+from ease.requests.request import ClassRequest, ClientRequest
+
+CLIENT = ClientRequest(clients=(1,))
+AFRESH = {"retrain", "fed_eraser", "fed_recover"}
+"""Methods that begin again from the start of training."""
+
+
+def test_a_training_that_nothing_was_forgotten_of(learnt) -> None:
+    trained = learnt.trained
+    assert trained.start is trained.final and trained.gone == () and trained.order == Order(trained.seed, "train")
+    assert trained.training_job(3) == trained.training.job(3, trained.seed, trained.temperature)
+
+
+def test_the_training_job_is_the_job_of_that_round(learnt) -> None:
+    """Of a shadow too, which was trained with another stream than the method's own numbers come from."""
+    federation = learnt.world.federation
+    asked = []
+
+    class Spy:
+        clients, held = federation.clients, federation.held
+
+        def run(self, params, job, clients):
+            asked.append(job)
+            return federation.run(params, job, clients)
+
+    training = learnt.trained.training.model_copy(update={"rounds": 2})
+    list(fedavg(learnt.trained.initial, Spy(), training, 5, 0.07, stream="shadow-4"))
+    shadow = Trained(learnt.trained.history, training, 0.07, seed=99, trained_with=Order(5, "shadow-4"))
+    assert [shadow.training_job(1), shadow.training_job(2)] == asked
+
+
+def test_fed_recover_asks_in_the_order_of_the_training(learnt, jobs) -> None:
+    assert {(job.seed, job.stream) for _, job in jobs(CLIENT, "fed_recover")} == {(learnt.trained.seed, "train")}
+    shadow = replace(learnt.trained, seed=8, trained_with=Order(5, "shadow-4"))
+    asked = []
+
+    class Spy:
+        clients, held = learnt.world.federation.clients, learnt.world.federation.held
+
+        def run(self, params, job, clients):
+            asked.append((job.seed, job.stream))
+            return learnt.world.federation.run(params, job, clients)
+
+    next(make_method("fed_recover").unlearn(shadow, CLIENT, Spy()))
+    assert asked == [(5, "shadow-4")]
+
+
+@pytest.mark.parametrize("request_", [CLIENT, ClassRequest(classes=(2,))], ids=["client", "class"])
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - AFRESH))
+def test_methods_go_on_from_what_earlier_requests_left(learnt, name: str, request_) -> None:
+    """The first state is near the start that was given, and far from it where the training alone was given."""
+    trained = learnt.trained
+    shift = trained.final.map(lambda tensor: tensor * 0 + 0.5)
+    later = replace(trained, answered=trained.final + shift)
+    settings = ("delta=0.5",) if name == "ease" and request_ is CLIENT else ()
+    first, second = (
+        next(make_method(name, settings).unlearn(each, request_, learnt.world.federation)).state
+        for each in (trained, later)
+    )
+    moved = second - first
+    assert moved.dot(shift) > 0.5 * shift.dot(shift) or name == "not"
+    if name == "not":  # the negated layer moved the other way
+        assert (moved.norm() / shift.norm()) == pytest.approx(1, rel=1e-3)

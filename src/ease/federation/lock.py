@@ -108,10 +108,15 @@ class Lock:
         packed = _ordered(sections["packed"], reference, what)
         return cls(header.strength, reference, packed, importance)
 
+    @cached_property
+    def _bases(self) -> dict[str, Basis]:
+        """Block name -> directions, expanded once for all clients that share this process."""
+        names = [name.removesuffix(WEIGHTS) for name in self.packed if name.endswith(WEIGHTS)]
+        return {name: _basis(name, self.packed) for name in names}
+
     def on(self, device: torch.device | str) -> "Hold":
         """What a client computes with, derived from what it was sent, on its device."""
-        names = [name.removesuffix(WEIGHTS) for name in self.packed if name.endswith(WEIGHTS)]
-        bases = {name: _basis(name, self.packed).to(torch.device(device)) for name in names}
+        bases = {name: basis.to(torch.device(device)) for name, basis in self._bases.items()}
         importance = None if self.importance is None else self.importance.to(device)
         return Hold(self.strength, bases, self.reference.to(device), importance)
 

@@ -101,7 +101,9 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
     result = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     summary = json.loads(result.out)
-    assert summary["request"]["scope"] == {"clients": "client", "class": "class", "classes": "class"}.get(kind, "sample")
+    assert summary["request"]["scope"] == {"clients": "client", "class": "class", "classes": "class"}.get(
+        kind, "sample"
+    )
     assert summary["method"]["stabilisation_rounds"] == 0 and Path(summary["folder"]).is_dir()
     assert 0 <= summary["metrics"]["forget/recall@1"] <= 100
     again = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")

@@ -48,10 +48,22 @@ def read_record(kind: type[R], path: Path) -> R:
         raise UserError(f"{error}; {kind.remedy}") from error
 
 
-def _named_method(settings: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(settings.get("method"), str):
-        raise ValueError("the method has no name")
-    return settings
+class MethodRecord(Record):
+    """A file about one method."""
+
+    method: dict[str, Any]
+    """Its name as `method`, and its settings."""
+
+    @field_validator("method")
+    @classmethod
+    def _named(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(settings.get("method"), str):
+            raise ValueError("the method has no name")
+        return settings
+
+    @property
+    def method_name(self) -> str:
+        return self.method["method"]
 
 
 # Answers to requests
@@ -130,14 +142,12 @@ class RoundRecord(Config):
         return cls(round=number, phase=phase, loss=loss, metrics=metrics, spectrum=spectrum, notes=rest)
 
 
-class AnswerRecord(Record):
+class AnswerRecord(MethodRecord):
     """A method's answer to a request, or further training after one."""
 
     remedy: ClassVar[str] = "delete its folder and run `ease forget` again"
     format: Literal[2] = 2
     request: Request
-    method: dict[str, Any]
-    """Its name as `method`, and its settings."""
     trained_sha256: str
     """Of the model that it began from."""
     seed: int
@@ -146,11 +156,6 @@ class AnswerRecord(Record):
     """Of further training: whether the directions were held."""
     rounds: tuple[RoundRecord, ...] = Field(min_length=1)
     metrics: Metrics
-    _named = field_validator("method")(_named_method)
-
-    @property
-    def method_name(self) -> str:
-        return self.method["method"]
 
     @property
     def spectrum(self) -> SpectrumNotes | None:
@@ -206,13 +211,12 @@ class Costs(Config):
     """Share of retraining's rounds -> recall@1 of each set of pairs."""
 
 
-class AuditRecord(Record):
+class AuditRecord(MethodRecord):
     """A verdict and all that it rests on."""
 
     remedy: ClassVar[str] = "delete it and run `ease audit` again"
     format: Literal[2] = 2
     request: Request
-    method: dict[str, Any]
     model_sha256: str
     """Of the audited model; the verdict holds for no other."""
     retrain_sha256: str
@@ -230,11 +234,6 @@ class AuditRecord(Record):
     costs: Costs
     warnings: tuple[str, ...]
     not_tested: tuple[str, ...]
-    _named = field_validator("method")(_named_method)
-
-    @property
-    def method_name(self) -> str:
-        return self.method["method"]
 
 
 # Experiments
@@ -355,12 +354,11 @@ class BenchResults(Record):
         return len(self.header.experiment.seeds)
 
 
-class TrialRecord(Record):
+class TrialRecord(MethodRecord):
     """One setting of a method on the request of a sweep."""
 
     remedy: ClassVar[str] = "delete it and run `ease sweep` again"
     format: Literal[2] = 2
-    method: dict[str, Any]
     score: float | None
     """None where the settings left no usable model."""
     error: float = 0.0

@@ -66,7 +66,7 @@ def measure(work: Path, settings: list[str], scenario: Any, seed: int) -> Iterat
             (name, answered),
             (f"{name} + {ROUNDS} rounds, {'locked' if locked else 'free'}", continuation(answered, ROUNDS, locked)),
         ):
-            yield {"scenario": scenario, "seed": seed, "model": model, "metrics": outcome.record()["metrics"]}
+            yield {"scenario": scenario, "seed": seed, "model": model, "metrics": outcome.record().metrics}
 
 
 if __name__ == "__main__":

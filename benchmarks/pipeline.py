@@ -59,7 +59,7 @@ def measure(folder: Path, device: str, shadows: int) -> dict[str, Any]:
     for request, named in {"client-3": ("--client", "3"), "class-2": ("--class", "2")}.items():
         for method in ("ease", "retrain"):
             took = ease("forget", str(run), *named, "--method", method, "--quiet")
-            metrics = StoredAnswer(run / "requests" / request / method).record()["metrics"]
+            metrics = StoredAnswer(run / "requests" / request / method).record().metrics
             costs = {name: value for name, value in metrics.items() if name.startswith("cost/")}
             found["answers"][f"{request} {method}"] = {"command_seconds": took, **costs}
     audit = ("audit", str(run), "--request", "client-3", "--shadows", str(shadows), "--quiet")

@@ -24,9 +24,10 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ease.errors import UserError
+from ease.runs.records import BenchExperiment, BenchHeader, BenchResults, BenchRow, read_record
 from ease.show.figures import COLOURS, PANEL_INCHES, STYLE, draw, encode
 from ease.show.tables import RANKED, Line, Sheet, markdown, mean_similarity, sheets
-from ease.storage import read_json, write_atomic
+from ease.storage import write_atomic
 
 HERE = Path(__file__).parent
 PLACE = re.compile(r"\{\{([\w+-]+): ([\w-]+)(?: ([^}]*))?\}\}")
@@ -54,11 +55,11 @@ class Finished:
     """An experiment's results under the name of its folder."""
 
     name: str
-    results: Mapping[str, Any]
+    results: BenchResults
 
     @property
-    def header(self) -> Mapping[str, Any]:
-        return self.results["header"]
+    def header(self) -> BenchHeader:
+        return self.results.header
 
     def sheet(self, scenario: str) -> Sheet | None:
         return next((sheet for sheet in sheets(self.results) if sheet.scenario == scenario), None)
@@ -66,7 +67,7 @@ class Finished:
     @property
     def command(self) -> str:
         """As it was typed, but for folders that exist on that machine alone."""
-        return re.sub(r"(?<=[\s=\"'])/\S*/", "", self.header["command"])
+        return re.sub(r"(?<=[\s=\"'])/\S*/", "", self.header.command)
 
 
 def collect(folders: Sequence[Path]) -> dict[str, Finished]:
@@ -77,7 +78,7 @@ def collect(folders: Sequence[Path]) -> dict[str, Finished]:
         name = path.resolve().parent.name
         if name in found:
             raise UserError(f"{path}: a second experiment called {name}; name each once")
-        found[name] = Finished(name, read_json(path))
+        found[name] = Finished(name, read_record(BenchResults, path))
     if not found:
         raise UserError(f"{', '.join(map(str, folders))}: no NAME/results.json; run `ease bench` first")
     return found
@@ -87,24 +88,36 @@ def paper(path: Path = HERE / "results_page_paper.toml") -> tuple[dict[str, Fini
     """The paper's tables in the shape of measured ones, so that one view shows both; and its settings and facts."""
     tables = tomllib.loads(path.read_text())
     rest = {name: tables.pop(name) for name in ("settings", "facts")}
-    return {name: Finished(name, _as_results(table)) for name, table in tables.items()}, rest
+    return {name: Finished(name, _as_results(name, table)) for name, table in tables.items()}, rest
 
 
-def _as_results(table: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+def _as_results(name: str, table: Mapping[str, Mapping[str, Sequence[float]]]) -> BenchResults:
     rows = [
-        {
-            "scenario": scenario,
-            "seed": 0,
-            "role": "retrain" if label == "Retrain" else "method",
-            "label": label,
-            "settings": {},
-            "tuned": False,
-            "metrics": dict(zip(PAPER_COLUMNS, values, strict=False)),
-        }
+        BenchRow(
+            scenario=scenario,
+            seed=0,
+            role="retrain" if label == "Retrain" else "method",
+            method=label,
+            label=label,
+            metrics=dict(zip(PAPER_COLUMNS, values, strict=False)),
+        )
         for scenario, lines in table.items()
         for label, values in lines.items()
     ]
-    return {"header": {"experiment": {"vary": {}}}, "bands": [], "rows": rows}
+    asked = BenchExperiment(
+        title=name,
+        kind="table",
+        run={},
+        scenarios=tuple(table),
+        seeds=(0,),
+        methods=(),
+        vary={},
+        tuned=None,
+        band_retrains=0,
+        shadows=0,
+    )
+    header = BenchHeader(experiment=asked, command="", date="", commit=None, versions={}, machine={})
+    return BenchResults(header=header, bands=(), rows=tuple(rows))
 
 
 def mean(line: Line, key: str) -> float:
@@ -150,9 +163,10 @@ def _band(sheet: Sheet) -> list[str]:
     """Of forget recall and of the gap on retained pairs, on the seed where it was measured."""
     if sheet.band_seed is None or not set(GAPS) <= set(sheet.bands):
         return ["", "", ""]
-    low, high = sheet.bands[GAPS[0]]
+    forget, retain = (sheet.bands[key] for key in GAPS)
     zero = sheet.retrain.values(GAPS[1])[sheet.band_seed]
-    return [f"{low:.1f} to {high:.1f}", " to ".join(signed(end - zero) for end in sheet.bands[GAPS[1]]), ""]
+    ends = " to ".join(signed(end - zero) for end in (retain.low, retain.high))
+    return [f"{forget.low:.1f} to {forget.high:.1f}", ends, ""]
 
 
 def _marked(label: str) -> str:
@@ -230,14 +244,14 @@ def curve(found: Finished) -> str:
         for line in sheet.lines
         if line.role == "method" and line.at is not None
     }
-    setting = next(row["at"]["name"] for row in found.results["rows"] if "at" in row)
+    setting = next(row.at.name for row in found.results.rows if row.at)
     values = list(dict.fromkeys(at for at, _ in points))
     return table([f"`{setting}`", *scenarios], [[str(v), *(points.get((v, s), "") for s in scenarios)] for v in values])
 
 
 def overlap(found: Finished) -> str:
     """Similarity of two clients, from the least to the most entangled block."""
-    values = sorted(mean_similarity(block) for block in found.results["subspaces"][0]["overlap"])
+    values = sorted(mean_similarity(block) for block in found.results.subspaces[0].blocks)
     return f"{values[0]:.2f} to {values[-1]:.2f}"
 
 
@@ -257,10 +271,10 @@ def beside(found: Sequence[Finished], printed: Finished) -> str:
     """The models that the paper prints too: gaps to retraining, forget / retain, as measured and as printed."""
     columns = [
         (scenario, one)
-        for scenario in dict.fromkeys(row["scenario"] for row in printed.results["rows"])
+        for scenario in dict.fromkeys(row.scenario for row in printed.results.rows)
         for one in (*found, printed)
     ]
-    labels = list(dict.fromkeys(row["label"] for row in printed.results["rows"]))
+    labels = list(dict.fromkeys(row.label for row in printed.results.rows))
     rows = []
     for label in (label for label in labels if label != "Retrain"):
         rows.append([_marked(label), *(_gaps(one.sheet(scenario), label) for scenario, one in columns)])
@@ -285,14 +299,14 @@ def world(found: Finished) -> str:
 
 
 def _run(found: Finished) -> Mapping[str, Any]:
-    return found.header["experiment"]["run"]
+    return found.header.experiment.run
 
 
 def settings(found: Sequence[Finished], printed: Mapping[str, str]) -> str:
     """What the paper ran and what was run here."""
     columns = [dict(printed)]
     for one in found:
-        run, experiment = _run(one), one.header["experiment"]
+        run, experiment = _run(one), one.header.experiment
         towers = (
             f"LoRA in both towers, rank {run['model']['lora_rank']}"
             if run["model"]["lora"] != "off"
@@ -304,8 +318,8 @@ def settings(found: Sequence[Finished], printed: Mapping[str, str]) -> str:
             towers,
             f"{run['partition']['clients']}, {run['partition']['beta']}",
             f"{run['training']['rounds']}, {run['training']['local_epochs']}",
-            str(experiment["shadows"]),
-            str(len(experiment["seeds"])),
+            str(experiment.shadows),
+            str(len(experiment.seeds)),
         ]
         columns.append(dict(zip(printed, told, strict=True)))
     return table(
@@ -318,10 +332,10 @@ def sources(found: Sequence[Finished]) -> str:
     places: dict[str, list[str]] = {}
     for one in found:
         header = one.header
-        date = datetime.fromisoformat(header["date"])
-        seeds = len(header["experiment"]["seeds"])
-        facts = [*sorted(header["versions"].items()), *sorted(header["machine"].items())]
-        place = f"Commit `{header['commit'] or 'unknown'}`; {', '.join(f'{name} {fact}' for name, fact in facts)}:"
+        date = datetime.fromisoformat(header.date)
+        seeds = one.results.seeds
+        facts = [*sorted(header.versions.items()), *sorted(header.machine.items())]
+        place = f"Commit `{header.commit or 'unknown'}`; {', '.join(f'{name} {fact}' for name, fact in facts)}:"
         ran = f"{seeds} seed{'s' if seeds > 1 else ''}, {date.day} {date:%B %Y}"
         places.setdefault(place, []).append(f"[{one.name}](tables/{one.name}.md): `{one.command}`, {ran}")
     return "\n".join(f"- {place}\n" + "\n".join(f"  - {ran}" for ran in runs) for place, runs in places.items())
@@ -398,7 +412,7 @@ def _level(section: str) -> int:
 
 def drawn(found: Finished) -> Figure | None:
     """The figure of the experiment's kind; a table of one method's variants is drawn as gaps."""
-    if found.results.get("rows") and found.header["kind"] == "table":
+    if found.results.rows and found.results.kind == "table":
         with matplotlib.rc_context(STYLE):
             return gap_chart(found.results)
     picture = next(iter(draw(found.results).values()), None)
@@ -407,7 +421,7 @@ def drawn(found: Finished) -> Figure | None:
     return picture
 
 
-def gap_chart(results: Mapping[str, Any]) -> Figure:
+def gap_chart(results: BenchResults) -> Figure:
     """Gaps of forget and retained R@1, a panel for each scenario and a row for each model; grey is the retrain band."""
     shown = sheets(results)
     labels = [line.label for line in shown[0].lines if line.role == "method"][::-1]
@@ -417,8 +431,8 @@ def gap_chart(results: Mapping[str, Any]) -> Figure:
     for panel, sheet in zip(panels, shown, strict=True):
         if "forget/recall@1" in sheet.bands and sheet.band_seed is not None:
             goal = sheet.retrain.values("forget/recall@1")[sheet.band_seed]
-            low, high = (end - goal for end in sheet.bands["forget/recall@1"])
-            panel.axvspan(low, high, color="0.9", label="retrain band, forget")
+            band = sheet.bands["forget/recall@1"]
+            panel.axvspan(band.low - goal, band.high - goal, color="0.9", label="retrain band, forget")
         panel.axvline(0, color="black", linewidth=0.8)
         for key, colour, marker in zip(GAPS, COLOURS, "oD", strict=False):
             lines = [(place, _line(sheet, label)) for place, label in enumerate(labels)]
@@ -441,7 +455,8 @@ def write(folders: Sequence[Path], out: Path, template: Path = HERE / "results_p
     text, missing = page(template.read_text(), found)
     write_atomic(out / "results.md", text.encode())
     for one in found.values():
-        told = {**one.results, "header": {**one.header, "command": one.command}}
+        header = one.header.model_copy(update={"command": one.command})
+        told = one.results.model_copy(update={"header": header})
         link = f"From [results](../results.md).\n\n{sources([one]).replace('(tables/', '(')}\n"
         write_atomic(out / "tables" / f"{one.name}.md", f"{markdown(told).rstrip()}\n\n{link}".encode())
         picture = drawn(one)

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import pytest
 import torch
 
+from ease.audit.config import AuditConfig
 from ease.cli import main
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
@@ -24,9 +25,10 @@ from ease.model.hub import quiet_transformers
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request, forget_mask
 from ease.runs.answers import answer_of, trained_of
-from ease.runs.audit import Audit, AuditConfig
+from ease.runs.audit import Audit
 from ease.runs.config import RunConfig, load_config
 from ease.runs.forget import forget
+from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 
@@ -125,7 +127,7 @@ class Audited:
     run: Run
     world: World
     audits: dict[str, Audit]
-    verdicts: dict[str, dict[str, Any]]
+    records: dict[str, AuditRecord]
 
 
 class Result(NamedTuple):
@@ -209,13 +211,13 @@ def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Aud
     request = ClientRequest(clients=(1,))
     settings = AuditConfig(shadows=4, retrains=3, pool=32, fpr=0.1, workers=1)
     list(forget(run, world, request, Retrain(), observe=False))
-    audits, verdicts = {}, {}
+    audits, records = {}, {}
     for method in (make_method("finetune"), Nothing(), Perfect()):
         list(forget(run, world, request, method, observe=False))
         audit = Audit(run, world, answer_of(run, request, method), request, method, settings)
         list(audit.shadows())
-        audits[method.name], verdicts[method.name] = audit, audit.verdict()
-    return Audited(run, world, audits, verdicts)
+        audits[method.name], records[method.name] = audit, audit.judge()
+    return Audited(run, world, audits, records)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import pytest
 
 import ease
 import ease.api
+from ease.audit.verdict import Reason
+from ease.commands.audit import AuditSummary
 from ease.runs.config import load_config
 
 
@@ -60,6 +62,17 @@ def test_results_show_themselves(run: "ease.TrainedRun") -> None:
     assert "Recall in percent" in repr(run)
     html = run._repr_html_()
     assert html.startswith("<pre") and "Recall in percent" in html
+
+
+@pytest.mark.slow
+def test_a_verdict_says_whether_it_passed_and_why(audited) -> None:
+    """In the very words of the terminal."""
+    for name, passed in (("nothing", False), ("finetune", False)):
+        summary = AuditSummary(audited.records[name], f"client-1/{name}", audited.run.folder)
+        verdict = ease.Verdict(summary)
+        assert verdict.passed is passed and verdict.reasons == (Reason.SOME_OUTSIDE,)
+        assert verdict.measures == audited.records[name].verdict.measures
+        assert " ".join(verdict.words.split()[:8]) in repr(verdict)
 
 
 def test_import_alone_is_light() -> None:

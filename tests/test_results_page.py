@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 from recipes import results_page
 
+from ease.config import validate
+from ease.runs.records import BenchResults
 from ease.storage import write_json
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = (ROOT / "recipes" / "results_page.md").read_text()
 SEEDS = (0, 1)
 HEADER: dict[str, Any] = {
-    "title": "A comparison by hand",
-    "kind": "table",
     "experiment": {
+        "title": "A comparison by hand",
+        "kind": "table",
+        "scenarios": ["client"],
+        "methods": [],
         "vary": {},
+        "tuned": None,
         "seeds": list(SEEDS),
+        "band_retrains": 2,
         "shadows": 0,
         "run": {
             "data": {"name": "scenes", "path": None},
@@ -43,9 +49,8 @@ def rows(role: str, label: str, forget: Sequence[float], retain: Sequence[float]
             "scenario": "client",
             "seed": seed,
             "role": role,
+            "method": label,
             "label": label,
-            "settings": {},
-            "tuned": False,
             "metrics": {
                 **{f"forget/recall@{k}": forget[seed] for k in (1, 5, 10)},
                 **{f"retain/recall@{k}": retain[seed] for k in (1, 5, 10)},
@@ -63,13 +68,16 @@ def rows(role: str, label: str, forget: Sequence[float], retain: Sequence[float]
 def results() -> dict[str, Any]:
     """Retraining forgets to 20 and 22; EASE is 1 above and 3 below it and keeps 1 less; `Exact` is right and dear."""
     return {
+        "format": 2,
         "header": HEADER,
         "bands": [
             {
                 "scenario": "client",
                 "seed": 0,
-                "models": 3,
-                "metrics": {"forget/recall@1": [18.0, 22.0], "retain/recall@1": [89.5, 90.5]},
+                "metrics": {
+                    "forget/recall@1": {"low": 18.0, "high": 22.0, "models": 3},
+                    "retain/recall@1": {"low": 89.5, "high": 90.5, "models": 3},
+                },
             }
         ],
         "rows": [
@@ -87,13 +95,17 @@ def folder(results: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
+def finished(name: str, results: dict[str, Any]) -> results_page.Finished:
+    return results_page.Finished(name, validate(BenchResults, results, name))
+
+
 def test_the_compact_table_by_hand(results: dict[str, Any]) -> None:
     """EASE: forget mean (21 + 19) / 2 = 20, gaps +1 and -3, mean -1; retain gaps -1; sums 1 + 1 and 3 + 1, mean 3.
 
     On the seed of the band, 21 lies in 18..22 and 89 outside 89.5..90.5. The band of the retained gap is 89.5 - 90 to
     90.5 - 90. Retraining comes first, the trained model last, and the nearer method before the farther one.
     """
-    shown = results_page.comparison(results_page.Finished("main", results)).splitlines()[2:]
+    shown = results_page.comparison(finished("main", results)).splitlines()[2:]
     assert shown == [
         "| Retrain | 21.0 |  |  | 100% |",
         "| Exact | 21.0 (+0.0)° | +0.0° | 0.0 | 90% |",
@@ -105,15 +117,15 @@ def test_the_compact_table_by_hand(results: dict[str, Any]) -> None:
 
 def test_the_nearest_of_all_and_of_the_cheap(results: dict[str, Any]) -> None:
     """Exact is nearest but sends nine tenths; EASE is the only one below a third and second of two."""
-    last = results_page.nearest(results_page.Finished("main", results)).splitlines()[-1]
+    last = results_page.nearest(finished("main", results)).splitlines()[-1]
     assert last == "| client | Exact 0.0 (90%) | EASE 3.0 (20%) | EASE 3.0 (20%) | 2 of 2 |"
 
 
 def test_a_method_without_a_model_is_named_as_such(results: dict[str, Any]) -> None:
     """It is in the table, takes no rank, and stands behind those that have one."""
     lost = rows("method", "Lost", (0, 0), (0, 0), 0.1)
-    results["rows"] += [{**row, "metrics": {}, "note": "diverged"} for row in lost]
-    found = results_page.Finished("main", results)
+    results["rows"] += [{**row, "metrics": {}, "diverged": "every update was rejected"} for row in lost]
+    found = finished("main", results)
     labels = [line.split(" | ")[0].strip("| ") for line in results_page.comparison(found).splitlines()[2:]]
     assert labels == ["Retrain", "Exact", "**EASE**", "Lost", "Trained", "retrain band"]
     assert "| Lost | diverged |" in results_page.comparison(found)
@@ -124,7 +136,7 @@ def test_beside_the_paper(results: dict[str, Any]) -> None:
     """Ours from the rows above, the paper's from its table: EASE 0.3 - 0.1 and 86.5 - 90.7; methods that only one
     of the two has are left blank or out."""
     printed, _ = results_page.paper()
-    lines = results_page.beside([results_page.Finished("main", results)], printed["comparison"]).splitlines()
+    lines = results_page.beside([finished("main", results)], printed["comparison"]).splitlines()
     assert lines[0].startswith("|  | client, scenes | client, paper | class, scenes |")
     ease = next(line for line in lines if line.startswith("| **EASE**"))
     assert ease.startswith("| **EASE** | -1.0 / -1.0 | +0.2 / -4.2 |  |")
@@ -134,11 +146,11 @@ def test_beside_the_paper(results: dict[str, Any]) -> None:
 
 
 def test_data_are_called_by_their_file(results: dict[str, Any]) -> None:
-    found = results_page.Finished("main", results)
+    found = finished("main", results)
     assert results_page.world(found) == "scenes"
     run = {**HEADER["experiment"]["run"], "data": {"name": "karpathy", "path": "/a/b/dataset_flickr8k.json"}}
     other = {**results, "header": {**HEADER, "experiment": {**HEADER["experiment"], "run": run}}}
-    assert results_page.world(results_page.Finished("other", other)) == "Flickr8k"
+    assert results_page.world(finished("other", other)) == "Flickr8k"
 
 
 def test_a_curve_of_a_varied_setting(results: dict[str, Any]) -> None:
@@ -148,14 +160,14 @@ def test_a_curve_of_a_varied_setting(results: dict[str, Any]) -> None:
         varied = rows("method", "EASE", forget, retain, 0.2)
         settings = {"delta": value}
         results["rows"] += [{**row, "settings": settings, "at": {"name": "delta", "value": value}} for row in varied]
-    shown = results_page.curve(results_page.Finished("sensitivity-delta", results)).splitlines()
+    shown = results_page.curve(finished("sensitivity-delta", results)).splitlines()
     assert shown == ["| `delta` | client |", "| --- | --- |", "| 0.1 | -1.0 / +0.0 |", "| 0.9 | +10.0 / -5.0 |"]
 
 
 def test_sections_without_results_are_left_out_and_named(results: dict[str, Any]) -> None:
     template = "# Page\n\n## Here\n\n{{main: value EASE, client, forget/recall@1}} percent\n\n## Parent\n\n"
     template += "### Gone\n\nText that leads to\n\n{{ablation: comparison}}\n\n## End\n\nBye.\n"
-    text, missing = results_page.page(template, {"main": results_page.Finished("main", results)})
+    text, missing = results_page.page(template, {"main": finished("main", results)})
     assert text == "# Page\n\n## Here\n\n20.0 percent\n\n## End\n\nBye.\n"
     assert missing == ["Gone (ablation)"]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from ease.audit.config import AuditConfig
+from ease.audit.verdict import Measure, Reason
 from ease.commands.audit import AuditSummary, audit_run
 from ease.commands.forget import ForgetSummary, forget_run
 from ease.commands.train import TrainSummary, train_run
@@ -14,7 +16,6 @@ from ease.console import Shown, as_html, as_text
 from ease.methods import make_method
 from ease.params import Params
 from ease.runs.answers import StoredAnswer, trained_of
-from ease.runs.audit import AuditConfig
 from ease.runs.config import RunConfig, anchor_paths
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
@@ -88,7 +89,7 @@ class Answer(_Shows):
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.summary.record["metrics"]
+        return self.summary.record.metrics
 
     def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
         """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`.
@@ -106,13 +107,23 @@ class Verdict(_Shows):
     summary: AuditSummary = field(compare=False)
 
     @property
-    def passed(self) -> bool:
-        """Whether every judged measure lies where a retrained model would."""
-        return self.summary.verdict["verdict"].startswith(self.summary.verdict["words"])
+    def passed(self) -> bool | None:
+        """Whether every judged measure lies where a retrained model's would; None: it cannot be told."""
+        return self.summary.record.verdict.passed
 
     @property
-    def measures(self) -> list[dict[str, Any]]:
-        return self.summary.verdict["measures"]
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why."""
+        return self.summary.record.verdict.reasons
+
+    @property
+    def words(self) -> str:
+        """The verdict in one sentence, as the command and the page say it."""
+        return self.summary.record.verdict.words
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        return self.summary.record.verdict.measures
 
 
 def train(

@@ -137,9 +137,9 @@ def audit(
 
     Example: `ease audit runs/first --request client-3 --retrain`
     """
+    from ease.audit.config import AuditConfig
     from ease.commands.audit import audit_run
     from ease.config import validate
-    from ease.runs.audit import AuditConfig
 
     values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers}
     config = validate(AuditConfig, values, "ease audit")

@@ -1,21 +1,23 @@
 """Fifteen ways in which an audit can flatter, one test each: every one is impossible here, refused, or printed."""
 
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ease.audit.attacks import Attacker
-from ease.audit.membership import Estimate, attack_strength_note, auc, leakage
+from ease.audit.caveats import NOT_TESTED, settings_caveat
+from ease.audit.membership import Estimate, auc, leakage
 from ease.audit.shadows import Candidates, choose_candidates
+from ease.audit.verdict import Measure, Reason, Verdict
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClientRequest, forget_mask
 from ease.runs.answers import answer_of
 from ease.runs.attackers import read_shadow, write_shadow
-from ease.runs.audit import NOT_TESTED, Audit, AuditConfig, _measure, _words
+from ease.runs.audit import Audit
+from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.seeding import generator
 
@@ -23,7 +25,7 @@ CLIENT = ClientRequest(clients=(1,))
 
 
 @pytest.fixture(scope="module")
-def careless(audited, tmp_path_factory) -> dict[str, Any]:
+def careless(audited, tmp_path_factory) -> AuditRecord:
     """An audit that asks too much: few non-members, one retraining, copies in the retained data, unbalanced shadows."""
     run = Run.load(shutil.copytree(audited.run.folder, tmp_path_factory.mktemp("careless") / "run"))
     audit = audited.audits["finetune"]
@@ -37,12 +39,12 @@ def careless(audited, tmp_path_factory) -> dict[str, Any]:
         patch.setattr("ease.runs.audit.near_duplicates", lambda *_: 3)
         patch.setattr(Candidates, "included", unbalanced)
         outcome = answer_of(run, audit.request, audit.method)
-        return Audit(run, audited.world, outcome, audit.request, audit.method, config).verdict()
+        return Audit(run, audited.world, outcome, audit.request, audit.method, config).judge()
 
 
-def warned(verdict: dict[str, Any], *parts: str) -> bool:
+def warned(record: AuditRecord, *parts: str) -> bool:
     """Whether one warning holds all parts."""
-    return any(all(part in warning for part in parts) for warning in verdict["warnings"])
+    return any(all(part in warning for part in parts) for warning in record.warnings)
 
 
 def test_1_non_members_come_from_the_members_distribution() -> None:
@@ -62,7 +64,7 @@ def test_1_non_members_come_from_the_members_distribution() -> None:
 @pytest.mark.slow
 def test_1_how_far_the_distributions_differ_is_printed(audited) -> None:
     """Line 1, what is left of it."""
-    assert warned(audited.verdicts["finetune"], "members and", "class mixes differ by 0.0")
+    assert warned(audited.records["finetune"], "members and", "class mixes differ by 0.0")
 
 
 @pytest.mark.slow
@@ -76,50 +78,49 @@ def test_2_a_target_among_the_shadows_stops_the_audit(audited, tmp_path) -> None
     target = copied.gauge.read(copied.trained.final, copied.subjects.positions)
     write_shadow(path, {**stored, **{f"trained/{k}": stored[f"trained/{k}"].new_tensor(v) for k, v in target.items()}})
     with pytest.raises(UserError, match="shadow 1 is the target model itself"):
-        copied.verdict()
+        copied.judge()
 
 
 @pytest.mark.slow
 def test_3_one_threshold_serves_every_model(audited) -> None:
     """Line 3: a threshold chosen on the judged pairs would differ from model to model."""
-    for attack, models in audited.verdicts["finetune"]["attacks"].items():
-        assert len({found["tpr"]["threshold"] for found in models.values()}) == 1, attack
+    for attack, models in audited.records["finetune"].attacks.items():
+        assert len({found.tpr.threshold for found in models.values()}) == 1, attack
 
 
 @pytest.mark.slow
 def test_4_too_few_non_members_give_no_rate_and_a_reason(careless) -> None:
     """Line 4: at 0.1 % it takes 5 / 0.001 = 5000 non-members to expect 5 false positives."""
-    assert not [measure for measure in careless["measures"] if "tpr" in measure["name"]]
-    assert all(found["tpr"] is None for models in careless["attacks"].values() for found in models.values())
+    assert not [measure for measure in careless.verdict.measures if "tpr" in measure.name]
+    assert all(found.tpr is None for models in careless.attacks.values() for found in models.values())
     assert warned(careless, "TPR at 0.10% FPR is not given", "it takes 5000 non-member scores")
 
 
 def test_5_an_attack_that_was_weak_before_proves_nothing() -> None:
     """Line 5: no signal before unlearning is no success afterwards."""
-    weak = attack_strength_note(Estimate(0.52, 0.45, 0.58))
-    assert _words([], 20, weak).startswith("no verdict: no signal")
-    assert _words(["rho"], 20, weak).startswith("no verdict")
-    strong = attack_strength_note(Estimate(0.9, 0.8, 0.95))
-    assert _words(["a"], 20, strong).startswith("not enough evidence") and "about 1 would" in _words(["a"], 20, strong)
-    assert _words([], 20, attack_strength_note(Estimate(0.9, 0.8, 0.95))).startswith("evidence of approximate erasure")
+    values = {"trained": 0.9, "unlearned": 0.5, "retrain": 0.5, "retrain-1": 0.51}
+    inside, outside = Measure.of("rho", values, 0.001), Measure.of("rho", {**values, "unlearned": 9.0}, 0.001)
+    for measure in (inside, outside):
+        weak = Verdict(measures=(measure,), before=Estimate(0.52, 0.45, 0.58))
+        assert weak.passed is None and weak.reasons == (Reason.NO_SIGNAL,)
+    assert Verdict(measures=(inside,), before=Estimate(0.9, 0.8, 0.95)).passed is True
+    assert Verdict(measures=(inside, outside), before=Estimate(0.9, 0.8, 0.95)).passed is False
 
 
 def test_6_far_below_a_half_is_outside_too() -> None:
     """Line 6: pairs pushed far below the unseen ones stand out as much as members."""
     values = {"trained": 0.98, "unlearned": 0.02, "retrain": 0.5, "retrain-1": 0.52, "retrain-2": 0.49}
-    assert _measure("lira/auc", values, 0.001).inside is False
-    assert _measure("lira/auc", {**values, "unlearned": 0.51}, 0.001).inside is True
+    assert Measure.of("lira/auc", values, 0.001).inside is False
+    assert Measure.of("lira/auc", {**values, "unlearned": 0.51}, 0.001).inside is True
     assert leakage(0.02) == leakage(0.98) == 0.98
 
 
 @pytest.mark.parametrize(
     ("settings", "told"), [((), "with its default settings"), (("delta=0.5",), "with delta = 0.5:")], ids=str
 )
-def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(learnt, settings, told: str) -> None:
+def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(settings, told: str) -> None:
     """Lines 7 and 8: settings tuned on these measures, and baselines that nobody tuned."""
-    method = make_method("ease", settings)
-    audit = Audit(learnt.run, learnt.world, answer_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())
-    note = audit._settings_note()
+    note = settings_caveat(make_method("ease", settings))
     assert note.startswith("ease with") and told in note
     assert "chosen by these measures or against retrain" in note and "tuned less" in note
 
@@ -128,15 +129,15 @@ def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(le
 def test_9_kept_statistics_and_verdicts_belong_to_one_model(audited) -> None:
     """Line 9: stale caches. Each method of the same request has shadows of its own, and a verdict names its model."""
     assert len({audit.plan.key for audit in audited.audits.values()}) == len(audited.audits)
-    assert len({found["model_sha256"] for found in audited.verdicts.values()}) == len(audited.verdicts)
+    assert len({found.model_sha256 for found in audited.records.values()}) == len(audited.records)
 
 
 @pytest.mark.slow
 def test_10_how_little_a_few_models_of_one_seed_can_say_is_printed(audited, careless) -> None:
     """Line 10: one seed. Two retrained models give a band of 12.7 sqrt(3/2) = 15.6 deviations, and none for rho."""
-    assert warned(audited.verdicts["finetune"], "4 retrained models of one seed", "reaches 3.6 of their standard")
+    assert warned(audited.records["finetune"], "4 retrained models of one seed", "reaches 3.6 of their standard")
     assert warned(careless, "2 retrained models of one seed", "reaches 15.6 of their standard")
-    assert warned(careless, "no band, so not judged: rho, ks/distance; raise --retrains")
+    assert warned(careless, "no band, so not judged: alignment rho, KS distance to retrain; raise --retrains")
     assert any("other training seeds" in gap for gap in NOT_TESTED)
 
 
@@ -144,7 +145,7 @@ def test_10_how_little_a_few_models_of_one_seed_can_say_is_printed(audited, care
 def test_11_copies_in_the_retained_data_are_counted(audited, careless) -> None:
     """Line 11: no method can forget what is kept."""
     assert warned(careless, "3 retained pairs are near-duplicates of forget pairs")
-    assert not warned(audited.verdicts["finetune"], "near-duplicates")
+    assert not warned(audited.records["finetune"], "near-duplicates")
 
 
 def test_12_one_model_is_not_the_method() -> None:
@@ -157,7 +158,7 @@ def test_13_showings_of_retained_pairs_are_counted_on_both_sides(audited) -> Non
     """Line 13: fine-tuning adds 1 round to training's 6, of 3 epochs each; retrain has 6 and no more."""
     retained = sum(int((~forget_mask(CLIENT, shard)).sum()) for shard in audited.world.shards)
     assert warned(
-        audited.verdicts["finetune"],
+        audited.records["finetune"],
         f"{7 * 3 * retained:,} to the answer ({6 * 3 * retained:,} in training)",
         f"{6 * 3 * retained:,} to retrain",
     )
@@ -181,10 +182,10 @@ def test_14_pairs_without_shadows_are_left_out_and_counted() -> None:
 def test_14_and_the_audit_says_so(audited, careless) -> None:
     """Line 14, printed."""
     assert warned(careless, "1 pairs have no shadow on one side and are left out")
-    assert not warned(audited.verdicts["finetune"], "no shadow on one side")
+    assert not warned(audited.records["finetune"], "no shadow on one side")
 
 
 @pytest.mark.slow
 def test_15_leakage_of_retained_pairs_is_measured(audited) -> None:
     """Line 15: what stays in the model is told too; a trained model knows its retained pairs by heart."""
-    assert warned(audited.verdicts["finetune"], "retained pairs against non-members, AUC of the log-odds: 0.9")
+    assert warned(audited.records["finetune"], "retained pairs against non-members, AUC of the log-odds: 0.9")

@@ -10,7 +10,6 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from ease.audit import membership
 from ease.audit.membership import (
     Estimate,
-    attack_strength_note,
     auc,
     gaussians,
     leakage,
@@ -21,6 +20,7 @@ from ease.audit.membership import (
     roc,
     shadow_classifier,
     share_called_member,
+    signal_of,
     tpr_at_fpr,
     tune_offline_a,
     unscored,
@@ -266,7 +266,7 @@ def test_identical_distributions_give_no_signal():
     ):
         strength = auc(scores[truth], scores[~truth])
         assert strength.contains(0.5)
-        assert attack_strength_note(strength).startswith("no signal")
+        assert signal_of(strength) == "none"
     called = share_called_member(shadow_classifier(shadows[..., None], members), target[:, None])
     assert called.value == pytest.approx(0.5, abs=0.1)
 
@@ -396,6 +396,6 @@ def test_too_few_nonmembers_are_refused_with_the_numbers():
 def test_far_below_a_half_is_leakage_too():
     assert leakage(0.1) == 0.9
     assert leakage(0.7) == 0.7
-    assert attack_strength_note(Estimate(0.1, 0.05, 0.15)).startswith("inverted signal: AUC 0.100 [0.050, 0.150]")
-    assert attack_strength_note(Estimate(0.8, 0.75, 0.85)).startswith("signal: AUC 0.800")
-    assert attack_strength_note(Estimate(0.52, 0.5, 0.54)).startswith("no signal: AUC 0.520")
+    assert signal_of(Estimate(0.1, 0.05, 0.15)) == "inverted"
+    assert signal_of(Estimate(0.8, 0.75, 0.85)) == "present"
+    assert signal_of(Estimate(0.52, 0.5, 0.54)) == "none"

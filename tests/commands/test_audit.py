@@ -15,6 +15,7 @@ from ease.commands.train import train_run
 from ease.methods import make_method
 from ease.requests.request import ClientRequest
 from ease.runs.config import load_config
+from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 
@@ -96,31 +97,40 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
         assert part in page.out
 
 
-def page(verdict: dict, width: int) -> list[str]:
+def page(record: AuditRecord, width: int) -> list[str]:
     screen = Console(width=width, file=io.StringIO())
-    for part in AuditSummary(verdict, "client-1", Path("runs/first")).render():
+    for part in AuditSummary(record, "client-1", Path("runs/first")).render():
         screen.print(part, soft_wrap=isinstance(part, str | Text))
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue().splitlines()
+
+
+def is_end(line: str) -> bool:
+    """Of the panel that holds the verdict."""
+    return line.startswith("╰")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", ["finetune", "nothing", "perfect"])
 def test_the_page_fits_a_normal_terminal_with_a_line_for_each_measure(audited, method: str, width: int) -> None:
-    found = audited.verdicts[method]
+    found = audited.records[method]
     lines = page(found, width)
     framed = [line for line in lines if line[:1] in "┏┡│└┃╭╰"]
     assert max(map(len, framed)) <= width and not any("…" in line for line in lines)
     rows = [
         line.strip("│").split("│") for line in framed if "side" in line and line.startswith("│") and "│" in line[1:-1]
     ]
-    shown = [each for each in found["measures"] if each["inside"] is False or "recall@5" not in each["name"]]
+    shown = [each for each in found.verdict.measures if each.inside is False or "recall@5" not in each.name]
     assert len(rows) == len(shown)
     for cells, measure in zip(rows, shown, strict=True):
-        digits = 1 if "recall" in measure["name"] else 3
-        assert [cells[2].strip(), cells[3].strip()] == [f"{measure[key]:.{digits}f}" for key in ("value", "retrain")]
-        assert cells[5].strip() == ("inside" if measure["inside"] else "outside")
-    assert all(any(warning in line for line in lines) for warning in found["warnings"])
+        digits = 1 if "recall" in measure.name else 3
+        assert [cells[2].strip(), cells[3].strip()] == [
+            f"{each:.{digits}f}" for each in (measure.value, measure.retrain)
+        ]
+        assert cells[5].strip() == ("inside" if measure.inside else "outside")
+    assert all(any(warning in line for line in lines) for warning in found.warnings)
+    told = " ".join(" ".join(line.strip("│ ") for line in lines[1 : lines.index(next(filter(is_end, lines)))]).split())
+    assert told == found.verdict.words
     assert any("by chance R@1" in line for line in lines)
     assert lines[-1].startswith("Evidence of approximate erasure is the most")

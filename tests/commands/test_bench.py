@@ -9,7 +9,9 @@ from PIL import Image
 
 from ease.commands.bench import BenchSummary
 from ease.console import as_text
-from ease.studies.experiment import load_tuned
+from ease.runs.records import BenchResults, BenchRow, Role
+from ease.studies.bench import header
+from ease.studies.experiment import Experiment, load_tuned
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = [
@@ -147,7 +149,7 @@ def test_mistakes_are_one_line(ease, tmp_path, monkeypatch, arguments, words) ->
 def test_results_of_something_else_are_refused(ease, tmp_path) -> None:
     (tmp_path / "results.json").write_text("[]")
     result = ease("bench", "--tables", tmp_path)
-    assert result.code == 2 and "not the results of an experiment" in result.err
+    assert result.code == 2 and "results.json: damaged: a JSON object is expected; run `ease bench` again" in result.err
 
 
 def test_a_sweep_of_nothing_is_refused(ease, tmp_path) -> None:
@@ -172,11 +174,11 @@ def test_a_sweep_of_an_unknown_method_is_refused_in_one_line(ease, tmp_path) -> 
 def test_a_label_in_brackets_is_shown() -> None:
     recalls = {f"{part}/recall@1": 20.0 for part in ("forget", "retain", "test")}
     costs = {f"{kind}/{what}": 1.0 for kind in ("cost", "ratio") for what in ("bytes_up", "bytes_down", "seconds")}
+    models: list[tuple[Role, str]] = [("method", "EASE [ours]"), ("retrain", "Retrain")]
     rows = [
-        {"scenario": "client", "seed": 0, "role": role, "label": label, "settings": {}, "tuned": False}
-        | {"metrics": recalls | costs}
-        for role, label in (("method", "EASE [ours]"), ("retrain", "Retrain"))
+        BenchRow(scenario="client", seed=0, role=role, method="x", label=label, metrics=recalls | costs)
+        for role, label in models
     ]
-    found = {"header": {"experiment": {"vary": {}}}, "bands": [], "rows": rows}
+    found = BenchResults(header=header(Experiment(title="x")), bands=(), rows=tuple(rows))
     shown = as_text(BenchSummary(Path("out/[x]"), found, (Path("out/[x]/results.json"),)))
     assert "EASE [ours]" in shown and "written to out/[x]: results.json" in shown and "[bold]" not in shown

@@ -101,11 +101,24 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
     result = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     summary = json.loads(result.out)
-    assert summary["scenario"] == {"clients": "client", "class": "class", "classes": "class"}.get(kind, "sample")
+    assert summary["request"]["scope"] == {"clients": "client", "class": "class", "classes": "class"}.get(
+        kind, "sample"
+    )
     assert summary["method"]["stabilisation_rounds"] == 0 and Path(summary["folder"]).is_dir()
     assert 0 <= summary["metrics"]["forget/recall@1"] <= 100
     again = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
     assert json.loads(again.out) == summary
+
+
+def test_what_is_shown_does_not_change_what_is_stored(ease, run: Path) -> None:
+    """Every round of every method is measured, whether or not anybody watches."""
+    assert ease("forget", run, "--client", 1, "--method", "finetune", "--quiet").code == 0
+    folder = run / "requests" / "client-1" / "finetune"
+    quiet = json.loads((folder / "record.json").read_text())
+    shutil.rmtree(folder)
+    assert ease("forget", run, "--client", 1, "--method", "finetune").code == 0
+    assert json.loads((folder / "record.json").read_text())["rounds"] == quiet["rounds"]
+    assert all("forget/recall@1" in entry["metrics"] for entry in quiet["rounds"])
 
 
 def test_a_class_can_be_named_in_words(ease, run: Path) -> None:

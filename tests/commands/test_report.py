@@ -13,6 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+from ease.audit.band import Band
+from ease.audit.config import AuditConfig
+from ease.audit.membership import Estimate
+from ease.audit.verdict import Measure, Verdict
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
 from ease.console import as_text
 from ease.errors import UserError
@@ -22,9 +26,12 @@ from ease.requests.request import ClientRequest
 from ease.runs.answers import StoredAnswer, answer_of
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget
+from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Role, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import sha256
+from ease.studies.bench import header
+from ease.studies.experiment import Experiment
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +51,27 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def answer(run: Path) -> StoredAnswer:
     return answer_of(Run.load(run), ClientRequest(clients=(1,)), Finetune())
+
+
+def audit_of(model: str) -> AuditRecord:
+    """An audit of one measure of a model with this hash."""
+    measure = Measure(name="rho", value=0.2, retrain=0.1, before=1.0, band=Band(low=None, high=0.3, models=4))
+    return AuditRecord(
+        request=ClientRequest(clients=(1,)),
+        method={"method": "finetune"},
+        model_sha256=model,
+        retrain_sha256="",
+        settings=AuditConfig(),
+        verdict=Verdict(measures=(measure,), before=Estimate(0.9, 0.8, 1.0)),
+        gallery=Gallery(pairs=50, chance={}),
+        attack="rmia",
+        attacks={},
+        relearning={},
+        similarities={},
+        costs=Costs(totals={}, phases={}, compute_matched_retrain={}),
+        warnings=(),
+        not_tested=(),
+    )
 
 
 def test_ranks_by_hand() -> None:
@@ -83,8 +111,7 @@ def test_only_some_answers_have_pictures_and_audited_ones_come_first(
 ) -> None:
     """Of two like answers the second is audited, and one alone may be illustrated."""
     other = Path(shutil.copytree(answer(run).folder, answer(run).folder.parent / "other"))
-    audit = {"model_sha256": sha256(other / "model.safetensors"), "verdict": "", "outside": [], "measures": []}
-    (other / "audit.json").write_text(json.dumps(audit))
+    write_record(other / "audit.json", audit_of(sha256(other / "model.safetensors")))
     monkeypatch.setattr("ease.commands.report.MOST_ILLUSTRATED", 1)
     html = report_run(run, None, None, quiet=True).path.read_text()
     assert html.count("<img ") == MOVED + RESISTED
@@ -122,23 +149,24 @@ def test_records_that_were_copied_without_their_run(run: Path, tmp_path: Path) -
 
 
 def test_an_audit_counts_while_its_model_is_the_one_that_was_audited(run: Path) -> None:
-    outcome = answer(run)
-    audit = {"model_sha256": sha256(outcome.model_path), "verdict": "all well", "outside": [], "measures": []}
-    (outcome.folder / "audit.json").write_text(json.dumps(audit))
+    stored = answer(run)
+    write_record(stored.audit_path, audit_of(sha256(stored.model_path)))
     assert report_run(run, None, False, quiet=True).audited == 1
-    (outcome.folder / "audit.json").write_text(json.dumps(audit | {"model_sha256": "another"}))
+    write_record(stored.audit_path, audit_of("another"))
     summary = report_run(run, None, False, quiet=True)
     assert summary.audited == 0 and "The model has changed since it was audited" in summary.path.read_text()
 
 
 def test_an_experiment_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None:
     recalls = {f"{part}/recall@1": 12.34 for part in ("forget", "retain", "test")}
-    row = {"scenario": "class", "seed": 0, "label": "Mine", "settings": {}, "tuned": False, "metrics": recalls}
-    header = {"title": "x", "kind": "table", "command": "ease bench x.toml", "experiment": {"seeds": [0], "vary": {}}}
-    rows = [row | {"role": "method"}, row | {"role": "retrain"}]
+    roles: list[Role] = ["method", "retrain"]
+    rows = tuple(
+        BenchRow(scenario="class", seed=0, role=role, method="x", label="Mine", metrics=recalls) for role in roles
+    )
+    found = BenchResults(header=header(Experiment(title="x", seeds=(0,))), bands=(), rows=rows)
     (tmp_path / "bench").mkdir()
     for folder in (run, tmp_path / "bench"):
-        (folder / "results.json").write_text(json.dumps({"header": header, "bands": [], "rows": rows}))
+        write_record(folder / "results.json", found)
         summary = report_run(folder, None, False, quiet=True)
         assert "12.3" in summary.path.read_text() and summary.compared == 2
         assert ("answers" in as_text(summary)) == (folder == run) and "2 models of an experiment" in as_text(summary)
@@ -149,7 +177,9 @@ def test_an_experiment_in_the_folder_is_shown(run: Path, tmp_path: Path) -> None
     [
         *((name, content) for name in ("record.json", "audit.json", "results.json") for content in ("{", "[1]")),
         ("record.json", '{"request": {}}'),
-        ("results.json", '{"rows": [{}]}'),
+        ("record.json", '{"format": 2, "request": {}}'),
+        ("audit.json", '{"format": 1}'),
+        ("results.json", '{"format": 2, "rows": [{}]}'),
     ],
 )
 def test_a_damaged_file_is_one_line_that_names_it(run: Path, ease: Any, name: str, content: str) -> None:
@@ -157,6 +187,7 @@ def test_a_damaged_file_is_one_line_that_names_it(run: Path, ease: Any, name: st
     path.write_text(content)
     code, _, said = ease("report", run)
     assert code == 2 and said.startswith("error: ") and name in said and said.count("\n") == 1
+    assert "again" in said, "the remedy"
     assert not (run / "report.html").exists()
 
 

@@ -1,6 +1,5 @@
 """An audit from end to end: complete, repeatable, kept under a key that nothing else can meet, and right both ways."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,8 +12,7 @@ import torch
 from pydantic import ValidationError
 
 import ease.runs.attackers
-import ease.runs.audit
-from ease.data.partition import joint_embedding
+from ease.audit.config import AuditConfig
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
@@ -29,18 +27,11 @@ from ease.runs.attackers import (
     read_shadow,
     write_shadow,
 )
-from ease.runs.audit import (
-    Audit,
-    AuditConfig,
-    Measure,
-    near_duplicates,
-    near_forget,
-    nearest_forget,
-    stored_verdict,
-    training_flops,
-)
+from ease.runs.audit import Audit, current_audit
+from ease.runs.costs import phase_seconds, prices, training_flops
+from ease.runs.records import AuditRecord, read_record
 from ease.runs.run import Run
-from ease.storage import LEFTOVER, read_json, read_tensors
+from ease.storage import LEFTOVER, read_tensors
 
 CLIENT = ClientRequest(clients=(1,))
 
@@ -72,36 +63,6 @@ def test_no_pair_plays_two_parts_and_none_but_members_was_trained_on(learnt, sco
 def test_a_pool_that_leaves_no_non_members_is_refused(learnt) -> None:
     with pytest.raises(UserError, match=r"pool of 39 pairs .* there are 40: lower --pool or add pairs"):
         Subjects.of(learnt.world, CLIENT, 39)
-
-
-def test_near_forget_pairs_are_the_nearest_retained_and_copies_are_counted(learnt) -> None:
-    world = learnt.world
-    forget, retain = world.shards[1].train, np.concatenate([world.shards[n].train for n in (0, 2, 3)])
-    nearest = nearest_forget(world, forget, retain)
-    near = near_forget(nearest, forget, retain)
-    assert len(near) == len(forget) and set(near) <= set(retain)
-    assert nearest[np.isin(retain, near)].min() >= nearest[~np.isin(retain, near)].max()
-    assert near_duplicates(nearest) == 0
-    copies = np.concatenate([retain, forget[:3]])
-    nearest = nearest_forget(world, forget, copies)
-    assert near_duplicates(nearest) == 3
-    assert set(forget[:3]) <= set(near_forget(nearest, forget, copies))
-
-
-def test_nearness_is_the_same_in_parts_and_takes_half_the_memory(learnt, monkeypatch) -> None:
-    """Against the whole matrix in double precision."""
-    world = learnt.world
-    forget, retain = world.shards[1].train, np.concatenate([world.shards[n].train for n in (0, 2, 3)])
-    pooled = world.activations.pooled_image, world.activations.pooled_text
-    whole = [joint_embedding(*(side[positions] for side in pooled)) for positions in (retain, forget)]
-    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in whole]
-    monkeypatch.setattr(ease.runs.audit, "PAIRS_AT_ONCE", 7)
-    sizes = []
-    joint = ease.runs.audit._joint
-    monkeypatch.setattr(ease.runs.audit, "_joint", lambda w, p: sizes.append(len(p)) or joint(w, p))
-    nearest = nearest_forget(world, forget, retain)
-    np.testing.assert_allclose(nearest, (unit[0] @ unit[1].T).max(axis=1), atol=1e-5)
-    assert nearest.dtype == np.float32 and max(sizes[1:]) <= 7
 
 
 def test_a_machine_that_cannot_tell_its_free_cores_has_workers_too(learnt, monkeypatch) -> None:
@@ -191,14 +152,15 @@ def test_settings_that_make_no_audit_are_refused() -> None:
             AuditConfig(**wrong)
 
 
-def test_a_measure_without_a_band_is_not_judged_and_an_open_end_is_no_number() -> None:
-    from ease.audit.band import prediction_band
-
-    alone = Measure("rho", 0.5, 0.4, 1.0, None)
-    assert alone.inside is None and alone.as_json()["high"] is None
-    banded = Measure("rho", 0.5, 0.4, 1.0, prediction_band([0.4, 0.41, 0.42], at_most=True)).as_json()
-    assert banded["low"] is None and banded["inside"] is False
-    json.dumps(banded, allow_nan=False)
+def test_costs_are_shares_of_retrainings_by_hand() -> None:
+    """10 of 40 bytes; 6 passed pairs against 8 trained ones at 100 operations each; seconds of phases are no totals."""
+    ours = {"cost/bytes_up": 10.0, "cost/pairs_trained": 4.0, "cost/pairs_passed": 6.0, "cost/seconds/excision": 2.0}
+    theirs = {"cost/bytes_up": 40.0, "cost/pairs_trained": 8.0}
+    found = prices({**ours, "forget/recall@1": 3.0}, theirs, 100.0)
+    assert found.keys() == {"bytes_up", "pairs_trained", "pairs_passed", "flops"}
+    assert (found["bytes_up"].ratio, found["pairs_passed"].ratio) == (0.25, 0.0)
+    assert (found["flops"].answer, found["flops"].retrain, found["flops"].ratio) == (600, 800, 0.75)
+    assert phase_seconds(ours) == {"excision": 2.0}
 
 
 def test_the_price_of_a_pair_is_counted_by_the_model(learnt) -> None:
@@ -212,52 +174,53 @@ def test_the_price_of_a_pair_is_counted_by_the_model(learnt) -> None:
 
 
 @pytest.mark.slow
-def test_the_verdict_is_complete_and_finite(audited) -> None:
-    for name, found in audited.verdicts.items():
-        kept = read_json(audited.audits[name].outcome.folder / "audit.json")
-        assert json.loads(json.dumps(found, allow_nan=False)) == kept
-        assert {measure["name"] for measure in found["measures"]} >= {
+def test_the_audit_is_complete_and_read_as_it_was_written(audited) -> None:
+    for name, found in audited.records.items():
+        assert read_record(AuditRecord, audited.audits[name].stored.audit_path) == found
+        assert {measure.name for measure in found.verdict.measures} >= {
             *(f"{part}/recall@{k}" for part in ("forget", "near", "retain", "test") for k in (1, 5, 10)),
             *("rho", "mia/share", "lira/auc", "u-lira/auc", "lira/tpr", "u-lira/tpr", "ks/distance"),
             *("relearn/forget/share", "relearn/retain/share"),
         }
-        assert all(measure["inside"] is not None for measure in found["measures"])
-        assert set(found["attacks"]) >= {"lira-online/log_odds", "lira-offline/cosine", "u-lira/cosine"}
-        assert set(found["costs"]["compute_matched_retrain"]) == {"25%", "50%", "75%"}
-        assert found["costs"]["totals"]["pairs_trained"].keys() == {"answer", "retrain", "ratio"}
-        assert len(found["similarities"]["unlearned"]) == len(audited.world.shards[1].train)
-        assert found["request"] == CLIENT.model_dump(mode="json") and found["not_tested"]
+        assert all(measure.inside is not None for measure in found.verdict.measures)
+        assert set(found.attacks) >= {"lira-online/log_odds", "lira-offline/cosine", "u-lira/cosine"}
+        assert set(found.costs.compute_matched_retrain) == {"25%", "50%", "75%"}
+        assert found.costs.totals["pairs_trained"].retrain > 0
+        assert len(found.similarities["unlearned"]) == len(audited.world.shards[1].train)
+        assert found.request == CLIENT and found.not_tested
 
 
 @pytest.mark.slow
 def test_a_leaky_method_is_outside_and_a_retrained_model_is_inside(audited) -> None:
     """Of 21 measures a retrained model falls outside on about one; five or more are rare."""
-    leaky, perfect = audited.verdicts["nothing"], audited.verdicts["perfect"]
-    assert {"forget/recall@1", "lira/auc", "mia/share", "ks/distance", "rho"} <= set(leaky["outside"])
-    assert leaky["verdict"].startswith("not enough evidence")
-    assert len(perfect["outside"]) <= 4
-    assert not {"forget/recall@1", "lira/auc", "mia/share", "ks/distance"} & set(perfect["outside"])
-    before = {measure["name"]: (measure["value"], measure["before"]) for measure in leaky["measures"]}
+    leaky, perfect = audited.records["nothing"].verdict, audited.records["perfect"].verdict
+    outside = {measure.name for measure in leaky.outside}
+    assert {"forget/recall@1", "lira/auc", "mia/share", "ks/distance", "rho"} <= outside
+    assert leaky.passed is False and leaky.words.startswith("Not enough evidence")
+    assert len(perfect.outside) <= 4
+    spared = {measure.name for measure in perfect.outside}
+    assert not {"forget/recall@1", "lira/auc", "mia/share", "ks/distance"} & spared
+    before = {measure.name: (measure.value, measure.before) for measure in leaky.measures}
     assert before["forget/recall@1"][0] == before["forget/recall@1"][1]
     assert before["lira/auc"][0] == before["lira/auc"][1] > 0.9
 
 
 @pytest.mark.slow
 def test_nothing_is_ever_called_deleted(audited) -> None:
-    for found in audited.verdicts.values():
-        assert "delet" not in json.dumps(found).lower()
-        assert found["words"] == "evidence of approximate erasure" and found["words"] in found["verdict"]
+    for found in audited.records.values():
+        assert "delet" not in found.model_dump_json().lower()
+        assert "evidence of approximate erasure" in found.verdict.words.lower()
 
 
 @pytest.mark.slow
 def test_a_second_audit_trains_nothing_and_says_the_same(audited, monkeypatch) -> None:
     audit = audited.audits["finetune"]
-    fresh = Audit(audit.run, audit.world, audit.outcome, audit.request, audit.method, audit.config)
-    assert fresh.missing() == ([], []) and fresh.work() == 0
+    fresh = Audit(audit.run, audit.world, audit.stored, audit.request, audit.method, audit.config)
+    assert fresh.missing() == ([], []) and fresh.ticks_left() == 0
     monkeypatch.setattr("ease.runs.attackers.train_federations", None)
     assert list(fresh.shadows()) == []
-    assert fresh.verdict() == audited.verdicts["finetune"]
-    assert stored_verdict(audit.outcome) == json.loads(json.dumps(audited.verdicts["finetune"]))
+    assert fresh.judge() == audited.records["finetune"]
+    assert current_audit(audit.stored) == audited.records["finetune"]
 
 
 @pytest.mark.slow
@@ -266,17 +229,17 @@ def test_more_shadows_reuse_those_at_hand(audited) -> None:
     more = replace(audit, config=audit.config.model_copy(update={"shadows": 6, "retrains": 4}))
     assert more.missing() == ([4, 5], [4])
     rounds = audited.run.config.training.rounds
-    assert more.work() == 3 * rounds + 2
+    assert more.ticks_left() == 3 * rounds + 2
 
 
 @pytest.mark.slow
 def test_a_verdict_on_another_model_is_not_shown(audited, tmp_path: Path) -> None:
-    outcome = audited.audits["finetune"].outcome
-    moved = type(outcome)(shutil.copytree(outcome.folder, tmp_path / "finetune"))
-    assert stored_verdict(moved) is not None
-    shutil.copy(audited.audits["nothing"].outcome.model_path, moved.model_path)
-    assert stored_verdict(moved) is None
-    assert stored_verdict(type(outcome)(tmp_path)) is None
+    stored = audited.audits["finetune"].stored
+    moved = type(stored)(shutil.copytree(stored.folder, tmp_path / "finetune"))
+    assert current_audit(moved) is not None
+    shutil.copy(audited.audits["nothing"].stored.model_path, moved.model_path)
+    assert current_audit(moved) is None
+    assert current_audit(type(stored)(tmp_path)) is None
 
 
 @pytest.fixture
@@ -286,9 +249,9 @@ def copied(audited, tmp_path: Path) -> Callable[..., Audit]:
     def make(**changes: object) -> Audit:
         run = Run.load(shutil.copytree(audited.run.folder, tmp_path / "run"))
         audit = audited.audits["finetune"]
-        outcome = answer_of(run, audit.request, audit.method)
+        stored = answer_of(run, audit.request, audit.method)
         config = audit.config.model_copy(update=changes)
-        return Audit(run, audited.world, outcome, audit.request, audit.method, config)
+        return Audit(run, audited.world, stored, audit.request, audit.method, config)
 
     return make
 
@@ -302,7 +265,7 @@ def test_a_damaged_shadow_stops_the_audit_and_is_made_again(copied) -> None:
     content[-3] ^= 64
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"shadow-0002\.safetensors: this stored shadow is damaged"):
-        audit.verdict()
+        audit.judge()
     path.unlink()
     scratch = audit.plan.store / f"{LEFTOVER}killed"
     (scratch / "0" / "rounds").mkdir(parents=True)

@@ -1,7 +1,6 @@
 """Answering requests on a run: resumed byte for byte, done once, and going on afterwards with and without the lock."""
 
 import copy
-import json
 import os
 import random
 import shutil
@@ -106,11 +105,7 @@ def test_stopped_after_any_step_it_ends_with_the_same_bytes(world, run: Run, tmp
                 assert (outcome.folder / file).read_bytes() == (whole.folder / file).read_bytes()
         assert {path.name for path in outcome.folder.iterdir()} == {path.name for path in whole.folder.iterdir()}
         records = [
-            {
-                key: value
-                for key, value in each.record()["metrics"].items()
-                if "seconds" not in key and "memory" not in key
-            }
+            {key: value for key, value in each.record().metrics.items() if "seconds" not in key and "memory" not in key}
             for each in (outcome, whole)
         ]
         assert records[0] == records[1]  # bytes both ways included
@@ -179,19 +174,19 @@ def test_the_record_tells_everything(world, run: Run) -> None:
     steps = list(forget(run, world, CLIENT, Ease()))
     outcome = answer_of(run, CLIENT, Ease())
     record = outcome.record()
-    assert record["request"] == {"scope": "client", "clients": [1]} and record["method"]["method"] == "ease"
-    assert record["scenario"] == "client" and record["seed"] == 0
-    assert [entry["phase"] for entry in record["rounds"]] == [step.phase for step, _ in steps]
-    assert all("forget/recall@1" in entry["metrics"] for entry in record["rounds"])
+    assert record.request == CLIENT and record.method_name == "ease" and record.seed == 0
+    assert [entry.phase for entry in record.rounds] == [step.phase for step, _ in steps]
+    assert all("forget/recall@1" in entry.metrics for entry in record.rounds)
+    assert record.spectrum is not None and record.spectrum.delta == "auto"
+    assert [block.block for block in record.spectrum.blocks] == [each["block"] for each in steps[0][0].notes["blocks"]]
     for name in ("forget", "retain", "test"):
-        assert all(0 <= record["metrics"][f"{name}/recall@{k}"] <= 100 for k in (1, 5, 10))
+        assert all(0 <= record.metrics[f"{name}/recall@{k}"] <= 100 for k in (1, 5, 10))
     for key in ("bytes_up", "bytes_down", "seconds", "pairs_trained", "seconds/decomposition", "seconds/excision"):
-        assert record["metrics"][f"cost/{key}"] > 0
+        assert record.metrics[f"cost/{key}"] > 0
     assert torch.equal(outcome.model()["image.projector.0.bias"], steps[-1][0].state["image.projector.0.bias"])
     saved, shown = load_bases(outcome.folder / "bases.safetensors"), steps[0][0].bases
     assert shown is not None and saved.keys() == shown.keys()
     assert all(torch.equal(saved[name].directions, shown[name].directions) for name in shown)
-    json.dumps(record, allow_nan=False)
 
 
 def test_settings_and_requests_have_folders_of_their_own(world, run: Run) -> None:
@@ -292,8 +287,8 @@ def test_training_goes_on_with_the_directions_locked_or_free(world, run: Run, lo
     assert len(drift) == 2
     assert max(drift) < 1e-4 if locked else min(drift) > 1e-2
     record = continuation(outcome, 2, locked).record()
-    assert record["locked"] is locked and len(record["rounds"]) == 2
-    assert all("forget/recall@1" in entry["metrics"] for entry in record["rounds"])
+    assert record.locked is locked and len(record.rounds) == 2
+    assert all("forget/recall@1" in entry.metrics for entry in record.rounds)
     assert list(go_on(run, world, name, 2, locked)) == []
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from ease.show.answer import Answer, Pair
+from ease.config import validate
+from ease.runs.records import AnswerRecord, AuditRecord, BenchResults
+from ease.show.answer import Pair, ReportedAnswer
 from ease.show.page import Contents
 
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw=="
@@ -13,62 +15,94 @@ PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw=="
 
 def make_record(method: str = "ease", delta: float | str = "auto", blocks: bool = True) -> dict[str, Any]:
     """An answer of three rounds; two blocks with two and three directions."""
+    counts = {"forget_directions": 3, "retain_directions": 3, "excised": 2, "forget_energy": 0.7, "retain_damage": 0.2}
     spectrum = [
-        {"block": "image.projector.0", "cosines": [0.6, 0.2], "energies": [0.3, 0.6], "forget_energy": 0.7},
-        {"block": "text.projector.0", "cosines": [0.9, 0.5, 0.1], "energies": [0.2, 0.3, 0.5], "forget_energy": 0.7},
+        {"block": "image.projector.0", "cosines": [0.6, 0.2], "energies": [0.3, 0.6], **counts},
+        {"block": "text.projector.0", "cosines": [0.9, 0.5, 0.1], "energies": [0.2, 0.3, 0.5], **counts},
     ]
     recalls = [{"forget/recall@1": f, "retain/recall@1": 88.0, "test/recall@1": 27.0} for f in (18.0, 21.0, 23.0)]
-    rounds = [{"round": n, "phase": "excision", "metrics": found, "notes": {}} for n, found in enumerate(recalls)]
+    rounds: list[dict[str, Any]] = [
+        {"round": n, "phase": "excision", "loss": None, "metrics": found} for n, found in enumerate(recalls)
+    ]
     if blocks:
-        rounds[0]["notes"] = {"delta": delta, "depth": 0.9, "blocks": spectrum}
+        rounds[0]["spectrum"] = {"delta": delta, "depth": 0.9, "blocks": spectrum}
     costs = {"cost/bytes_down": 10.0, "cost/bytes_up": 10.0, "cost/seconds": 4.0}
     if method == "retrain":
         costs = {name: 4 * value for name, value in costs.items()}
     return {
+        "format": 2,
         "request": {"scope": "client", "clients": [8]},
         "method": {"method": method},
-        "scenario": "client",
+        "trained_sha256": "0",
         "seed": 0,
+        "resumed": False,
         "rounds": rounds,
         "metrics": {"forget/recall@1": 23.0, "forget/recall@10": 66.0, "retain/recall@1": 88.0, "test/recall@1": 27.0}
         | costs,
     }
 
 
-def make_audit(**changes: Any) -> dict[str, Any]:
-    """An audit whose measures are inside the band but for one."""
+def make_measure(
+    name: str, value: float, retrain: float, band: tuple[float | None, float] | None, note: str = "", before: Any = None
+) -> dict[str, Any]:
+    ends = None if band is None else {"low": band[0], "high": band[1], "models": 4}
+    return {"name": name, "value": value, "retrain": retrain, "before": before, "band": ends, "note": note}
 
-    def measure(
-        name: str, value: float, retrain: float, low: float | None, high: float, note: str, before: float | None = None
-    ) -> dict[str, Any]:
-        inside = (low is None or low <= value) and value <= high
-        fields = {"name": name, "value": value, "retrain": retrain, "low": low, "high": high, "note": note}
-        return fields | {"inside": inside, "before": before}
 
-    measures = [
-        measure("forget/recall@1", 23.0, 24.0, 21.5, 28.0, "[18.8, 26.8]", before=86.7),
-        measure("rho", 0.2, 0.17, None, 0.3, "retrain: its seeds against each other"),
-        measure("lira/auc", 0.57, 0.5, 0.47, 0.52, "lira-online/log_odds", before=1.0),
+def make_audit(measures: list[dict[str, Any]] | None = None, auc: float = 0.9, **changes: Any) -> dict[str, Any]:
+    """An audit whose measures are inside the band but for one; `auc` is that of the attack before unlearning."""
+    measures = measures or [
+        make_measure("forget/recall@1", 23.0, 24.0, (21.5, 28.0), "[18.8, 26.8]", before=86.7),
+        make_measure("rho", 0.2, 0.17, (None, 0.3), "retrain: its seeds against each other"),
+        make_measure("lira/auc", 0.57, 0.5, (0.47, 0.52), "lira-online/log_odds", before=1.0),
     ]
+    states = ("trained", "unlearned", "retrain")
     roc = {"fpr": [0.0, 0.01, 0.1, 1.0], "tpr": [0.0, 0.02, 0.2, 1.0]}
-    curve = {"steps": [0, 2, 8], "levels": [0.0, 0.1, 0.2], "lost": 3.0, "steps_back": None}
+    attack = {"auc": {"value": 0.6, "low": 0.5, "high": 0.7}, "leakage": 0.6, "tpr": None, "unscored": 0, "roc": roc}
+    curve = {"steps": [0, 2, 8], "levels": [0.0, 0.1, 0.2], "lost": 3.0}
     found = {
-        "verdict": "not enough evidence of approximate erasure: outside the retrain band on lira/auc",
-        "words": "evidence of approximate erasure",
-        "outside": ["lira/auc"],
-        "measures": measures,
+        "format": 2,
+        "request": {"scope": "client", "clients": [8]},
+        "method": {"method": "ease"},
+        "model_sha256": "1",
+        "retrain_sha256": "2",
+        "settings": {},
+        "verdict": {"measures": measures, "before": {"value": auc, "low": auc - 0.05, "high": auc + 0.05}},
+        "gallery": {"pairs": 50, "chance": {"recall@1": 2.0}},
         "attack": "rmia",
-        "attacks": {"rmia": {m: {"auc": {"value": 0.6}, "roc": roc} for m in ("trained", "unlearned", "retrain")}},
-        "similarities": {m: [0.1, 0.2, 0.25, 0.5] for m in ("trained", "unlearned", "retrain")},
+        "attacks": {"rmia": dict.fromkeys(states, attack)},
+        "similarities": {state: [0.1, 0.2, 0.25, 0.5] for state in states},
         "relearning": {"forget": {"unlearned": curve, "retrain": curve, "retrain-1": curve}},
         "costs": {
             "totals": {"seconds": {"answer": 4.0, "retrain": 16.0, "ratio": 0.25}},
+            "phases": {},
             "compute_matched_retrain": {"25%": {"forget": 20.0, "near": 60.0, "retain": 65.0, "test": 26.0}},
         },
         "warnings": ["193 members and 239 non-members"],
         "not_tested": ["other training seeds"],
     }
     return found | changes
+
+
+def reported(name: str, record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> ReportedAnswer:
+    """An answer from the tables of its files."""
+    read = None if audit is None else validate(AuditRecord, audit, "audit.json")
+    return ReportedAnswer(name, validate(AnswerRecord, record, "record.json"), read, **changes)
+
+
+@pytest.fixture
+def measure() -> Callable[..., dict[str, Any]]:
+    return make_measure
+
+
+@pytest.fixture
+def alone() -> Callable[..., Contents]:
+    """A page of one answer, from the tables of its record and audit."""
+
+    def make(record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> Contents:
+        return Contents("first", "runs/first", [reported("client-8/ease", record, audit, **changes)])
+
+    return make
 
 
 @pytest.fixture
@@ -89,11 +123,11 @@ def contents() -> Callable[..., Contents]:
         ranks = {"trained": 1.0, "unlearned": 57.0, "retrain": 43.5}
         pairs = [Pair(PIXEL, caption, ranks, False), Pair(PIXEL, "A cup.", ranks, True)]
         answers = [
-            Answer("client-8/ease", "r/ease", make_record(delta=delta), make_audit(), pairs=pairs, gallery=386),
-            Answer("client-8/finetune", "r/finetune", make_record("finetune", blocks=False)),
-            Answer("client-8/retrain", "r/retrain", make_record("retrain", blocks=False)),
+            reported("client-8/ease", make_record(delta=delta), make_audit(), pairs=pairs, gallery=386),
+            reported("client-8/finetune", make_record("finetune", blocks=False)),
+            reported("client-8/retrain", make_record("retrain", blocks=False)),
         ]
-        return Contents("first", "runs/first", answers, make_results())
+        return Contents("first", "runs/first", answers, bench_results(make_results()))
 
     return make
 
@@ -119,11 +153,33 @@ def make_results() -> dict[str, Any]:
     rows += [row("method", "Far", 0, 50, 90, 30, tuned=True), row("method", "Far", 1, 60, 90, 30, tuned=True)]
     rows += [row("band", "Retrain, order 1", 0, 22, 90, 30)]
     rows += [row("retrain", "Retrain", 0, 20, 90, 30), row("retrain", "Retrain", 1, 30, 90, 30)]
-    header = {"title": "A & B", "kind": "table", "command": "ease bench x", "experiment": {"vary": {}, "seeds": [0, 1]}}
-    bands = [{"scenario": "client", "seed": 0, "models": 2, "metrics": {"forget/recall@1": [18.0, 25.0]}}]
-    return {"header": header, "bands": bands, "rows": rows}
+    band = {"low": 18.0, "high": 25.0, "models": 2}
+    bands = [{"scenario": "client", "seed": 0, "metrics": {"forget/recall@1": band}}]
+    return {"format": 2, "header": make_header(), "bands": bands, "rows": rows}
+
+
+def make_header(kind: str = "table", **experiment: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"title": "A & B", "kind": kind, "run": {}, "scenarios": ["client"], "seeds": [0, 1]}
+    asked |= {"methods": [], "vary": {}, "tuned": None, "band_retrains": 1, "shadows": 0} | experiment
+    facts = {"date": "2026-01-02T03:04:05+00:00", "commit": None, "versions": {}, "machine": {}}
+    return {"experiment": asked, "command": "ease bench x", **facts}
+
+
+def bench_results(table: dict[str, Any]) -> BenchResults:
+    return validate(BenchResults, table, "results.json")
 
 
 @pytest.fixture
 def results() -> dict[str, Any]:
+    """As the file holds them, to be changed and then read by `bench`."""
     return make_results()
+
+
+@pytest.fixture
+def header() -> Callable[..., dict[str, Any]]:
+    return make_header
+
+
+@pytest.fixture
+def bench() -> Callable[[dict[str, Any]], BenchResults]:
+    return bench_results

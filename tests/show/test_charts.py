@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ease.audit.band import Band
+from ease.audit.verdict import Measure
+from ease.runs.records import BlockNotes, RocPoints
 from ease.show.charts import (
     MOST_DOTS,
     Scale,
@@ -20,12 +23,16 @@ from ease.show.charts import (
     rounds_chart,
     spanning,
 )
-from ease.show.records import Block, Measure, Roc
 
+COUNTS = {"forget_directions": 3, "retain_directions": 3, "excised": 2, "forget_energy": 0.7, "retain_damage": 0.2}
 BLOCKS = [
-    Block(block="a", cosines=(0.6, 0.2), energies=(0.3, 0.6)),
-    Block(block="b", cosines=(0.9, 0.5, 0.1), energies=(0.2, 0.3, 0.5)),
+    BlockNotes(block="a", cosines=(0.6, 0.2), energies=(0.3, 0.6), **COUNTS),
+    BlockNotes(block="b", cosines=(0.9, 0.5, 0.1), energies=(0.2, 0.3, 0.5), **COUNTS),
 ]
+
+
+def measured(value: float, retrain: float, band: Band | None) -> Measure:
+    return Measure(name="rho", value=value, retrain=retrain, before=None, band=band)
 
 
 def numbers(markup: str, element: str, attribute: str) -> list[float]:
@@ -40,10 +47,6 @@ def test_the_trade_off_by_hand(delta: float, removed: float, touched: float) -> 
     """At 0.55 the first block loses 0.6 (cosine 0.2), the second 0.3 + 0.5: mean 0.7; the greatest cosine is 0.5."""
     assert forget_energy(BLOCKS, delta) == pytest.approx(removed)
     assert retain_damage(BLOCKS, delta) == pytest.approx(touched)
-
-
-def test_without_energies_all_directions_count_the_same() -> None:
-    assert forget_energy([Block(block="a", cosines=(0.9, 0.5, 0.1, 0.0))], 0.5) == pytest.approx(0.75)
 
 
 def test_scales_by_hand() -> None:
@@ -70,7 +73,7 @@ def test_what_a_scale_spans_lies_inside(values: list[float]) -> None:
 def test_the_dot_lies_in_the_bar_exactly_when_the_value_is_in_the_band() -> None:
     for value in (19.0, 21.0, 25.0, 28.0, 40.0):
         inside = 21 <= value <= 28
-        drawn = band_picture(Measure(name="m", value=value, retrain=24, low=21, high=28, inside=inside), "m", "words")
+        drawn = band_picture(measured(value, 24, Band(low=21, high=28, models=4)))
         [dot], [left], [width] = (
             numbers(drawn, *what) for what in (("circle", "cx"), ("rect", "x"), ("rect", "width"))
         )
@@ -79,12 +82,12 @@ def test_the_dot_lies_in_the_bar_exactly_when_the_value_is_in_the_band() -> None
 
 
 def test_a_band_open_below_begins_at_the_left_edge() -> None:
-    drawn = band_picture(Measure(name="rho", value=0.2, retrain=0.1, high=0.3, inside=True), "rho", "words")
+    drawn = band_picture(measured(0.2, 0.1, Band(low=None, high=0.3, models=4)))
     assert numbers(drawn, "rect", "x") == [0]
 
 
 def test_without_a_band_there_is_no_bar() -> None:
-    assert "<rect" not in band_picture(Measure(name="m", value=1, retrain=2), "m", "words")
+    assert "<rect" not in band_picture(measured(1, 2, None))
 
 
 def test_a_density_is_the_sum_of_kernels() -> None:
@@ -112,12 +115,12 @@ def test_a_cloud_keeps_its_ends_and_its_size() -> None:
 
 def test_the_band_of_recall_lies_at_its_values() -> None:
     """y runs from 0 at 208 down to 100 at 34: 20 is at 173.2 and 30 at 155.8."""
-    drawn = rounds_chart({"forget": [80.0, 25.0]}, {"forget": 90.0}, (20.0, 30.0), 24.0)
+    drawn = rounds_chart({"forget": [80.0, 25.0]}, {"forget": 90.0}, Band(low=20.0, high=30.0, models=4), 24.0)
     assert numbers(drawn, "rect", "y") == [155.8] and numbers(drawn, "rect", "height") == [17.4]
-    assert "forget pairs from 90.0 to 25.0; retrain&#x27;s forget pairs 24.0" in drawn
+    assert "forget pairs from 90.0 to 25.0; retrain&#39;s forget pairs 24.0" in drawn
 
 
 def test_a_roc_that_begins_at_zero_is_drawn_on_logarithmic_axes() -> None:
     """FPR 0.1 of a range from 0.01 to 1 lies in the middle of the axis, at (44 + 340) / 2 = 192."""
-    drawn = roc_chart({"trained": (Roc(fpr=(0.0, 0.1, 1.0), tpr=(0.0, 0.01, 1.0)), 0.5)})
+    drawn = roc_chart({"trained": (RocPoints(fpr=(0.0, 0.1, 1.0), tpr=(0.0, 0.01, 1.0)), 0.5)})
     assert 'd="M44.00 208.00 L192.00 208.00 L340.00 34.00" class="line trained"' in drawn

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ease.errors import UserError
-from ease.show.answer import Answer
+from ease.audit.verdict import Verdict
 from ease.show.page import Contents, page
 
 Make = Callable[..., Any]
@@ -20,10 +19,6 @@ def text_of(html: str) -> str:
     """What a reader sees: no style, no script, no tags."""
     html = re.sub(r"<(style|script)\b.*?</\1>", "", html, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
-
-
-def alone(record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> Contents:
-    return Contents("first", "runs/first", [Answer("client-8/ease", "here/ease", record, audit, **changes)])
 
 
 def test_the_same_contents_give_the_same_bytes(contents: Make) -> None:
@@ -36,7 +31,7 @@ def test_nothing_comes_from_elsewhere(contents: Make) -> None:
     addresses = re.findall(r'(?:src|href|action|data)="([^"]*)"', html) + re.findall(r"url\(([^)]*)\)", html)
     assert addresses and all(address.startswith(("#", "data:image/")) for address in addresses)
     assert "@import" not in html and "http:" not in html and "https:" not in html
-    assert "default-src &#x27;none&#x27;" in html
+    assert "default-src &#39;none&#39;" in html
 
 
 @pytest.mark.parametrize(
@@ -49,55 +44,65 @@ def test_a_caption_is_only_text(contents: Make, caption: str) -> None:
     assert "<img src=x" not in html
 
 
-def test_names_from_the_records_are_only_text(record: Make, audit: Make) -> None:
+def test_names_from_the_records_are_only_text(record: Make, audit: Make, alone: Make) -> None:
     evil = "</title><script>x</script>"
     found = record()
-    found["rounds"][0]["notes"]["blocks"][0]["block"] = found["rounds"][0]["phase"] = evil
+    found["rounds"][0]["spectrum"]["blocks"][0]["block"] = found["rounds"][0]["phase"] = evil
     found["method"]["method"] = evil
-    html = page(replace(alone(found, audit(attack=evil, warnings=[evil], not_tested=[evil])), title=evil, folder=evil))
+    html = page(replace(alone(found, audit(warnings=[evil], not_tested=[evil])), title=evil, folder=evil))
     assert "<script>x" not in html
 
 
 def test_the_data_of_the_slider_is_what_was_stored(contents: Make) -> None:
     found = re.search(r'<script type="application/json" id="spectra">(.*?)</script>', page(contents()))
     assert found is not None
-    assert json.loads(found[1])[0][0] == {"cosines": [0.6, 0.2], "shares": [0.3, 0.6]}
+    assert json.loads(found[1])[0][0] == {"cosines": [0.6, 0.2], "energies": [0.3, 0.6]}
 
 
-def test_the_verdict_comes_first_and_in_words(contents: Make) -> None:
+def test_the_verdict_comes_first_and_in_its_own_words(contents: Make, audit: Make) -> None:
+    """The page says what the terminal and the interface say: the words of the value."""
     text = text_of(page(contents()))
-    verdict = "Not like retraining yet. 1 of 3 measures lies outside the band of retrained models: strongest attack."
-    assert verdict in text
-    assert text.index(verdict) < text.index("Each measure beside retraining")
+    words = Verdict.model_validate(audit()["verdict"]).words
+    assert words.startswith("Not enough evidence of approximate erasure: 1 of 3 measures lies outside")
+    assert words in text and text.index(words) < text.index("Each measure beside retraining")
 
 
-def test_a_good_verdict_and_none(record: Make, audit: Make) -> None:
-    good = audit(
-        outside=[], verdict="evidence of approximate erasure: every measure lies where a retrained model's would"
-    )
-    html = page(alone(record(), good))
+def test_a_good_verdict_and_none(record: Make, audit: Make, alone: Make, measure: Make) -> None:
+    inside = [measure("rho", 0.2, 0.1, (None, 0.3))]
+    html = page(alone(record(), audit(inside)))
     assert 'class="verdict good"' in html
-    assert "Like retraining, as far as it was measured. All 3 measures lie where a retrained" in text_of(html)
-    html = page(alone(record(), audit(outside=[], verdict="no verdict: no signal to lose")))
-    assert 'class="verdict unknown"' in html and "No verdict. No signal to lose." in text_of(html)
+    assert "Evidence of approximate erasure: every judged measure lies where a retrained" in text_of(html)
+    html = page(alone(record(), audit(inside, auc=0.52)))
+    assert 'class="verdict unknown"' in html and "No verdict: no signal: AUC 0.520" in text_of(html)
 
 
-def test_without_bands_nothing_is_judged(record: Make, audit: Make) -> None:
-    bare = [{"name": "rho", "value": 0.2, "retrain": 0.1}]
-    html = page(alone(record(), audit(outside=[], measures=bare)))
-    assert "No verdict. No measure has a band of retrained models." in text_of(html) and "no band" in text_of(html)
+def test_without_bands_nothing_is_judged(record: Make, audit: Make, alone: Make, measure: Make) -> None:
+    html = page(alone(record(), audit([measure("rho", 0.2, 0.1, None)])))
+    assert 'class="verdict unknown"' in html
+    assert "No verdict: no measure has a band of retrained models" in text_of(html) and "no band" in text_of(html)
+
+
+def test_a_list_of_answers_tells_how_each_stands(contents: Make) -> None:
+    text = text_of(page(contents()))
+    assert "Forgetting client 8 by ease ! outside on 1 Forgetting client 8 by finetune not audited" in text
 
 
 @pytest.mark.parametrize(
     ("request_", "words", "flags"),
     [
-        ({"clients": [3]}, "Forgetting client 3 by finetune", "--client 3 --method"),
-        ({"clients": [1, 2]}, "Forgetting clients 1, 2 by finetune", "--client 1 --client 2 --method"),
-        ({"classes": [4, 5]}, "Forgetting classes 4, 5 by finetune", "--class 4 --class 5 --method"),
-        ({"ids": ["a", "b"]}, "Forgetting 2 single pairs by finetune", "--samples ids.txt --method"),
+        ({"scope": "client", "clients": [3]}, "Forgetting client 3 by finetune", "--client 3 --method"),
+        (
+            {"scope": "client", "clients": [1, 2]},
+            "Forgetting clients 1, 2 by finetune",
+            "--client 1 --client 2 --method",
+        ),
+        ({"scope": "class", "classes": [4, 5]}, "Forgetting classes 4, 5 by finetune", "--class 4 --class 5 --method"),
+        ({"scope": "sample", "ids": ["a", "b"]}, "Forgetting 2 single pairs by finetune", "--samples ids.txt --method"),
     ],
 )
-def test_the_request_in_words_and_as_a_command(record: Make, request_: dict[str, Any], words: str, flags: str) -> None:
+def test_the_request_in_words_and_as_a_command(
+    record: Make, alone: Make, request_: dict[str, Any], words: str, flags: str
+) -> None:
     text = text_of(page(alone(record("finetune", blocks=False) | {"request": request_})))
     assert words in text and flags in text
 
@@ -107,7 +112,7 @@ def test_a_measure_stands_beside_retrain_and_the_model_before(contents: Make) ->
     cells = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", html) if ">R@1<" in row]
     assert cells[0].startswith("R@186.723.024.0") and cells[0].endswith("inside")
     assert "forget R@1: 23.0 against retrain’s 24.0, band from 21.5 to 28.0" in unescape(html)
-    assert "alignment residual: 0.200 against retrain’s 0.170, band from no lower end to 0.300" in unescape(html)
+    assert "alignment rho: 0.200 against retrain’s 0.170, band from no lower end to 0.300" in unescape(html)
 
 
 def test_the_threshold_starts_where_as_much_goes_as_went(contents: Make) -> None:
@@ -123,7 +128,7 @@ def test_a_threshold_that_was_used_is_where_the_slider_starts(contents: Make) ->
     assert "At δ = 0.15, 1 of 5 directions go: ηf = 0.25, ηr = 0.01." in text
 
 
-def test_what_is_missing_is_said_with_the_command_that_makes_it(record: Make) -> None:
+def test_what_is_missing_is_said_with_the_command_that_makes_it(record: Make, alone: Make) -> None:
     text = text_of(page(alone(record(method="finetune", blocks=False))))
     assert "no verdict yet. ease audit runs/first --request client-8/ease --retrain" in text
     assert "No retraining of this request is stored" in text
@@ -136,45 +141,18 @@ def test_an_empty_run_says_what_to_do() -> None:
     )
 
 
-def test_an_answer_without_measured_rounds_has_no_curve(record: Make) -> None:
+def test_an_answer_without_measured_rounds_has_no_curve(record: Make, alone: Make) -> None:
     found = record()
     for entry in found["rounds"]:
         entry["metrics"] = {}
     assert "No recalls were measured between the rounds" in text_of(page(alone(found)))
 
 
-@pytest.mark.parametrize("part", ["attacks", "similarities", "relearning", "costs", "warnings", "not_tested"])
-def test_an_audit_may_lack_any_picture(record: Make, audit: Make, part: str) -> None:
-    whole, found = page(alone(record(), audit())), audit()
-    del found[part]
-    html = page(alone(record(), found))
-    assert "Not like retraining yet." in html and len(html) < len(whole)
-
-
-@pytest.mark.parametrize(
-    ("file", "spoil", "said"),
-    [
-        ("record", {"rounds": []}, r"here/ease/record\.json: rounds: "),
-        ("record", {"request": {"clients": 3}}, r"here/ease/record\.json: request\.clients: "),
-        ("record", {"metrics": 3}, r"here/ease/record\.json: metrics: "),
-        ("audit", {"measures": [{"name": "rho"}]}, r"here/ease/audit\.json: measures\.0\.value: field required"),
-        ("audit", {"verdict": None}, r"here/ease/audit\.json: verdict: "),
-    ],
-)
-def test_a_damaged_file_is_named_with_its_field(
-    record: Make, audit: Make, file: str, spoil: dict[str, Any], said: str
-) -> None:
-    found = {"record": record(), "audit": audit()}
-    found[file] |= spoil
-    with pytest.raises(UserError, match=said):
-        page(alone(**found))
-
-
-def test_as_many_energies_as_cosines(record: Make) -> None:
-    found = record()
-    found["rounds"][0]["notes"]["blocks"][0]["energies"] = [1.0]
-    with pytest.raises(UserError, match="2 cosines and 1 energies"):
-        page(alone(found))
+@pytest.mark.parametrize("part", ["attacks", "similarities", "relearning"])
+def test_an_audit_may_lack_a_picture(record: Make, audit: Make, alone: Make, part: str) -> None:
+    """Too few pairs to watch leave no relearning, for one."""
+    whole, found = page(alone(record(), audit())), page(alone(record(), audit(**{part: {}})))
+    assert "Not enough evidence" in found and found.count("<svg") < whole.count("<svg")
 
 
 def test_retraining_is_the_reference_and_not_an_answer(contents: Make) -> None:
@@ -189,7 +167,7 @@ def test_retraining_is_the_reference_and_not_an_answer(contents: Make) -> None:
     ]
 
 
-def test_pairs_are_shown_with_their_ranks_or_a_reason(contents: Make, record: Make) -> None:
+def test_pairs_are_shown_with_their_ranks_or_a_reason(contents: Make, record: Make, alone: Make) -> None:
     text = text_of(page(contents()))
     assert "A red ball on the beach.before1after57retrain43.5" in text and "among those of 386 pairs" in text
     assert "since they are private" in text_of(

@@ -39,7 +39,7 @@ def test_every_block_of_a_run_is_compared(learnt) -> None:
     found = client_overlap(learnt.trained)
     assert [overlap.block for overlap in found] == [block.name for block in learnt.trained.final.blocks]
     for overlap in found:
-        assert overlap.clients == [0, 1, 2, 3]
+        assert overlap.clients == (0, 1, 2, 3)
         for i in range(4):
             assert overlap.cosines[i][i] == pytest.approx([1.0] * len(overlap.cosines[i][i]), abs=1e-6)
             for j in range(4):

@@ -11,10 +11,10 @@ from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.calibration import Gap
 from ease.requests.request import ClientRequest, forget_mask
+from ease.runs.records import TrialRecord, read_record
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import read_json
 from ease.studies.experiment import load_tuned
 from ease.studies.scenarios import scenario_request, validation_request
 from ease.studies.sweep import (
@@ -138,8 +138,8 @@ def test_settings_that_diverge_are_stored_with_the_reason_and_never_chosen(searc
     monkeypatch.setattr(Judge, "of", lambda *_: Judge(*[None] * 4, gap_before=1.0, recall_before=1.0))
     monkeypatch.setattr(Judge, "score", score)
     assert len(list(sweep([search], 1))) == search.notes
-    stored = read_json(search.score_path("client", trials("finetune", 2)[0]))
-    assert stored["score"] is None and stored["reason"] == "round 1: every update was rejected"
+    stored = read_record(TrialRecord, search.score_path("client", trials("finetune", 2)[0]))
+    assert stored.score is None and stored.diverged == "round 1: every update was rejected"
     chosen = choose([search])
     assert chosen.keys() == {"finetune"} and chosen["finetune"]["client"].default_score is None
     assert chosen["finetune"]["client"].settings == second.model_dump(mode="json", exclude_defaults=True)
@@ -167,7 +167,7 @@ def test_a_gap_that_is_no_number_is_no_score(learnt, monkeypatch) -> None:
     monkeypatch.setattr(ease.studies.sweep, "answer_of", lambda *_: outcome)
     monkeypatch.setattr(ease.studies.sweep, "_gap", lambda *_: Gap(math.nan, math.nan, 9, 9))
     monkeypatch.setattr(ease.studies.sweep, "validation_recall", lambda *_: 60.0)
-    assert judge.trial(make_method("finetune"))["score"] is None
+    assert judge.trial(make_method("finetune")).score is None
 
 
 @pytest.mark.parametrize("scenario", ["client", "class", "sample"])

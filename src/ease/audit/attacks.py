@@ -31,7 +31,7 @@ FEWEST_POPULATION = 30
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class AttackResult:
     """What one attack says of one model."""
 
     auc: Estimate
@@ -83,14 +83,14 @@ class Attacker:
             return ulira(seen, unseen, target[statistic], variance="shared")
         return lira(target[statistic], self.shadows[statistic][:, kept], included, online=mode == "lira-online")
 
-    def judge(self, attack: str, target: Readings, population: Readings) -> Verdicts:
+    def judge(self, attack: str, target: Readings, population: Readings) -> AttackResult:
         """AUC over the candidates, and the share of members found at a threshold set on the shadows' non-members."""
         scores = self.score(attack, target, population)
         members, others = scores[self.member], scores[~self.member]
         tpr = None
         if len(self.nonmember_scores(attack)) * self.fpr >= EXPECTED_FALSE_POSITIVES:
             tpr = operating_point(members, others, self.threshold(attack))
-        return Verdicts(auc(members, others), tpr, unscored(scores), scores)
+        return AttackResult(auc(members, others), tpr, unscored(scores), scores)
 
     def threshold(self, attack: str) -> float:
         """The score that a share `fpr` of the shadows' own non-members reaches."""

@@ -2,27 +2,28 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import t as student
 
 from ease.audit.membership import CONFIDENCE
+from ease.config import Config
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(Config):
     """A 95 % prediction interval for a further retrained model.
 
     Not the range of those at hand: of four, a fifth retrained model falls outside the range in two cases of five.
     """
 
-    low: float
+    low: float | None
+    """None: open below."""
     high: float
     models: int
+    """How many retrained models it comes from."""
 
     def contains(self, value: float) -> bool:
-        return self.low <= value <= self.high
+        return (self.low is None or self.low <= value) and value <= self.high
 
 
 def prediction_band(values: Sequence[float], at_most: bool = False, resolution: float = 0.0) -> Band | None:
@@ -36,7 +37,7 @@ def prediction_band(values: Sequence[float], at_most: bool = False, resolution: 
         return None
     centre = float(found.mean())
     away = reach(len(found), at_most) * max(float(found.std(ddof=1)), resolution)
-    return Band(-math.inf if at_most else centre - away, centre + away, len(found))
+    return Band(low=None if at_most else centre - away, high=centre + away, models=len(found))
 
 
 def reach(models: int, at_most: bool = False) -> float:

@@ -16,6 +16,8 @@ from ease.errors import UserError
 
 Variance = Literal["pair", "shared"]
 Tail = Literal["one-sided", "reference"]
+Signal = Literal["present", "none", "inverted"]
+"""Whether an attack tells members; inverted: members score below non-members."""
 
 CONFIDENCE = 0.95
 Z = float(norm.ppf((1 + CONFIDENCE) / 2))
@@ -269,16 +271,11 @@ def proportion(hits: int, count: int) -> Estimate:
     return Estimate(hits / count, float(ends.low), float(ends.high))
 
 
-def attack_strength_note(before: Estimate) -> str:
-    """What the AUC before unlearning allows to be said afterwards."""
+def signal_of(before: Estimate) -> Signal:
+    """What the AUC before unlearning allows to be said afterwards: nothing where it cannot be told from a guess."""
     if before.contains(0.5):
-        return (
-            f"no signal: AUC {before} before unlearning cannot be told from a guess, so this attack says nothing about "
-            "what unlearning did"
-        )
-    if before.high < 0.5:
-        return f"inverted signal: AUC {before} before unlearning, members score BELOW non-members; check the statistic"
-    return f"signal: AUC {before} before unlearning"
+        return "none"
+    return "inverted" if before.high < 0.5 else "present"
 
 
 def _attack_inputs(

@@ -9,51 +9,40 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from ease.audit.config import AuditConfig
+from ease.audit.verdict import EVIDENCE, Measure
 from ease.commands.forget import answer
 from ease.console import labelled, megabytes, status, table, ticks_bar
 from ease.methods.retrain import Retrain
 from ease.runs.answers import find_answer
 from ease.runs.attackers import Subjects
-from ease.runs.audit import Audit, AuditConfig
+from ease.runs.audit import Audit
+from ease.runs.records import AuditRecord, Price
 from ease.runs.run import Run
 from ease.runs.world import World
 
-LABELS = {
-    "mia/share": "called member",
-    "lira/auc": "LiRA, AUC",
-    "u-lira/auc": "U-LiRA, AUC",
-    "rmia/auc": "RMIA, AUC",
-    "lira/tpr": "LiRA, members found",
-    "u-lira/tpr": "U-LiRA, members found",
-    "ks/distance": "KS distance to retrain",
-    "rho": "alignment rho",
-    "relearn/forget/share": "back by forget pairs",
-    "relearn/retain/share": "back by retained",
-}
+PARTS = ("forget", "near", "retain", "test")
 
 
 @dataclass(frozen=True)
 class AuditSummary:
-    """A verdict as one page."""
+    """An audit as one page."""
 
-    verdict: dict[str, Any]
+    record: AuditRecord
     name: str
     folder: Path
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.verdict, "id": self.name, "folder": str(self.folder)}
+        return {**self.record.model_dump(mode="json"), "id": self.name, "folder": str(self.folder)}
 
     def render(self) -> Iterator[RenderableType]:
-        found = self.verdict
-        gallery = found["gallery"]
-        shown = [entry for entry in found["measures"] if entry["inside"] is False or "recall@5" not in entry["name"]]
-        noted = [entry for entry in shown if entry["note"] and "recall" not in entry["name"]]
-        good = found["verdict"].startswith(found["words"])
+        found, verdict = self.record, self.record.verdict
+        shown = [each for each in verdict.measures if each.inside is False or "recall@5" not in each.name]
         yield Panel(
-            Text(found["verdict"][0].upper() + found["verdict"][1:]),
-            title=Text(f"Audit of {self.name} ({found['method']['method']})"),
+            Text(verdict.words),
+            title=Text(f"Audit of {self.name} ({found.method_name})"),
             title_align="left",
-            border_style="green" if good else "yellow",
+            border_style="green" if verdict.passed else "yellow",
         )
         yield table(
             "Each measure beside retraining",
@@ -61,50 +50,51 @@ class AuditSummary:
             [_row(measure) for measure in shown],
             caption="band: where one more retrained model would fall (95 %)",
         )
-        chance = ", ".join(f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in gallery["chance"].items())
-        yield labelled("recall", f"in percent, both ways, in galleries of {gallery['pairs']} pairs; by chance {chance}")
-        yield from (labelled(_label(measure), measure["note"]) for measure in noted)
-        yield table(
-            "Cost", ["", "answer", "retrain", "ratio"], [_cost(*entry) for entry in found["costs"]["totals"].items()]
+        chance = ", ".join(
+            f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in found.gallery.chance.items()
         )
-        matched = found["costs"]["compute_matched_retrain"]
+        yield labelled(
+            "recall", f"in percent, both ways, in galleries of {found.gallery.pairs} pairs; by chance {chance}"
+        )
+        yield from (labelled(each.title, each.note) for each in shown if each.note and "recall" not in each.name)
+        costs = [_cost(name, price) for name, price in found.costs.totals.items()]
+        yield table("Cost", ["", "answer", "retrain", "ratio"], costs)
         yield table(
             "Retraining stopped early, R@1",
-            ["share of rounds", "forget", "near", "retain", "test"],
+            ["share of rounds", *PARTS],
             [
-                [share, *(f"{row[part]:.1f}" for part in ("forget", "near", "retain", "test"))]
-                for share, row in matched.items()
+                [share, *(f"{row[part]:.1f}" for part in PARTS)]
+                for share, row in found.costs.compute_matched_retrain.items()
             ],
         )
-        yield from (labelled("note", warning, "yellow") for warning in found["warnings"])
-        yield from (labelled("not tested", gap) for gap in found["not_tested"])
-        yield f"{found['words'].capitalize()} is the most such measures can show. Kept in {self.folder / 'audit.json'}"
+        yield from (labelled("note", warning, "yellow") for warning in found.warnings)
+        yield from (labelled("not tested", gap) for gap in found.not_tested)
+        yield f"{EVIDENCE.capitalize()} is the most such measures can show. Kept in {self.folder / 'audit.json'}"
 
 
-def _label(measure: dict[str, Any]) -> str:
-    return LABELS.get(measure["name"]) or measure["name"].replace("/recall@", " R@")
+def _row(measure: Measure) -> list[str | Text]:
+    numbers = [_number(value, measure.digits) for value in (measure.before, measure.value, measure.retrain)]
+    band = measure.band
+    ends = f"{_number(band.low, measure.digits)}..{_number(band.high, measure.digits)}" if band else ""
+    mark = {True: ("inside", "green"), False: ("outside", "red"), None: ("no band", "dim")}[measure.inside]
+    return [measure.title, *numbers, ends, Text(*mark)]
 
 
-def _row(measure: dict[str, Any]) -> list[str | Text]:
-    digits = 1 if "recall" in measure["name"] else 3
-    before, answer, retrain, low, high = (
-        "" if measure[key] is None else f"{measure[key]:.{digits}f}"
-        for key in ("before", "value", "retrain", "low", "high")
-    )
-    mark = {True: ("inside", "green"), False: ("outside", "red"), None: ("no band", "dim")}[measure["inside"]]
-    return [_label(measure), before, answer, retrain, f"{low}..{high}" if high else "", Text(*mark)]
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
-def _cost(name: str, entry: dict[str, float]) -> list[str]:
+def _cost(name: str, price: Price) -> list[str]:
+    sides = (price.answer, price.retrain)
     if "bytes" in name:
-        shown = [megabytes(entry[side]) for side in ("answer", "retrain")]
+        shown = [megabytes(side) for side in sides]
     elif name == "flops":
-        shown = [f"{entry[side] / 1e12:.2f} TFLOP" for side in ("answer", "retrain")]
+        shown = [f"{side / 1e12:.2f} TFLOP" for side in sides]
     elif "seconds" in name:
-        shown = [f"{entry[side]:.1f} s" for side in ("answer", "retrain")]
+        shown = [f"{side:.1f} s" for side in sides]
     else:
-        shown = [f"{entry[side]:,.0f}" for side in ("answer", "retrain")]
-    return [name.replace("_", " "), *shown, f"{entry['ratio']:.0%}"]
+        shown = [f"{side:,.0f}" for side in sides]
+    return [name.replace("_", " "), *shown, f"{price.ratio:.0%}"]
 
 
 def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet: bool) -> AuditSummary:
@@ -118,10 +108,10 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
         answer(run, world, request, Retrain(), quiet)
     audit = Audit.of(run, world, name, config)
     with run.locked():
-        total = audit.work()
+        total = audit.ticks_left()
         with ticks_bar("shadow models", total, quiet or not total) as advance:
             for ticks in audit.shadows():
                 advance(ticks)
         with status("attacks, distances and relearning", quiet):
-            verdict = audit.verdict()
-    return AuditSummary(verdict, name, audit.stored.folder)
+            record = audit.judge()
+    return AuditSummary(record, name, audit.stored.folder)

@@ -10,10 +10,11 @@ from rich.text import Text
 
 from ease.console import rounds_bar, table
 from ease.errors import UserError
+from ease.runs.records import BenchResults, read_record, write_record
 from ease.runs.workers import default_processes
 from ease.show.figures import draw, encode
 from ease.show.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
-from ease.storage import read_json, write_atomic, write_json
+from ease.storage import write_atomic
 from ease.studies.bench import bench, results
 from ease.studies.experiment import Experiment, plan
 
@@ -32,11 +33,11 @@ class BenchSummary:
     """A finished experiment and the files it left."""
 
     folder: Path
-    results: dict[str, Any]
+    results: BenchResults
     files: tuple[Path, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.results, "files": [str(path) for path in self.files]}
+        return {**self.results.model_dump(mode="json"), "files": [str(path) for path in self.files]}
 
     def render(self) -> Iterator[RenderableType]:
         for sheet in sheets(self.results):
@@ -72,7 +73,7 @@ def bench_run(experiment: Experiment, name: str, out: Path, processes: int | Non
         for note in bench(experiment, out, processes or default_processes(experiment.run.device)):
             bar.step(done=note)
     folder = out / name
-    write_json(folder / "results.json", results(experiment, out))
+    write_record(folder / "results.json", results(experiment, out))
     return write_tables(folder)
 
 
@@ -81,11 +82,9 @@ def write_tables(folder: Path) -> BenchSummary:
     path = folder / "results.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder that `ease bench` wrote, such as results/main")
-    found = read_json(path)
-    if not isinstance(found, dict) or not {"header", "rows", "bands"} <= found.keys():
-        raise UserError(f"{path}: not the results of an experiment; run `ease bench` again")
+    found = read_record(BenchResults, path)
     written = {"tables.md": markdown(found).encode()}
-    if found["rows"]:
+    if found.rows:
         written["tables.tex"] = latex(found).encode()
     for name, figure in draw(found).items():
         written |= {f"{name}.{form}": encode(figure, form) for form in ("svg", "pdf")}

@@ -18,6 +18,7 @@ from ease.runs.answers import answer_of, continuation, find_answer, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget, go_on
+from ease.runs.records import AnswerRecord, SpectrumNotes
 from ease.runs.resolve import check_request, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -34,20 +35,19 @@ class ForgetSummary:
 
     folder: Path
     request: Request
-    record: dict[str, Any]
+    record: AnswerRecord
     before: dict[str, float]
     labels: tuple[str, str] = ("trained", "")
     """What to call the model before and after; the method's name by default."""
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.record, "id": request_id(self.request), "folder": str(self.folder), "before": self.before}
+        stored = self.record.model_dump(mode="json")
+        return {**stored, "id": request_id(self.request), "folder": str(self.folder), "before": self.before}
 
     def render(self) -> Iterator[RenderableType]:
-        notes = self.record["rounds"][0]["notes"]
-        if "blocks" in notes:
-            yield spectrum_table(notes["blocks"], notes)
-        metrics = self.record["metrics"]
-        method = self.record["method"]["method"]
+        if self.record.spectrum is not None:
+            yield spectrum_table(self.record.spectrum)
+        metrics, method = self.record.metrics, self.record.method_name
         rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
         title = f"Request {request_id(self.request)}: recall in percent (galleries of {metrics['gallery']:.0f} pairs)"
         yield table(title, ["", "forget R@1/5/10", "retain R@1/5/10", "test R@1/5/10"], rows)
@@ -64,14 +64,14 @@ class Comparison:
     """Several methods on one request, with the trained model first and retraining as the reference."""
 
     rows: tuple[dict[str, Any], ...]
-    spectrum: list[dict[str, Any]]
-    notes: dict[str, Any]
+    spectrum: SpectrumNotes | None
 
     def as_json(self) -> dict[str, Any]:
         return {"rows": list(self.rows)}
 
     def render(self) -> Iterator[RenderableType]:
-        yield spectrum_table(self.spectrum, self.notes)
+        if self.spectrum is not None:
+            yield spectrum_table(self.spectrum)
         retrain = next(row["metrics"] for row in self.rows if row["method"] == "retrain")
         first = self.rows[0]
         yield table(
@@ -100,29 +100,28 @@ def _recall_row(name: str, metrics: dict[str, float]) -> list[str]:
     return [name, *(" / ".join(f"{metrics[f'{part}/recall@{k}']:.1f}" for k in (1, 5, 10)) for part in sets)]
 
 
-def spectrum_table(blocks: Sequence[dict[str, Any]], notes: dict[str, Any]) -> RenderableType:
+def spectrum_table(found: SpectrumNotes) -> RenderableType:
     """The entanglement spectrum: how many directions each block has, how many go, and at what price."""
     rows = [
         [
-            row["block"].replace(".tower.blocks.", ".").replace(".attention", ""),
-            str(row["forget_directions"]),
-            str(row["excised"]),
-            bars(row["cosines"]),
-            f"{row['forget_energy']:.2f}",
-            f"{row['retain_damage']:.2f}",
+            block.short_name,
+            str(block.forget_directions),
+            str(block.excised),
+            bars(block.cosines),
+            f"{block.forget_energy:.2f}",
+            f"{block.retain_damage:.2f}",
         ]
-        for row in blocks
+        for block in found.blocks
     ]
-    caption = f"delta: {notes['delta']}"
-    if "depth" in notes:
-        caption += f", depth {notes['depth']:.2f}"
-    if notes.get("gap_before"):
-        caption += f"; membership gap before {notes['gap_before']['gap']:+.2f}"
-    if notes.get("gap_after"):
-        after = notes["gap_after"]
-        caption += f", after excision {after['gap']:+.2f} ± {after['standard_error']:.2f}"
-    if notes.get("why"):
-        caption += f"; {notes['why']}"
+    caption = f"delta: {found.delta}"
+    if found.depth is not None:
+        caption += f", depth {found.depth:.2f}"
+    if found.gap_before is not None:
+        caption += f"; membership gap before {found.gap_before.gap:+.2f}"
+    if found.gap_after is not None:
+        caption += f", after excision {found.gap_after.gap:+.2f} ± {found.gap_after.standard_error:.2f}"
+    if found.why:
+        caption += f"; {found.why}"
     columns = ["block", "directions", "excised", "cosines", "eta_f", "eta_r"]
     return table("Entanglement of the forget updates with the retained ones", columns, rows, caption=caption)
 
@@ -158,9 +157,8 @@ def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: b
     """Run a method on a request, with a bar over its rounds."""
     total = method.rounds(run.config.training, request)
     with rounds_bar(f"{method.name:9}", total, 0, quiet) as bar:
-        for step, metrics in forget(run, world, request, method, observe=not quiet or method.name == "ease"):
-            recall = {"forget R@1": f"{metrics['forget/recall@1']:.1f}"} if metrics else {}
-            bar.step(phase=step.phase, **recall)
+        for step, metrics in forget(run, world, request, method):
+            bar.step(phase=step.phase, **{"forget R@1": f"{metrics['forget/recall@1']:.1f}"})
 
 
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:
@@ -175,9 +173,9 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
                 **{"forget R@1": f"{metrics['forget/recall@1']:.1f}", "test R@1": f"{metrics['test/recall@1']:.1f}"}
             )
     record = continuation(stored, rounds, locked).record()
-    labels = ("after the request", f"{rounds} rounds later, {'locked' if record['locked'] else 'free'}")
+    labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")
     folder_of = continuation(stored, rounds, locked).folder
-    return ForgetSummary(folder_of, request, record, stored.record()["metrics"], labels)
+    return ForgetSummary(folder_of, request, record, stored.record().metrics, labels)
 
 
 def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> Comparison:
@@ -203,10 +201,9 @@ def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlear
     ]
     for method, stored in answers.items():
         rho = alignment_residual(similarities(world, stored.model(), sets["forget"]), before, goal)
-        rows.append({**common, "method": method.name, "metrics": {**stored.record()["metrics"], "rho": rho}})
+        rows.append({**common, "method": method.name, "metrics": {**stored.record().metrics, "rho": rho}})
     ease = next(stored for method, stored in answers.items() if method.name == "ease")
-    notes = ease.record()["rounds"][0]["notes"]
-    return Comparison(tuple(rows), notes["blocks"], notes)
+    return Comparison(tuple(rows), ease.record().spectrum)
 
 
 def demo_methods() -> list[Unlearner]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from torch import Tensor
 
@@ -19,16 +18,16 @@ from ease.console import status
 from ease.errors import UserError
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, trained_of
-from ease.runs.audit import stored_verdict
+from ease.runs.audit import current_audit
 from ease.runs.evaluation import evaluation_sets
+from ease.runs.records import AuditRecord, BenchResults, read_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
-from ease.show.answer import Answer, Pair
+from ease.show.answer import Pair, ReportedAnswer
 from ease.show.page import Contents, page
-from ease.storage import read_json, write_atomic
+from ease.storage import write_atomic
 
 MOST_RANKED = 500
 """Forget pairs among which the thumbnails are chosen."""
@@ -75,7 +74,8 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
         StoredAnswer(path.parent) for request in requests for path in sorted(request.glob("*/record.json"))
     ]
     answers = [_answer(stored) for stored in stored_answers]
-    results = _table(folder / "results.json") if (folder / "results.json").is_file() else None
+    path = folder / "results.json"
+    results = read_record(BenchResults, path) if path.is_file() else None
     why_no_pairs = ""
     if (home / "run.json").is_file():
         run = Run.load(home)
@@ -92,7 +92,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
     content = page(contents).encode()
     write_atomic(out, content)
     audited = sum(answer.audit is not None for answer in answers)
-    return ReportSummary(out, len(answers), audited, len(results["rows"]) if results else None, len(content))
+    return ReportSummary(out, len(answers), audited, len(results.rows) if results else None, len(content))
 
 
 def _find(folder: Path) -> tuple[list[Path], Path]:
@@ -108,30 +108,25 @@ def _find(folder: Path) -> tuple[list[Path], Path]:
     raise UserError(f"{folder}: no run, request or results here; name a folder such as runs/first or results/main")
 
 
-def _answer(stored: StoredAnswer) -> Answer:
-    name = f"{stored.folder.parent.name}/{stored.folder.name}"
-    answer = Answer(name, str(stored.folder), _table(stored.record_path))
-    if not (stored.folder / "audit.json").is_file():
+def _answer(stored: StoredAnswer) -> ReportedAnswer:
+    answer = ReportedAnswer(f"{stored.folder.parent.name}/{stored.folder.name}", stored.record())
+    if not stored.audit_path.is_file():
         return answer
-    audit = _table(stored.folder / "audit.json")
-    if stored.model_path.is_file() and stored_verdict(stored) is None:
+    # Records that were copied without their models cannot be checked against them, and are taken at their word.
+    audit = current_audit(stored) if stored.model_path.is_file() else read_record(AuditRecord, stored.audit_path)
+    if audit is None:
         return replace(
             answer, why_no_audit="The model has changed since it was audited, so the verdict no longer holds."
         )
     return replace(answer, audit=audit)
 
 
-def _table(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: damaged: a JSON object is expected; delete it and run again")
-    return found
-
-
 # Thumbnails
 
 
-def with_thumbnails(run: Run, stored_answers: list[StoredAnswer], answers: list[Answer]) -> list[Answer]:
+def with_thumbnails(
+    run: Run, stored_answers: list[StoredAnswer], answers: list[ReportedAnswer]
+) -> list[ReportedAnswer]:
     """The same answers, some with pairs they forgot: audited ones first, and retraining never."""
     able = [
         (answer.audit is None, answer.name)
@@ -148,8 +143,8 @@ def with_thumbnails(run: Run, stored_answers: list[StoredAnswer], answers: list[
     ]
 
 
-def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: Answer) -> Answer:
-    sets = evaluation_sets(world, _request(answer))
+def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: ReportedAnswer) -> ReportedAnswer:
+    sets = evaluation_sets(world, answer.record.request)
     rng = generator(world.config.seed, "thumbnails")
     forget = np.sort(rng.permutation(sets["forget"])[:MOST_RANKED])
     gallery = np.concatenate([forget, np.sort(rng.permutation(sets["test"])[: len(forget)])])
@@ -174,15 +169,6 @@ def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: An
         for i in chosen
     ]
     return replace(answer, pairs=pairs, gallery=len(gallery))
-
-
-def _request(answer: Answer) -> Request:
-    try:
-        return TypeAdapter(Request).validate_python(answer.record.get("request"))
-    except ValidationError as error:
-        raise UserError(
-            f"{answer.source}/record.json: request: not one that this version knows; delete the folder and forget again"
-        ) from error
 
 
 def own_ranks(image: Tensor, text: Tensor) -> np.ndarray:

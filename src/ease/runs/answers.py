@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
 from ease.params import Params
 from ease.requests.request import Request
+from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
-from ease.storage import digest, read_json
+from ease.storage import digest
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,11 @@ class StoredAnswer:
     @property
     def record_path(self) -> Path:
         return self.folder / "record.json"
+
+    @property
+    def audit_path(self) -> Path:
+        """What `ease audit` found."""
+        return self.folder / "audit.json"
 
     @property
     def bases_path(self) -> Path:
@@ -47,12 +50,12 @@ class StoredAnswer:
     def model(self) -> Params:
         return Params.load(self.model_path)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> AnswerRecord:
         if not self.done:
             raise UserError(
                 f"{self.folder}: this request is not finished; run the same `ease forget` again to continue it"
             )
-        return read_json(self.record_path)
+        return read_record(AnswerRecord, self.record_path)
 
 
 def trained_of(run: Run) -> Trained:
@@ -72,8 +75,7 @@ def trained_hash(trained: Trained) -> str:
 
 def check_current(run: Run, stored: StoredAnswer) -> None:
     """Refuse an answer that was given before the run was trained further."""
-    told = stored.record().get("trained_sha256")
-    if told is not None and told != trained_hash(trained_of(run)):
+    if stored.record().trained_sha256 != trained_hash(trained_of(run)):
         raise UserError(
             f"{stored.folder}: this answer began from a model that the run has been trained beyond; delete the folder "
             "and run `ease forget` again"
@@ -100,8 +102,7 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
         )
     check_current(run, stored)
     record = stored.record()
-    request = TypeAdapter(Request).validate_python(record["request"])
-    return stored, request, make_method(record["method"]["method"], table=record["method"])
+    return stored, record.request, make_method(record.method_name, table=record.method)
 
 
 def continuation(stored: StoredAnswer, rounds: int, locked: bool) -> StoredAnswer:

@@ -33,7 +33,7 @@ from ease.seeding import generator, stream_seed
 from ease.storage import LEFTOVER, digest, read_note, read_tensors, sha256, write_tensors
 
 FORMAT = 2
-"""Of the stored shadows and verdicts; raise it when the same settings give other numbers."""
+"""Of the stored shadows; raise it when the same settings give other numbers."""
 SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
 SHADOWS_AT_ONCE = 8

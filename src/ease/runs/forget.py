@@ -28,6 +28,7 @@ from ease.runs.answers import (
 )
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.memory import forget_peak_memory, peak_memory
+from ease.runs.records import AnswerRecord, RoundRecord, write_record
 from ease.runs.resolve import check_request
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -115,7 +116,7 @@ def _follow(
     forget_peak_memory(world.device)
     metered = Metered(Journal(world.federation, stored.folder / "journal"))
     sets = evaluation_sets(world, request)
-    rounds: list[dict[str, Any]] = []
+    rounds: list[RoundRecord] = []
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     last: Step | None = None
@@ -125,9 +126,7 @@ def _follow(
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
         last = step
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
-        rounds.append(
-            {"round": len(rounds), "phase": step.phase, "loss": step.loss, "metrics": metrics, "notes": step.notes}
-        )
+        rounds.append(RoundRecord.of(len(rounds), step.phase, step.loss, metrics, step.notes))
         if step.bases is not None:
             step.state.save(stored.held_path)
             save_bases(stored.bases_path, step.bases)
@@ -140,17 +139,8 @@ def _follow(
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
     total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
-    write_json(
-        stored.record_path,
-        {
-            **settings,
-            "scenario": request.scope,
-            "seed": seed,
-            "resumed": resumed,
-            "rounds": rounds,
-            "metrics": metrics,
-        },
-    )
+    record = AnswerRecord(**settings, seed=seed, resumed=resumed, rounds=tuple(rounds), metrics=metrics)
+    write_record(stored.record_path, record)
     shutil.rmtree(stored.folder / "journal", ignore_errors=True)
 
 

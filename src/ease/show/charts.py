@@ -8,9 +8,12 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup, escape
 
-from ease.show.markup import Markup, join, tag
-from ease.show.records import Block, Curve, Measure, Price, Roc
+from ease.audit.band import Band
+from ease.audit.relearn import Curve
+from ease.audit.verdict import Measure
+from ease.runs.records import BlockNotes, Price, RocPoints
 
 WIDTH, HEIGHT = 360, 250
 """Small on purpose: on a phone it is shown at about this size, and its letters stay readable."""
@@ -72,6 +75,23 @@ def _percent(value: float) -> str:
 # Pieces
 
 
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
+    """An element with escaped contents; `class_` loses its line, and a child that is None is left out."""
+    named = Markup().join(
+        Markup(' {}="{}"').format(key.rstrip("_"), _place(value)) for key, value in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, named, join(*children))
+
+
+def join(*children: Any) -> Markup:
+    return Markup().join(escape(child) for child in children if child is not None)
+
+
+def _place(value: Any) -> str:
+    """Coordinates need two decimals, and rounding them keeps the same page the same on every machine."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
 def picture(title: str, description: str, *marks: Any, width: int = WIDTH, height: int = HEIGHT) -> Markup:
     """An image with a name and a description for those who do not see it."""
     named = tag("title", title), tag("desc", description)
@@ -118,17 +138,18 @@ def legend(entries: Mapping[str, str]) -> Markup:
 # Pictures
 
 
-def band_picture(measure: Measure, label: str, said: str) -> Markup:
+def band_picture(measure: Measure) -> Markup:
     """A dot in a bar: the bar is where a retrained model would fall, the line is retrain, the dot the answer."""
-    ends = [end for end in (measure.low, measure.high) if end is not None]
+    band = measure.band
+    ends = [end for end in (band.low, band.high) if end is not None] if band else []
     x = spanning([measure.value, measure.retrain, *ends], 6, 94, margin=0.05)
     bar = None
-    if measure.high is not None:
-        left = 0.0 if measure.low is None else x(measure.low)
-        bar = tag("rect", x=left, y=5, width=max(x(measure.high) - left, 1.0), height=10, rx=2, class_="band")
+    if band is not None:
+        left = 0.0 if band.low is None else x(band.low)
+        bar = tag("rect", x=left, y=5, width=max(x(band.high) - left, 1.0), height=10, rx=2, class_="band")
     return tag(
         "svg",
-        tag("title", f"{label}: {said}"),
+        tag("title", f"{measure.title}: {_beside(measure)}"),
         tag("line", x1=0, x2=100, y1=10, y2=10, class_="grid"),
         bar,
         tag("line", x1=x(measure.retrain), x2=x(measure.retrain), y1=3, y2=17, class_="line retrain-mark"),
@@ -139,10 +160,18 @@ def band_picture(measure: Measure, label: str, said: str) -> Markup:
     )
 
 
+def _beside(measure: Measure) -> str:
+    said = f"{measure.value:.{measure.digits}f} against retrain’s {measure.retrain:.{measure.digits}f}"
+    if measure.band is None:
+        return said
+    low = "no lower end" if measure.band.low is None else f"{measure.band.low:.{measure.digits}f}"
+    return f"{said}, band from {low} to {measure.band.high:.{measure.digits}f}"
+
+
 def rounds_chart(
     lines: Mapping[str, Sequence[float]],
     before: Mapping[str, float],
-    band: tuple[float, float] | None,
+    band: Band | None,
     retrain: float | None,
 ) -> Markup:
     """Recall@1 of forget, retained and test pairs over the rounds, and where retrain's forget pairs lie."""
@@ -153,7 +182,7 @@ def rounds_chart(
     ticks = ({-1.0: "before"} if before else {}) | {float(n): str(n) for n in range(0, rounds, step)}
     marks = []
     if band is not None:
-        top, bottom = y(min(band[1], 100.0)), y(max(band[0], 0.0))
+        top, bottom = y(min(band.high, 100.0)), y(max(band.low or 0.0, 0.0))
         marks.append(tag("rect", x=LEFT, y=top, width=RIGHT - LEFT, height=max(bottom - top, 1.5), class_="band"))
     if retrain is not None:
         marks.append(polyline([(x.low, retrain), (x.high, retrain)], x, y, "retrain"))
@@ -176,7 +205,7 @@ def rounds_chart(
     )
 
 
-def strip(block: Block, delta: float) -> Markup:
+def strip(block: BlockNotes, delta: float) -> Markup:
     """The directions of one block by cosine: filled ones go at this threshold; larger ones hold more forget energy."""
     x = Scale(0, 1, 8, STRIP - 8)
     dots = [
@@ -187,7 +216,7 @@ def strip(block: Block, delta: float) -> Markup:
             r=3 + 9 * math.sqrt(share),
             class_="direction goes" if cosine <= delta else "direction",
         )
-        for cosine, share in zip(block.cosines, block.shares, strict=True)
+        for cosine, share in zip(block.cosines, block.energies, strict=True)
     ]
     return tag(
         "svg",
@@ -201,7 +230,7 @@ def strip(block: Block, delta: float) -> Markup:
     )
 
 
-def tradeoff_chart(blocks: Sequence[Block], delta: float) -> Markup:
+def tradeoff_chart(blocks: Sequence[BlockNotes], delta: float) -> Markup:
     """eta_f and eta_r over the threshold."""
     x, y = Scale(0, 1, LEFT, RIGHT - 8), Scale(0, 1, BOTTOM, TOP)
     steps = [step / 100 for step in range(101)]
@@ -238,16 +267,16 @@ def _at(x: Scale, y: Scale, delta: float, value: float, kind: str) -> Markup:
     return tag("circle", cx=x(delta), cy=y(value), r=4, class_=kind, **place)
 
 
-def forget_energy(blocks: Sequence[Block], delta: float) -> float:
+def forget_energy(blocks: Sequence[BlockNotes], delta: float) -> float:
     """eta_f: share of the forget energy along directions whose cosine is at most delta, mean of the blocks."""
     found = [
-        sum(share for cosine, share in zip(block.cosines, block.shares, strict=True) if cosine <= delta)
+        sum(share for cosine, share in zip(block.cosines, block.energies, strict=True) if cosine <= delta)
         for block in blocks
     ]
     return sum(found) / len(found)
 
 
-def retain_damage(blocks: Sequence[Block], delta: float) -> float:
+def retain_damage(blocks: Sequence[BlockNotes], delta: float) -> float:
     """eta_r: the largest share that excision can take from a retained direction, over all blocks."""
     return max((c * c for block in blocks for c in block.cosines if c <= delta), default=0.0)
 
@@ -307,7 +336,7 @@ def _jitter() -> Any:
     return (number * 0.618034 % 1 for number in count(1))
 
 
-def roc_chart(curves: Mapping[str, tuple[Roc, float]]) -> Markup:
+def roc_chart(curves: Mapping[str, tuple[RocPoints, float]]) -> Markup:
     """Members found over false alarms on logarithmic axes: an attack matters where it is almost never wrong."""
     positive = [v for roc, _ in curves.values() for v in (*roc.fpr, *roc.tpr) if v > 0]
     least = max(10.0 ** math.floor(math.log10(min(positive))), 1e-4)

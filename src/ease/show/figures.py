@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ease.runs.records import BenchResults
 from ease.show.charts import density, some
 from ease.show.tables import DIVERGED, Line, Sheet, mean_similarity, sheets, similarities
 
@@ -54,11 +55,10 @@ LEAST_SPAN = 12.0
 """Points of recall that an axis shows at least, so that small differences look small."""
 
 
-def draw(results: Mapping[str, Any]) -> dict[str, Figure]:
+def draw(results: BenchResults) -> dict[str, Figure]:
     """The figures of an experiment's kind, by name; a plain table has none."""
-    kind = results["header"]["kind"]
     with matplotlib.rc_context(STYLE):
-        return {kind: DRAWN[kind](results)} if kind in DRAWN else {}
+        return {results.kind: DRAWN[results.kind](results)} if results.kind in DRAWN else {}
 
 
 def encode(figure: Figure, form: str) -> bytes:
@@ -70,10 +70,10 @@ def encode(figure: Figure, form: str) -> bytes:
     return target.getvalue()
 
 
-def curves(results: Mapping[str, Any]) -> Figure:
+def curves(results: BenchResults) -> Figure:
     """Recall over the varied setting, one panel for each scenario: the first method in lines, retraining dashed."""
     found = sheets(results)
-    setting = next(row["at"]["name"] for row in results["rows"] if "at" in row)
+    setting = next(row.at.name for row in results.rows if row.at)
     scenarios = list(dict.fromkeys(sheet.scenario for sheet in found))
     figure, panels = _panels(len(scenarios), height=2.2)
     for panel, scenario in zip(panels, scenarios, strict=True):
@@ -93,8 +93,7 @@ def curves(results: Mapping[str, Any]) -> Figure:
     panels[0].set_ylabel(RECALL)
     _label_ends(panels[-1])
     method = next(line.name for sheet in found for line in sheet.lines if line.role == "method")
-    seeds = len(results["header"]["experiment"]["seeds"])
-    seeded = f", mean and deviation over {seeds} seeds" if seeds > 1 else ""
+    seeded = f", mean and deviation over {results.seeds} seeds" if results.seeds > 1 else ""
     styles: list[dict[str, Any]] = [{"marker": "o"}, {"linestyle": "--", "linewidth": 1}]
     _legend(figure, [Line2D([], [], color="0.3", **style) for style in styles], [f"{method}{seeded}", "Retrain"])
     return figure
@@ -130,7 +129,7 @@ def _reference(here: Sequence[Sheet], value: Any) -> Line:
     return next((sheet.retrain for sheet in here if sheet.retrain.at == value), here[0].retrain)
 
 
-def tradeoff(results: Mapping[str, Any]) -> Figure:
+def tradeoff(results: BenchResults) -> Figure:
     """Forget against retain recall: each method's line ends, in its large mark, where the method is strongest; the
     nearer to retraining's cross the better."""
     found = sheets(results)
@@ -159,7 +158,7 @@ def _place(line: Line) -> tuple[float, float]:
     return _mean(line, "forget/recall@1"), _mean(line, "retain/recall@1")
 
 
-def grid(results: Mapping[str, Any]) -> Figure:
+def grid(results: BenchResults) -> Figure:
     """Attack AUC of every method and scenario: 0.5 finds nothing, and below it pairs show that they were pushed."""
     found = sheets(results)
     lines = found[0].lines
@@ -182,7 +181,7 @@ def grid(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def bars(results: Mapping[str, Any]) -> Figure:
+def bars(results: BenchResults) -> Figure:
     """Circular bars: a sector for each metric, a bar for each method, as long as the value is large, and the black arc
     of retraining, which they should reach and not pass."""
     depths = (1, 5, 10)
@@ -227,12 +226,14 @@ def bars(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def raincloud(results: Mapping[str, Any]) -> Figure:
+def raincloud(results: BenchResults) -> Figure:
     """Pair similarities: half a violin, a box and the pairs themselves for each model; above forget, below retain. The
     thin line is retraining's median."""
-    rows = [row for row in results["rows"] if row["role"] != "band" and "pairs" in row]
-    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
-    labels = list(dict.fromkeys(row["label"] for row in rows))
+    clouds: dict[tuple[str, str], list[dict[str, tuple[float, ...]]]] = {}
+    for row in results.rows:
+        if row.role != "band" and row.pairs is not None:  # without pairs it diverged
+            clouds.setdefault((row.scenario, row.label), []).append(row.pairs)
+    scenarios, labels = (list(dict.fromkeys(names)) for names in zip(*clouds, strict=True))
     size = (PANEL_INCHES * len(scenarios) + 0.3, 0.8 + 0.7 * len(labels))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(2, len(scenarios), squeeze=False, sharex=True, sharey=True)
@@ -240,10 +241,10 @@ def raincloud(results: Mapping[str, Any]) -> Figure:
         for row_of, part in enumerate(("forget", "retain")):
             panel = panels[row_of][column]
             for place, label in enumerate(labels):
-                here = [row["pairs"][part] for row in rows if (row["scenario"], row["label"]) == (scenario, label)]
-                if not here:  # it diverged
+                here = clouds.get((scenario, label))
+                if not here:
                     continue
-                values = np.concatenate(here)
+                values = np.concatenate([pairs[part] for pairs in here])
                 _cloud(panel, values, len(labels) - 1 - place, _colour(label, place - 1))
                 if label == "Retrain":
                     panel.axvline(np.median(values), color="black", linewidth=0.6, zorder=0)
@@ -267,27 +268,26 @@ def _cloud(panel: Axes, values: np.ndarray, height: float, colour: str) -> None:
     panel.plot(dots, scatter, ".", color=colour, markersize=1.5, alpha=0.6)
 
 
-def subspaces(results: Mapping[str, Any]) -> Figure:
+def subspaces(results: BenchResults) -> Figure:
     """How alike the clients' update subspaces are, and the principal angles of five pairs, in each side's most
     entangled block."""
-    overlaps = results["subspaces"][0]["overlap"]
-    by_side = [[overlap for overlap in overlaps if overlap["modality"] == side] for side in ("image", "text")]
+    blocks = results.subspaces[0].blocks
+    by_side = [[overlap for overlap in blocks if overlap.modality == side] for side in ("image", "text")]
     chosen = [max(side, key=mean_similarity) for side in by_side if side]
     figure = Figure(figsize=(2 * COLUMN_INCHES, 2.6 * len(chosen)), layout="constrained")
     panels = figure.subplots(len(chosen), 2, squeeze=False)
     for (heat, angles), overlap in zip(panels, chosen, strict=True):
-        similarity, clients = similarities(overlap), overlap["clients"]
+        similarity, clients = similarities(overlap), overlap.clients
         image = heat.imshow(np.where(np.eye(len(clients)), np.nan, similarity), cmap="viridis")
         heat.set_xticks(range(len(clients)), clients)
         heat.set_yticks(range(len(clients)), clients)
-        heat.set(
-            title=f"{overlap['block'].replace('.tower.blocks', '')}\nmean of all pairs {mean_similarity(overlap):.2f}"
-        )
+        block = overlap.block.replace(".tower.blocks", "")
+        heat.set(title=f"{block}\nmean of all pairs {mean_similarity(overlap):.2f}")
         heat.set(xlabel="client", ylabel="client")
         heat.spines[:].set_visible(False)
         figure.colorbar(image, ax=heat, label="subspace similarity (mean cosine)")
         for number, (i, j) in enumerate(representative_pairs(similarity)):
-            spectrum = np.degrees(np.arccos(np.clip(overlap["cosines"][i][j], 0, 1)))
+            spectrum = np.degrees(np.arccos(np.clip(overlap.cosines[i][j], 0, 1)))
             style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number]}
             angles.plot(range(1, len(spectrum) + 1), spectrum, label=f"{clients[i]} and {clients[j]}", **style)
         angles.set(title="from shared to own directions", xlabel="principal direction", ylabel="principal angle (°)")
@@ -305,7 +305,7 @@ def representative_pairs(similarity: np.ndarray, count: int = 5) -> list[tuple[i
     return [pairs[rank] for rank in ranks]
 
 
-DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
+DRAWN: dict[str, Callable[[BenchResults], Figure]] = {
     "curves": curves,
     "grid": grid,
     "tradeoff": tradeoff,

@@ -4,12 +4,13 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any
 
-from ease.show.answer import Answer, CheckedAnswer, answer_section, asked, check, told
+from markupsafe import Markup
+
+from ease.runs.records import AnswerRecord, BenchResults
+from ease.show.answer import ReportedAnswer, answer_section, asked
 from ease.show.experiment import experiment_section
-from ease.show.markup import Markup, json_script, missing, table, tag
+from ease.show.template import fixed, render, source
 
 COLUMNS = {
     "forget/recall@1": "forget R@1",
@@ -26,56 +27,38 @@ class Contents:
     title: str
     folder: str
     """The run, quoted as the commands on the page name it."""
-    answers: Sequence[Answer] = ()
-    results: Mapping[str, Any] | None = None
-    """Of an experiment, as `ease bench` wrote them."""
+    answers: Sequence[ReportedAnswer] = ()
+    results: BenchResults | None = None
+    """Of an experiment."""
     why_no_pairs: str = ""
 
 
 def page(contents: Contents) -> str:
     """The whole document."""
-    answers = check(contents.answers)
-    shown = [read for read in answers if not read.answer.is_reference]
-    shown.sort(key=lambda read: (read.audit is None, read.record.method_name != "ease", read.answer.name))
-    style, script = (files("ease.show").joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    spectra = [[{"cosines": b.cosines, "shares": b.shares} for b in read.blocks] for read in shown]
-    parts: list[Markup] = [
-        answer_section(read, number, contents.folder, contents.why_no_pairs) for number, read in enumerate(shown)
-    ]
-    if not shown and contents.results is None:
-        parts.append(
-            missing("Nothing has been forgotten in this run yet.", f"ease forget {contents.folder} --client 0")
-        )
-    if answers:
-        parts.append(_comparison(answers))
-    if contents.results is not None:
-        parts.append(experiment_section(contents.results))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
-        tag("title", f"Unlearning report: {contents.title}"),
-        tag("style", Markup(style)),
+    answers = contents.answers
+    references = {answer.request: answer.record for answer in answers if answer.is_reference}
+    shown = [answer for answer in answers if not answer.is_reference]
+    shown.sort(key=lambda answer: (answer.audit is None, answer.record.method_name != "ease", answer.name))
+    style, script = source("page.css"), source("page.js")
+    return render(
+        "page.html",
+        title=contents.title,
+        folder=contents.folder,
+        policy=_policy(style, script),
+        style=Markup(style),
+        script=Markup(script),
+        listed=[(f"{asked(answer.record)} by {answer.record.method_name}", answer.standing) for answer in shown],
+        sections=[
+            answer_section(answer, references.get(answer.request), number, contents.folder, contents.why_no_pairs)
+            for number, answer in enumerate(shown)
+        ],
+        columns=["Answer", *COLUMNS.values(), "bytes", "time"],
+        compared=_comparison(answers, references),
+        experiment=experiment_section(contents.results) if contents.results else "",
+        spectra=[
+            [{"cosines": block.cosines, "energies": block.energies} for block in answer.blocks] for answer in shown
+        ],
     )
-    body = tag(
-        "body",
-        tag("a", "Skip to the verdict", href="#main", class_="skip"),
-        tag(
-            "header",
-            tag("p", "Unlearning report", class_="kicker"),
-            tag(
-                "h1", f"What was {'forgotten' if shown or contents.results is None else 'compared'} in {contents.title}"
-            ),
-            _contents_list(shown),
-        ),
-        tag("main", *parts, id="main"),
-        _how_to_read(),
-        json_script("spectra", spectra),
-        tag("script", Markup(script)),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def _policy(style: str, script: str) -> str:
@@ -87,75 +70,23 @@ def _policy(style: str, script: str) -> str:
     return f"default-src 'none'; img-src data:; style-src {known(style)}; script-src {known(script)}"
 
 
-def _contents_list(shown: Sequence[CheckedAnswer]) -> Markup | None:
-    if len(shown) < 2:
-        return None
-    entries = [
-        tag(
-            "li",
-            tag("a", f"{asked(read.record)} by {read.record.method_name}", href=f"#answer-{number}"),
-            " ",
-            tag("span", _state(read), class_="small"),
-        )
-        for number, read in enumerate(shown)
-    ]
-    return tag("nav", tag("ul", *entries), aria_label="Answers on this page")
-
-
-def _state(read: CheckedAnswer) -> str:
-    if read.audit is None:
-        return "not audited"
-    kind, mark, *_ = told(read.audit)
-    return f"{mark} " + {"good": "like retraining", "bad": f"outside on {len(read.audit.outside)}"}.get(
-        kind, "no verdict"
-    )
-
-
-def _comparison(answers: Sequence[CheckedAnswer]) -> Markup:
+def _comparison(answers: Sequence[ReportedAnswer], references: Mapping[str, AnswerRecord]) -> list[list[str]]:
     """Every stored answer, retraining last in its request."""
-    ordered = sorted(answers, key=lambda r: (r.answer.request, r.answer.is_reference, r.answer.name))
-    rows = [
+    ordered = sorted(answers, key=lambda answer: (answer.request, answer.is_reference, answer.name))
+    return [
         [
-            read.answer.name,
-            *(_optional(read.record.metrics.get(key), ".1f") for key in COLUMNS),
-            _share(read, "cost/bytes_down", "cost/bytes_up"),
-            _share(read, "cost/seconds"),
+            answer.name,
+            *(fixed(answer.record.metrics.get(key), 1) for key in COLUMNS),
+            _share(answer.record, references.get(answer.request), "cost/bytes_down", "cost/bytes_up"),
+            _share(answer.record, references.get(answer.request), "cost/seconds"),
         ]
-        for read in ordered
+        for answer in ordered
     ]
-    return tag(
-        "section",
-        tag("h2", "All stored answers", id="all"),
-        table(
-            ["Answer", *COLUMNS.values(), "bytes", "time"],
-            rows,
-            "Recall in percent. Bytes and time are shares of retraining’s.",
-        ),
-        aria_labelledby="all",
-    )
 
 
-def _share(read: CheckedAnswer, *keys: str) -> str:
+def _share(record: AnswerRecord, retrain: AnswerRecord | None, *keys: str) -> str:
     """Part of retraining's cost, where both are known."""
-    if read.retrain is None:
+    if retrain is None:
         return ""
-    ours, theirs = (sum(record.metrics.get(key, 0.0) for key in keys) for record in (read.record, read.retrain))
+    ours, theirs = (sum(of.metrics.get(key, 0.0) for key in keys) for of in (record, retrain))
     return f"{ours / theirs:.0%}" if theirs else ""
-
-
-def _how_to_read() -> Markup:
-    return tag(
-        "footer",
-        tag("h2", "How to read this"),
-        tag(
-            "p",
-            "Retraining without the forgotten data is the reference: a model that forgot well behaves as that one "
-            "does, neither holding the pairs more strongly nor less. Before is the trained model, after this answer. ",
-            "R@k says how often the right caption or picture is among the first k. ",
-            "This is evidence, not a proof of deletion.",
-        ),
-    )
-
-
-def _optional(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

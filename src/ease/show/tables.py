@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ease.audit.band import Band
+from ease.runs.records import BenchResults, BenchRow, Overlap, Varied
+
 RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
 """Their absolute gaps to retraining add up to the rank."""
 DIVERGED = "diverged"
-"""The note of a row without a model, and what tables show of it."""
+"""What tables show of a row without a model."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Sheet:
     lines: tuple[Line, ...]
     retrain: Line
     band_seed: int | None
-    bands: Mapping[str, tuple[float, float]]
+    bands: Mapping[str, Band]
     """Metric -> where a further retraining of that seed would fall."""
 
     @property
@@ -64,10 +67,7 @@ class Sheet:
     def inside(self, line: Line, key: str) -> bool:
         """Whether a value lies in the retrain band, on the seed where the band was measured."""
         value = line.values(key).get(self.band_seed) if self.band_seed is not None else None
-        if value is None or key not in self.bands:
-            return False
-        low, high = self.bands[key]
-        return low <= value <= high
+        return value is not None and key in self.bands and self.bands[key].contains(value)
 
 
 @dataclass(frozen=True)
@@ -122,37 +122,36 @@ NOTE = (
 TUNED = "† settings chosen by `ease sweep`, each method with the same budget; the others at their defaults."
 
 
-def sheets(results: Mapping[str, Any]) -> list[Sheet]:
+def sheets(results: BenchResults) -> list[Sheet]:
     """Group the rows: over seeds into lines, and lines that share a retraining into sheets."""
-    grouped: dict[tuple[str, str], dict[tuple[str, str, str], list[Mapping[str, Any]]]] = {}
-    run_setting = next(iter(results["header"]["experiment"]["vary"]), None)
-    for row in results["rows"]:
-        at = row.get("at")
-        of_run = at is not None and at["name"] == run_setting
-        title = _title(at) if of_run else ""
-        label = row["label"] if at is None or of_run else f"{row['label']}, {_title(at)}"
-        models = grouped.setdefault((row["scenario"], title), {})
-        models.setdefault((row["role"], label, str(row["settings"])), []).append(row)
+    grouped: dict[tuple[str, str], dict[tuple[str, str, str], list[BenchRow]]] = {}
+    run_setting = next(iter(results.header.experiment.vary), None)
+    for row in results.rows:
+        of_run = row.at is not None and row.at.name == run_setting
+        title = _title(row.at) if of_run else ""
+        label = row.label if row.at is None or of_run else f"{row.label}, {_title(row.at)}"
+        models = grouped.setdefault((row.scenario, title), {})
+        models.setdefault((row.role, label, str(row.settings)), []).append(row)
     found = []
     for (scenario, title), groups in grouped.items():
         lines = [_line(scenario, role, label, rows) for (role, label, _), rows in groups.items()]
         retrain = next(line for line in lines if line.role == "retrain")
         shown = tuple(line for line in lines if line.role != "band")
-        band = next((b for b in results["bands"] if (b["scenario"], _title(b.get("at"))) == (scenario, title)), None)
-        seed, metrics = (band["seed"], band["metrics"]) if band else (None, {})
+        band = next((b for b in results.bands if (b.scenario, _title(b.at)) == (scenario, title)), None)
+        seed, metrics = (band.seed, band.metrics) if band else (None, {})
         found.append(Sheet(scenario, title, shown, retrain, seed, metrics))
     return found
 
 
-def _title(at: Mapping[str, Any] | None) -> str:
-    return f"{at['name']} = {at['value']}" if at else ""
+def _title(at: Varied | None) -> str:
+    return f"{at.name} = {at.value}" if at else ""
 
 
-def _line(scenario: str, role: str, label: str, rows: Sequence[Mapping[str, Any]]) -> Line:
-    at = rows[0].get("at")
-    metrics = {row["seed"]: dict(row["metrics"]) for row in rows if row.get("note") != DIVERGED}
-    lost = len(rows) - len(metrics)
-    return Line(scenario, role, rows[0]["label"], label, rows[0]["tuned"], at["value"] if at else None, metrics, lost)
+def _line(scenario: str, role: str, label: str, rows: Sequence[BenchRow]) -> Line:
+    first = rows[0]
+    metrics = {row.seed: row.metrics for row in rows if not row.diverged}
+    at = first.at.value if first.at else None
+    return Line(scenario, role, first.label, label, first.tuned, at, metrics, len(rows) - len(metrics))
 
 
 @dataclass(frozen=True)
@@ -213,12 +212,12 @@ def columns_of(sheet: Sheet, side: Sequence[Column]) -> list[Column]:
     return [column for column in side if any(_values(sheet, line, column) for line in sheet.lines)]
 
 
-def similarities(overlap: Mapping[str, Any]) -> np.ndarray:
+def similarities(overlap: Overlap) -> np.ndarray:
     """Similarity of every two clients: the mean cosine of their principal angles."""
-    return np.array([[statistics.mean(cosines) for cosines in row] for row in overlap["cosines"]])
+    return np.array([[statistics.mean(cosines) for cosines in row] for row in overlap.cosines])
 
 
-def mean_similarity(overlap: Mapping[str, Any]) -> float:
+def mean_similarity(overlap: Overlap) -> float:
     """Of two different clients."""
     found = similarities(overlap)
     return float(found[~np.eye(len(found), dtype=bool)].mean())
@@ -230,12 +229,12 @@ def notes(found: Sequence[Sheet]) -> list[str]:
     return [NOTE, *([TUNED] if tuned else [])]
 
 
-def markdown(results: Mapping[str, Any]) -> str:
+def markdown(results: BenchResults) -> str:
     """Two tables for each scenario: what is forgotten, and what is kept at which cost; or the overlap of each block."""
-    found, header = sheets(results), results["header"]
-    seeds = len(header["experiment"]["seeds"])
-    parts = [f"# {header['title']}", "", f"`{header['command']}`, {seeds} seed{'s' if seeds > 1 else ''}.", ""]
-    if "subspaces" in results:
+    found = sheets(results)
+    told = f"`{results.header.command}`, {results.seeds} seed{'s' if results.seeds > 1 else ''}."
+    parts = [f"# {results.title}", "", told, ""]
+    if results.subspaces:
         return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
     parts += [line for note in notes(found) for line in (note, "")]
     for sheet in found:
@@ -252,9 +251,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _overlaps(results: Mapping[str, Any]) -> list[str]:
-    blocks = results["subspaces"][0]["overlap"]
-    return [f"| {overlap['block']} | {mean_similarity(overlap):.3f} |" for overlap in blocks]
+def _overlaps(results: BenchResults) -> list[str]:
+    return [f"| {overlap.block} | {mean_similarity(overlap):.3f} |" for overlap in results.subspaces[0].blocks]
 
 
 def _markdown(figure: Figure | None) -> str:
@@ -265,13 +263,13 @@ def _markdown(figure: Figure | None) -> str:
     return text + (f" ({figure.note})" if figure.note else "") + ("°" if figure.inside else "")
 
 
-def latex(results: Mapping[str, Any]) -> str:
+def latex(results: BenchResults) -> str:
     """The same in parts below each other, with the scenarios side by side."""
     found = sheets(results)
     parts = [r"% Needs \usepackage{amsmath,booktabs,graphicx}"]
     for title in dict.fromkeys(sheet.title for sheet in found):
         here = [sheet for sheet in found if sheet.title == title]
-        caption = results["header"]["title"] + (f" ({title})" if title else "")
+        caption = results.title + (f" ({title})" if title else "")
         parts += [
             r"\begin{table*}[t]",
             r"\centering",

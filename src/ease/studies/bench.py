@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,11 +27,22 @@ from ease.runs.answers import answer_of, trained_of
 from ease.runs.attackers import QuickAttackers, quick_attackers
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget
+from ease.runs.records import (
+    BenchBand,
+    BenchExperiment,
+    BenchHeader,
+    BenchResults,
+    BenchRow,
+    CellRecord,
+    OverlapRecord,
+    Role,
+    Varied,
+    read_record,
+    write_record,
+)
 from ease.runs.run import Run
 from ease.runs.workers import spread
 from ease.runs.world import World
-from ease.show.tables import DIVERGED
-from ease.storage import read_json, write_json
 from ease.studies.experiment import Cell, Entrant, Experiment, Job, plan
 from ease.studies.overlap import client_overlap
 from ease.studies.scenarios import scenario_request
@@ -42,7 +53,7 @@ MOST_PAIRS = 400
 """Pairs of a set whose similarities are kept for drawing."""
 
 
-def work(job: Job) -> Iterator[str]:
+def finish_job(job: Job) -> Iterator[str]:
     """Do what is missing of a job; a note after training and after each answer."""
     if job.done:
         return
@@ -53,7 +64,8 @@ def work(job: Job) -> Iterator[str]:
     where = f"{job.config.partition.scheme} run, seed {job.config.seed}"
     yield f"{where}: trained"
     if job.overlap:
-        write_json(job.overlap_path, [asdict(found) for found in client_overlap(trained_of(run))])
+        overlap = OverlapRecord(seed=job.config.seed, blocks=tuple(client_overlap(trained_of(run))))
+        write_record(job.overlap_path, overlap)
     for cell in job.missing:
         yield from _fill(cell, run, world)
 
@@ -84,18 +96,22 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
     if cell.shadows:
         yield f"{cell.scenario} request, seed {seed}: attackers"
 
-    roles = [("method", cell.entrants), ("band", others), ("retrain", [retrain])]
+    roles: list[tuple[Role, Sequence[Entrant]]] = [
+        ("method", cell.entrants),
+        ("band", others),
+        ("retrain", [retrain]),
+    ]
     models = [(role, entrant) for role, entrants in roles for entrant in entrants]
     recalls = measure(world, yardstick.trained, yardstick.sets)
-    rows = [_row(cell, "trained", None) | _figures(cell, yardstick, yardstick.trained, recalls)]
+    rows = [_row(cell, "trained", None, **_figures(cell, yardstick, yardstick.trained, recalls))]
     for role, entrant in models:
         stored = answer_of(run, request, entrant.method)
         if stored.folder in diverged:
-            found: dict[str, Any] = {"metrics": {}, "note": DIVERGED, "reason": diverged[stored.folder]}
+            found: dict[str, Any] = {"metrics": {}, "diverged": diverged[stored.folder]}
         else:
-            found = _figures(cell, yardstick, stored.model(), stored.record()["metrics"])
-        rows.append(_row(cell, role, entrant) | found)
-    write_json(cell.path(run.folder), rows)
+            found = _figures(cell, yardstick, stored.model(), stored.record().metrics)
+        rows.append(_row(cell, role, entrant, **found))
+    write_record(cell.path(run.folder), CellRecord(rows=tuple(rows)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,7 @@ class Yardstick:
         retrained = answer_of(run, request, make_method("retrain"))
         before, goal = (similarities(world, state, sets["forget"]) for state in (trained, retrained.model()))
         attackers = quick_attackers(run, world, request, shadows) if shadows else None
-        return cls(world, sets, trained, before, goal, retrained.record()["metrics"], attackers)
+        return cls(world, sets, trained, before, goal, retrained.record().metrics, attackers)
 
     def metrics(self, state: Params, recorded: Mapping[str, float]) -> dict[str, float]:
         """Recall as an answer's record has it, alignment and attacks, and the cost if there was one."""
@@ -134,35 +150,34 @@ class Yardstick:
         return found
 
 
-def _row(cell: Cell, role: str, entrant: Entrant | None) -> dict[str, Any]:
-    """What a model is in the results; the trained one has no entrant."""
+def _row(cell: Cell, role: Role, entrant: Entrant | None, **found: Any) -> BenchRow:
+    """What a model is in the results, and what was found of it; the trained one has no entrant."""
     at = cell.at or (entrant.at if entrant else None)
-    row: dict[str, Any] = {
-        "scenario": cell.scenario,
-        "seed": cell.config.seed,
-        "role": role,
-        "method": entrant.method.name if entrant else "trained",
-        "label": entrant.label if entrant else "Trained",
-        "settings": entrant.method.model_dump(mode="json", exclude_defaults=True) if entrant else {},
-        "tuned": entrant.tuned if entrant else False,
-    }
-    if at:
-        row["at"] = {"name": at[0], "value": at[1]}
-    return row
+    return BenchRow(
+        scenario=cell.scenario,
+        seed=cell.config.seed,
+        role=role,
+        method=entrant.method.name if entrant else "trained",
+        label=entrant.label if entrant else "Trained",
+        settings=entrant.method.model_dump(mode="json", exclude_defaults=True) if entrant else {},
+        tuned=entrant.tuned if entrant else False,
+        at=Varied(name=at[0], value=at[1]) if at else None,
+        **found,
+    )
 
 
 def _figures(cell: Cell, yardstick: Yardstick, state: Params, recorded: Mapping[str, float]) -> dict[str, Any]:
-    """And what was found of it."""
+    """What was found of a model."""
     found: dict[str, Any] = {"metrics": yardstick.metrics(state, recorded)}
     if cell.pairs:
         found["pairs"] = {part: _similarities(yardstick.world, state, yardstick.sets[part]) for part in PARTS}
     return found
 
 
-def _similarities(world: World, state: Params, positions: np.ndarray) -> list[float]:
+def _similarities(world: World, state: Params, positions: np.ndarray) -> tuple[float, ...]:
     """Similarities of some pairs, evenly from all clients."""
     some = np.linspace(0, len(positions) - 1, min(MOST_PAIRS, len(positions))).round().astype(int)
-    return [round(value, 4) for value in similarities(world, state, positions[some]).tolist()]
+    return tuple(round(value, 4) for value in similarities(world, state, positions[some]).tolist())
 
 
 def bench(experiment: Experiment, folder: Path, processes: int) -> Iterator[str]:
@@ -170,7 +185,7 @@ def bench(experiment: Experiment, folder: Path, processes: int) -> Iterator[str]
     jobs = [job for job in plan(experiment, folder) if not job.done]
     for job in jobs:
         check_data(job.config.data)
-    yield from spread(work, jobs, processes)
+    yield from spread(finish_job, jobs, processes)
 
 
 def check_data(data: DataConfig) -> None:
@@ -181,60 +196,56 @@ def check_data(data: DataConfig) -> None:
             raise UserError(f"{path}: no such file or folder; name your copy with --set run.data.{name}=...")
 
 
-def results(experiment: Experiment, folder: Path) -> dict[str, Any]:
+def results(experiment: Experiment, folder: Path) -> BenchResults:
     """What a finished grid found: a header that says where it comes from, and a row for each model."""
     jobs = plan(experiment, folder)
     order = {seed: number for number, seed in enumerate(experiment.seeds)}
-    rows = [row for job in jobs for cell in job.cells for row in read_json(cell.path(job.folder))]
-    rows.sort(key=lambda row: (experiment.scenarios.index(row["scenario"]), order[row["seed"]]))
-    found: dict[str, Any] = {"header": header(experiment), "bands": bands(rows), "rows": rows}
-    if experiment.kind == "subspaces":
-        found["subspaces"] = [{"seed": job.config.seed, "overlap": read_json(job.overlap_path)} for job in jobs]
-    return found
+    places = {str(scenario): number for number, scenario in enumerate(experiment.scenarios)}
+    cells = [read_record(CellRecord, cell.path(job.folder)) for job in jobs for cell in job.cells]
+    rows = [row for cell in cells for row in cell.rows]
+    rows.sort(key=lambda row: (places[row.scenario], order[row.seed]))
+    overlaps = [read_record(OverlapRecord, job.overlap_path) for job in jobs if job.overlap]
+    return BenchResults(header=header(experiment), bands=bands(rows), rows=tuple(rows), subspaces=tuple(overlaps))
 
 
-def bands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def bands(rows: Sequence[BenchRow]) -> tuple[BenchBand, ...]:
     """For each scenario (and value of a varied run setting) the band of every metric, where there are retrainings."""
-    retrained: dict[str, list[Mapping[str, Any]]] = {}
-    ordered = [row for row in rows if row["role"] == "band"]
+    retrained: dict[str, list[BenchRow]] = {}
+    repeated = {_run_of(row) for row in rows if row.role == "band"}
     for row in rows:
-        if any(_same_run(row, other) for other in ordered) and row["role"] in ("band", "retrain"):
-            retrained.setdefault(json.dumps([row["scenario"], row["seed"], row.get("at")]), []).append(row)
-    return [_band(group) for group in retrained.values()]
+        if row.role in ("band", "retrain") and _run_of(row) in repeated:
+            retrained.setdefault(_run_of(row), []).append(row)
+    return tuple(_band(group) for group in retrained.values())
 
 
-def _same_run(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(row.get(key) == other.get(key) for key in ("scenario", "seed", "at"))
+def _run_of(row: BenchRow) -> str:
+    """What models of the same request and run have in common."""
+    return json.dumps(row.model_dump(mode="json", include={"scenario", "seed", "at"}))
 
 
-def _band(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for key in group[0]["metrics"]:
+def _band(group: Sequence[BenchRow]) -> BenchBand:
+    first, found = group[0], {}
+    for key in first.metrics:
         # Retraining's own rho is 0 by its definition and says nothing about how far retrainings lie apart.
-        values = [row["metrics"][key] for row in group if key != "rho" or row["role"] != "retrain"]
-        band = prediction_band(values)
+        band = prediction_band([row.metrics[key] for row in group if key != "rho" or row.role != "retrain"])
         if band is not None:
-            found[key] = [band.low, band.high]
-    first = {key: group[0][key] for key in ("scenario", "seed", "at") if key in group[0]}
-    return {**first, "models": len(group), "metrics": found}
+            found[key] = band
+    return BenchBand(scenario=first.scenario, seed=first.seed, at=first.at, metrics=found)
 
 
-def header(experiment: Experiment) -> dict[str, Any]:
-    """Enough to know what was run, on what, and when."""
-    return {
-        "title": experiment.title,
-        "kind": experiment.kind,
-        "experiment": experiment.model_dump(mode="json", exclude={"quick"}),
-        "command": " ".join(["ease", *sys.argv[1:]]),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {
+def header(experiment: Experiment) -> BenchHeader:
+    return BenchHeader(
+        experiment=BenchExperiment(**experiment.model_dump(mode="json", exclude={"quick"})),
+        command=" ".join(["ease", *sys.argv[1:]]),
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        commit=_commit(),
+        versions={
             "ease": version("ease-unlearning"),
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
-        "machine": {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()},
-    }
+        machine={"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()},
+    )
 
 
 def _commit() -> str | None:

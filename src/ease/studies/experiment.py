@@ -16,7 +16,7 @@ from ease.runs.config import RunConfig, anchor_paths
 from ease.storage import digest
 from ease.studies.scenarios import Scenario, scenario_config
 
-FORMAT = 1
+FORMAT = 2
 """Of a stored cell; raise it when the same settings give other figures."""
 QUICK: dict[str, Any] = {
     "seeds": [0],
@@ -166,7 +166,7 @@ class Job:
 
     @property
     def notes(self) -> int:
-        """How many notes `work` yields: one for training and one for each answer."""
+        """How many notes `finish_job` yields: one for training and one for each answer."""
         return 0 if self.done else 1 + sum(cell.answers for cell in self.missing)
 
 

@@ -1,27 +1,15 @@
 """How far the subspaces of the clients' updates overlap, from the stored history."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ease.methods.base import Trained
 from ease.methods.ease.evidence import StoredUpdate
+from ease.runs.records import Overlap
 from ease.subspace import gram, orthonormal_coefficients
 
 DIRECTIONS = 10
 """Leading directions of each client that are compared."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Principal cosines between every two clients' leading update directions, in one block."""
-
-    block: str
-    modality: str
-    clients: list[int]
-    cosines: list[list[list[float]]]
-    """[client][client][direction], descending; the mean over directions is the similarity of two clients."""
 
 
 def client_overlap(trained: Trained) -> list[Overlap]:
@@ -32,18 +20,19 @@ def client_overlap(trained: Trained) -> list[Overlap]:
     for block in trained.final.blocks:
         updates = [StoredUpdate(trained.history, number, client).column(block) for number, client in columns]
         cosines = principal_cosines(gram(updates, updates), owners)
-        found.append(Overlap(block.name, block.modality, sorted(set(owners)), cosines))
+        clients = tuple(sorted(set(owners)))
+        found.append(Overlap(block=block.name, modality=block.modality, clients=clients, cosines=cosines))
     return found
 
 
-def principal_cosines(square: Tensor, owners: list[int]) -> list[list[list[float]]]:
+def principal_cosines(square: Tensor, owners: list[int]) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Cosines of the principal angles between every two owners' leading directions, from the Gram matrix of columns."""
     indices = [torch.tensor([i for i, owner in enumerate(owners) if owner == client]) for client in sorted(set(owners))]
     bases = [orthonormal_coefficients(square[own][:, own], 1.0)[:, :DIRECTIONS] for own in indices]
-    return [
-        [
-            torch.linalg.svdvals(left.T @ square[i][:, j] @ right).clamp(0, 1).tolist()
+    return tuple(
+        tuple(
+            tuple(torch.linalg.svdvals(left.T @ square[i][:, j] @ right).clamp(0, 1).tolist())
             for j, right in zip(indices, bases, strict=True)
-        ]
+        )
         for i, left in zip(indices, bases, strict=True)
-    ]
+    )

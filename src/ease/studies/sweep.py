@@ -31,10 +31,11 @@ from ease.requests.request import ClassRequest, ClientRequest, Request
 from ease.runs.answers import answer_of, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget
+from ease.runs.records import TrialRecord, read_record, write_record
 from ease.runs.run import Run
 from ease.runs.workers import spread
 from ease.runs.world import World
-from ease.storage import digest, read_json, write_json
+from ease.storage import digest
 from ease.studies.experiment import Chosen, run_folder
 from ease.studies.scenarios import Scenario, scenario_config, validation_request
 
@@ -58,7 +59,7 @@ class Search:
 
     @property
     def notes(self) -> int:
-        """How many notes `work` yields: one for each trial."""
+        """How many notes `finish_search` yields: one for each trial."""
         return len(self.scenarios) * len(self.methods) * self.budget
 
 
@@ -117,7 +118,7 @@ def searches_for(
     ]
 
 
-def work(search: Search) -> Iterator[str]:
+def finish_search(search: Search) -> Iterator[str]:
     """Try everything that has no score yet; a note after each trial."""
     run = Run.create(search.folder, search.config)
     world = World.open(run.config)
@@ -130,7 +131,7 @@ def work(search: Search) -> Iterator[str]:
                 path = search.score_path(scenario, method)
                 if not path.is_file():
                     judge = judge or Judge.of(run, world, validation_request(world, scenario, run.config.seed))
-                    write_json(path, {**judge.trial(method), "method": method.model_dump(mode="json")})
+                    write_record(path, judge.trial(method))
                 yield f"{scenario} request: {method.title}, trial {number + 1}"
 
 
@@ -154,13 +155,14 @@ class Judge:
             raise UserError(f"{run.folder}: the trained model has learnt nothing to forget; train longer")
         return cls(run, world, trained, request, gap, recall)
 
-    def trial(self, method: Unlearner) -> dict[str, Any]:
+    def trial(self, method: Unlearner) -> TrialRecord:
         """The score as it is stored; settings without a usable model have none, and the reason instead."""
+        settings = method.model_dump(mode="json")
         try:
             score, error = self.score(method)
-            return {"score": score, "error": error}
-        except Diverged as error:
-            return {"score": None, "reason": str(error)}
+        except Diverged as diverged:
+            return TrialRecord(method=settings, score=None, diverged=str(diverged))
+        return TrialRecord(method=settings, score=score, error=error)
 
     def score(self, method: Unlearner) -> tuple[float, float]:
         """The score and the standard error that the membership gap brings into it."""
@@ -197,7 +199,7 @@ def sweep(searches: Sequence[Search], processes: int) -> Iterator[str]:
     for search in searches:
         for name in search.methods:
             trials(name, search.budget)  # refuses a budget that is too large before any work
-    yield from spread(work, searches, processes)
+    yield from spread(finish_search, searches, processes)
 
 
 def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
@@ -210,18 +212,18 @@ def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
         for scenario in search.scenarios:
             for name in search.methods:
                 tried = trials(name, search.budget)
-                stored = [read_json(search.score_path(scenario, method)) for method in tried]
-                scores = [trial["score"] for trial in stored]
-                best = min(range(len(tried)), key=lambda n: inf if scores[n] is None else scores[n])
-                if scores[best] is None:
+                stored = [read_record(TrialRecord, search.score_path(scenario, method)) for method in tried]
+                scores = [inf if trial.score is None else trial.score for trial in stored]
+                best = scores.index(min(scores))
+                if scores[best] == inf:
                     continue
-                if scores[0] is not None and scores[0] - scores[best] <= stored[best]["error"]:
+                if scores[0] - scores[best] <= stored[best].error:
                     best = 0
                 settings = tried[best].model_dump(mode="json", exclude_defaults=True)
                 chosen.setdefault(name, {})[scenario] = Chosen(
                     score=round(scores[best], 4),
-                    error=round(stored[best]["error"], 4),
-                    default_score=None if scores[0] is None else round(scores[0], 4),
+                    error=round(stored[best].error, 4),
+                    default_score=None if scores[0] == inf else round(scores[0], 4),
                     budget=len(tried),
                     settings=settings,
                 )

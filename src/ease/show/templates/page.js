@@ -6,7 +6,7 @@ const spectra = JSON.parse(document.getElementById("spectra").textContent);
 
 const goes = (block, delta) => block.cosines.map((cosine) => cosine <= delta);
 const removed = (block, delta) =>
-  block.shares.reduce((sum, share, i) => (block.cosines[i] <= delta ? sum + share : sum), 0);
+  block.energies.reduce((sum, energy, i) => (block.cosines[i] <= delta ? sum + energy : sum), 0);
 const touched = (block, delta) => Math.max(0, ...block.cosines.filter((c) => c <= delta).map((c) => c * c));
 
 function show(part, blocks, delta) {

@@ -1,0 +1,91 @@
+"""What a careful reader must know before believing an audit's numbers, in sentences."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ease.audit.band import reach
+from ease.audit.membership import CONFIDENCE, EXPECTED_FALSE_POSITIVES
+from ease.audit.shadows import Candidates
+from ease.audit.verdict import Measure
+from ease.methods.base import Unlearner
+
+NOT_TESTED = (
+    "membership in the backbone's own pretraining",
+    "attacks that read gradients or weights, or that reconstruct pictures or captions",
+    "attackers that saw the model before AND after and compare the two",
+    "planted canaries and other worst-case pairs",
+    "other training seeds: one trained model is audited, not the method in general",
+    "per-pair attacks on retained pairs (only their distribution is compared)",
+)
+LEAST_GAP = 0.1
+"""Mean difference of log-odds below which the trained model holds the forget pairs as a retrained one does."""
+
+
+def sample_caveat(candidates: Candidates) -> str:
+    members, others = int(candidates.member.sum()), int((~candidates.member).sum())
+    return (
+        f"{members} members and {others} non-members; their class mixes differ by {candidates.mismatch:.2f} "
+        "(total variation)"
+    )
+
+
+def band_caveats(retrained: int, measures: Sequence[Measure]) -> Iterator[str]:
+    """How little a few retrained models say, and which measures they say nothing about."""
+    unjudged = [measure.title for measure in measures if measure.band is None]
+    judged = len(measures) - len(unjudged)
+    yield (
+        f"band: 95 % prediction interval from {retrained} retrained models of one seed, which reaches "
+        f"{reach(retrained):.1f} of their standard deviations to either side; of {judged} measures, a retrained "
+        f"model itself falls outside on about {(1 - CONFIDENCE) * judged:.0f}"
+    )
+    if unjudged:
+        yield f"no band, so not judged: {', '.join(unjudged)}; raise --retrains"
+
+
+def settings_caveat(method: Unlearner) -> str:
+    """Settings that were chosen by looking at these very measures would flatter the method."""
+    usual = type(method)().model_dump(mode="json")
+    changed = [f"{key} = {value}" for key, value in method.model_dump(mode="json").items() if value != usual[key]]
+    return (
+        f"{method.name} with {', '.join(changed) or 'its default settings'}: not a fair test if chosen by "
+        "these measures or against retrain, nor beside a method that was tuned less"
+    )
+
+
+def exposure_caveat(in_training: float, by_answer: float, by_retrain: float) -> str:
+    """A model that was shown the retained pairs more often than retrain knows them better for that alone."""
+    return (
+        f"retained pairs shown in all: {in_training + by_answer:,.0f} to the answer ({in_training:,} in training), "
+        f"{by_retrain:,.0f} to retrain; more showings alone raise the recall of retained pairs"
+    )
+
+
+def threshold_caveats(fpr: float, shadow_scores: int, others: int) -> Iterator[str]:
+    """Where the threshold comes from, and whether anything can check it."""
+    if shadow_scores * fpr < EXPECTED_FALSE_POSITIVES:
+        needed = EXPECTED_FALSE_POSITIVES / fpr
+        yield (
+            f"TPR at {fpr:.2%} FPR is not given: it takes {needed:.0f} non-member scores "
+            f"to set the threshold by, and the shadows give {shadow_scores}; use more shadows or a higher --fpr"
+        )
+    if others * fpr < EXPECTED_FALSE_POSITIVES:
+        yield (
+            f"the threshold comes from {shadow_scores} non-members of the shadows; on the audited model itself only "
+            f"{others} non-members can check it"
+        )
+
+
+def pair_caveats(copies: int, gap: float, unscored: int) -> Iterator[str]:
+    """Copies in the retained data, forget pairs that left no trace, and pairs that no attack can score."""
+    if copies:
+        yield f"{copies} retained pairs are near-duplicates of forget pairs: no method can forget what is kept"
+    if gap < LEAST_GAP:
+        yield f"no signal: the trained model holds the forget pairs as retrain does (log-odds differ by {gap:.2f})"
+    if unscored:
+        yield f"{unscored} pairs have no shadow on one side and are left out"
+
+
+def retained_caveat(aucs: Mapping[str, float]) -> str:
+    return (
+        f"retained pairs against non-members, AUC of the log-odds: {aucs['unlearned']:.3f} unlearned, "
+        f"{aucs['retrain']:.3f} retrain, {aucs['trained']:.3f} before"
+    )

@@ -1,0 +1,29 @@
+"""What an audit may spend, and what it promises."""
+
+from pydantic import Field, field_validator
+
+from ease.config import Config
+
+
+class AuditConfig(Config):
+    """Settings of `ease audit`."""
+
+    shadows: int = Field(16, ge=4)
+    """Shadow federations; an even number, since they come in complementary pairs."""
+    retrains: int = Field(3, ge=1)
+    """Further retrainings, in another order of the data, that make the band."""
+    pool: int = Field(512, ge=16)
+    """Pairs, seen by no model, that every statistic is measured against."""
+    fpr: float = Field(0.01, gt=0, lt=1)
+    """False positive rate at which the share of found members is told."""
+    relearn_pairs: int = Field(16, ge=2)
+    """Forget pairs that are shown again in the relearning test."""
+    workers: int | None = Field(None, ge=1)
+    """Processes that train shadows; default: one for each core, up to 4, and one on a GPU."""
+
+    @field_validator("shadows")
+    @classmethod
+    def _even(cls, count: int) -> int:
+        if count % 2:
+            raise ValueError("shadows come in complementary pairs: choose an even number")
+        return count

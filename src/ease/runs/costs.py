@@ -1,0 +1,37 @@
+"""What an answer costs beside retraining: traffic, steps, time and counted operations."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch.utils.flop_counter import FlopCounterMode
+
+from ease.federation.objectives import embed_states
+from ease.model.losses import info_nce
+from ease.runs.records import Price
+from ease.runs.world import World
+
+
+def prices(answer: Mapping[str, float], retrain: Mapping[str, float], flops_per_pair: float) -> dict[str, Price]:
+    """Every total cost of two records' metrics, and the operations that their passed pairs stand for."""
+    totals = [key for key in sorted(answer) if key.startswith("cost/") and "seconds/" not in key]
+    found = {key.removeprefix("cost/"): Price.of(answer[key], retrain.get(key, 0.0)) for key in totals}
+    passed = [of.get("cost/pairs_passed", of["cost/pairs_trained"]) * flops_per_pair for of in (answer, retrain)]
+    return found | {"flops": Price.of(*passed)}
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """How long each phase of an answer took."""
+    return {key.removeprefix("cost/seconds/"): value for key, value in metrics.items() if "seconds/" in key}
+
+
+def training_flops(world: World) -> float:
+    """Floating-point operations for each pair of a training step, forward and backward, counted by torch."""
+    client = next(iter(world.federation.data.values()))
+    training = world.config.training
+    positions = np.arange(min(len(client.train), training.batch_size))
+    job = training.job(0, world.config.seed, world.config.model.temperature)
+    tensors = {name: tensor.to(world.device).requires_grad_() for name, tensor in world.initial().tensors.items()}
+    states = client.train.batch(positions, np.zeros_like(positions))
+    with FlopCounterMode(display=False) as counter:
+        info_nce(*embed_states(world.model, tensors, states), job.temperature).backward()
+    return counter.get_total_flops() / len(positions)

@@ -1,0 +1,367 @@
+"""What the commands write as JSON, and read again: one model for each file, used on both sides."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from ease.audit.band import Band
+from ease.audit.config import AuditConfig
+from ease.audit.membership import Estimate, OperatingPoint
+from ease.audit.relearn import Curve
+from ease.audit.verdict import Verdict
+from ease.config import Config, validate
+from ease.errors import UserError
+from ease.requests.request import Request
+from ease.storage import read_json, write_json
+
+Metrics = dict[str, float]
+
+
+class Record(Config):
+    """A whole file. Its `format` is raised whenever older files can no longer be read."""
+
+    remedy: ClassVar[str]
+    """What to do about a file that cannot be read."""
+    format: int
+
+
+R = TypeVar("R", bound=Record)
+
+
+def write_record(path: Path, record: Record) -> None:
+    write_json(path, record.model_dump(mode="json"))
+
+
+def read_record(kind: type[R], path: Path) -> R:
+    """The record in a file; of another format or damaged, one line names the file, the field and the remedy."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: damaged: a JSON object is expected; {kind.remedy}")
+    known = kind.model_fields["format"].default
+    if found.get("format") != known:
+        other = found.get("format", "none")
+        raise UserError(f"{path}: format: {other}, and this version reads {known}; {kind.remedy}")
+    try:
+        return validate(kind, found, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; {kind.remedy}") from error
+
+
+class MethodRecord(Record):
+    """A file about one method."""
+
+    method: dict[str, Any]
+    """Its name as `method`, and its settings."""
+
+    @field_validator("method")
+    @classmethod
+    def _named(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(settings.get("method"), str):
+            raise ValueError("the method has no name")
+        return settings
+
+    @property
+    def method_name(self) -> str:
+        return self.method["method"]
+
+
+# Answers to requests
+
+
+class BlockNotes(Config):
+    """The entanglement spectrum of one block."""
+
+    block: str
+    forget_directions: int
+    retain_directions: int
+    excised: int
+    cosines: tuple[float, ...]
+    """Of each direction of the forget updates to the retained ones."""
+    energies: tuple[float, ...]
+    """Share of the forget energy along each."""
+    forget_energy: float
+    retain_damage: float
+
+    @property
+    def short_name(self) -> str:
+        """Without the parts that every name has."""
+        return self.block.replace(".tower.blocks.", ".").replace(".attention", "")
+
+    @model_validator(mode="after")
+    def _one_energy_each(self) -> "BlockNotes":
+        if len(self.energies) != len(self.cosines):
+            raise ValueError(f"{len(self.cosines)} cosines and {len(self.energies)} energies")
+        return self
+
+
+class GapNotes(Config):
+    """How far forget pairs lay above held-out ones."""
+
+    gap: float
+    standard_error: float
+    forget_pairs: int
+    held_out_pairs: int
+
+
+class SpectrumNotes(Config):
+    """What EASE found when it decomposed the updates."""
+
+    delta: float | str
+    blocks: tuple[BlockNotes, ...]
+    depth: float | None = None
+    gap_before: GapNotes | None = None
+    gap_after: GapNotes | None = None
+    target_mean: float | None = None
+    """Mean level that the forget pairs are pushed to."""
+    residuals: dict[str, float] = Field(default_factory=dict)
+    """Block -> what truncation to its rank left."""
+    why: str = ""
+    """Why less was done than usual."""
+
+
+class RoundRecord(Config):
+    """One round of a method."""
+
+    round: int
+    phase: str
+    loss: float | None
+    metrics: Metrics
+    """Empty where nothing was measured between rounds."""
+    spectrum: SpectrumNotes | None = None
+    """Of the round in which EASE decomposes."""
+    notes: dict[str, Any] = Field(default_factory=dict)
+    """Whatever else the method noted."""
+
+    @classmethod
+    def of(cls, number: int, phase: str, loss: float | None, metrics: Metrics, notes: dict[str, Any]) -> "RoundRecord":
+        """Tell the spectrum, which has blocks, from whatever else was noted."""
+        told = {key: value for key, value in notes.items() if key in SpectrumNotes.model_fields and "blocks" in notes}
+        rest = {key: value for key, value in notes.items() if key not in told}
+        spectrum = SpectrumNotes.model_validate(told) if told else None
+        return cls(round=number, phase=phase, loss=loss, metrics=metrics, spectrum=spectrum, notes=rest)
+
+
+class AnswerRecord(MethodRecord):
+    """A method's answer to a request, or further training after one."""
+
+    remedy: ClassVar[str] = "delete its folder and run `ease forget` again"
+    format: Literal[2] = 2
+    request: Request
+    trained_sha256: str
+    """Of the model that it began from."""
+    seed: int
+    resumed: bool
+    locked: bool | None = None
+    """Of further training: whether the directions were held."""
+    rounds: tuple[RoundRecord, ...] = Field(min_length=1)
+    metrics: Metrics
+
+    @property
+    def spectrum(self) -> SpectrumNotes | None:
+        return self.rounds[0].spectrum
+
+
+# Audits
+
+
+class RocPoints(Config):
+    """A ROC curve for drawing."""
+
+    fpr: tuple[float, ...]
+    tpr: tuple[float, ...]
+
+
+class AttackRecord(Config):
+    """What one attack says of one model."""
+
+    auc: Estimate
+    leakage: float
+    """How far the AUC lies from a guess, to either side."""
+    tpr: OperatingPoint | None
+    """None: too few non-members to set a threshold by."""
+    unscored: int
+    roc: RocPoints
+
+
+class Gallery(Config):
+    """Among how many pairs recall is measured, and what a random ranking would reach."""
+
+    pairs: int
+    chance: Metrics
+
+
+class Price(Config):
+    """One cost of an answer beside that of retraining."""
+
+    answer: float
+    retrain: float
+    ratio: float
+
+    @classmethod
+    def of(cls, answer: float, retrain: float) -> "Price":
+        return cls(answer=answer, retrain=retrain, ratio=answer / retrain if retrain else 0.0)
+
+
+class Costs(Config):
+    totals: dict[str, Price]
+    phases: dict[str, float]
+    """Seconds of each phase of the answer."""
+    compute_matched_retrain: dict[str, Metrics]
+    """Share of retraining's rounds -> recall@1 of each set of pairs."""
+
+
+class AuditRecord(MethodRecord):
+    """A verdict and all that it rests on."""
+
+    remedy: ClassVar[str] = "delete it and run `ease audit` again"
+    format: Literal[2] = 2
+    request: Request
+    model_sha256: str
+    """Of the audited model; the verdict holds for no other."""
+    retrain_sha256: str
+    settings: AuditConfig
+    verdict: Verdict
+    gallery: Gallery
+    attack: str
+    """The attack that was strongest before unlearning."""
+    attacks: dict[str, dict[str, AttackRecord]]
+    """Attack -> model -> what it says."""
+    relearning: dict[str, dict[str, Curve]]
+    """What was taught -> model -> how the forgotten came back."""
+    similarities: dict[str, tuple[float, ...]]
+    """Model -> cosine of picture and caption of each forget pair."""
+    costs: Costs
+    warnings: tuple[str, ...]
+    not_tested: tuple[str, ...]
+
+
+# Experiments
+
+
+class Varied(Config):
+    """A varied setting and the value that it has here."""
+
+    name: str
+    value: Any
+
+
+Role = Literal["trained", "method", "band", "retrain"]
+"""`band`: a retraining in another order."""
+
+
+class BenchRow(Config):
+    """One model of one request and seed."""
+
+    scenario: str
+    seed: int
+    role: Role
+    method: str
+    label: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    tuned: bool = False
+    at: Varied | None = None
+    metrics: Metrics
+    diverged: str = ""
+    """Why there is no model, where there is none."""
+    pairs: dict[str, tuple[float, ...]] | None = None
+    """Forget and retained pairs: similarities of some, where they are to be drawn."""
+
+
+class CellRecord(Record):
+    """All models of one request and seed."""
+
+    remedy: ClassVar[str] = "delete it and run `ease bench` again"
+    format: Literal[2] = 2
+    rows: tuple[BenchRow, ...]
+
+
+class Overlap(Config):
+    """Principal cosines between every two clients' leading update directions, in one block."""
+
+    block: str
+    modality: str
+    clients: tuple[int, ...]
+    cosines: tuple[tuple[tuple[float, ...], ...], ...]
+    """[client][client][direction], descending; the mean over directions is the similarity of two clients."""
+
+
+class OverlapRecord(Record):
+    """How alike the clients' updates of one run are."""
+
+    remedy: ClassVar[str] = "delete it and run `ease bench` again"
+    format: Literal[2] = 2
+    seed: int
+    blocks: tuple[Overlap, ...]
+
+
+class BenchBand(Config):
+    """Where a further retraining would fall, on one request and seed."""
+
+    scenario: str
+    seed: int
+    at: Varied | None = None
+    metrics: dict[str, Band]
+
+
+class BenchExperiment(Config):
+    """What was run, as the experiment's file and the command line said it."""
+
+    title: str
+    kind: str
+    run: dict[str, Any]
+    """Settings of training, told and never computed with: results outlive the settings of the version they are of."""
+    scenarios: tuple[str, ...]
+    seeds: tuple[int, ...]
+    methods: tuple[dict[str, Any], ...]
+    vary: dict[str, tuple[Any, ...]]
+    tuned: str | None
+    band_retrains: int
+    shadows: int
+
+
+class BenchHeader(Config):
+    """Enough to know what was run, on what, and when."""
+
+    experiment: BenchExperiment
+    command: str
+    date: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, Any]
+
+
+class BenchResults(Record):
+    """Several methods, requests and seeds side by side."""
+
+    remedy: ClassVar[str] = "run `ease bench` again"
+    format: Literal[2] = 2
+    header: BenchHeader
+    bands: tuple[BenchBand, ...]
+    rows: tuple[BenchRow, ...]
+    subspaces: tuple[OverlapRecord, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return self.header.experiment.title
+
+    @property
+    def kind(self) -> str:
+        return self.header.experiment.kind
+
+    @property
+    def seeds(self) -> int:
+        return len(self.header.experiment.seeds)
+
+
+class TrialRecord(MethodRecord):
+    """One setting of a method on the request of a sweep."""
+
+    remedy: ClassVar[str] = "delete it and run `ease sweep` again"
+    format: Literal[2] = 2
+    score: float | None
+    """None where the settings left no usable model."""
+    error: float = 0.0
+    """Standard error of the score."""
+    diverged: str = ""
+    """Why there is no score."""

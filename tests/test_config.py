@@ -1,5 +1,6 @@
 """Configurations: what TOML and `--set` give, and mistakes that name their field."""
 
+import tomllib
 from pathlib import Path
 from typing import Literal
 
@@ -83,6 +84,43 @@ def test_toml_round_trip(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
     assert validate(Whole, read_toml(tmp_path / "c.toml"), "c.toml") == config
     assert "note" not in to_toml(Whole())  # TOML has no null
+
+
+class Inner(Config):
+    near: float = 1.0
+    gone: int | None = None
+
+
+class Outer(Config):
+    """A value after a section, a section in a section, and a key and a text that need quotes."""
+
+    inner: Inner = Inner()
+    last: bool = True
+    words: tuple[str, ...] = ("a", 'b "c"')
+    free: dict[str, Inner | int] = Field(default_factory=lambda: {"x y": 3, "deep": Inner(near=2)})
+
+
+def test_toml_keeps_the_order_of_the_fields_and_leaves_out_what_is_none_at_any_depth() -> None:
+    text = to_toml(Outer())
+    assert (
+        text
+        == """last = true
+words = [
+  "a",
+  "b \\"c\\"",
+]
+
+[inner]
+near = 1.0
+
+[free]
+"x y" = 3
+
+[free.deep]
+near = 2.0
+"""
+    )
+    assert validate(Outer, tomllib.loads(text), "text") == Outer()
 
 
 @pytest.mark.parametrize(

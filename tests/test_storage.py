@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,6 +144,68 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
             pytest.fail("two hold the lock")
     with exclusive(tmp_path / ".lock", "busy now"):
         pass
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ease.storage import exclusive
+with exclusive(Path(sys.argv[1]), "busy"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_locks_no_one_out(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / ".lock"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            with pytest.raises(UserError, match="busy now"), exclusive(path, "busy now"):
+                pytest.fail("two hold the lock")
+        finally:
+            holder.kill()
+    with exclusive(path, "busy now"):
+        pass
+
+
+def test_a_lock_is_free_again_after_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), exclusive(tmp_path / ".lock", "busy"):
+        raise ZeroDivisionError
+    with exclusive(tmp_path / ".lock", "busy"):
+        pass
+
+
+def test_a_disk_without_locks_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never with a file whose presence alone locks: a killed run would leave it behind."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with pytest.raises(UserError, match=r"\.lock: cannot lock .Function not implemented.; use a folder"):
+        with exclusive(tmp_path / ".lock", "busy"):
+            pytest.fail("nothing is locked")
+    monkeypatch.undo()
+    with exclusive(tmp_path / ".lock", "busy"):
+        pass
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for absent in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[absent] = None
+import ease
+for module in pkgutil.walk_packages(ease.__path__, "ease."):
+    importlib.import_module(module.name)
+print("imported")
+"""
+
+
+def test_every_module_can_be_imported_where_unix_modules_are_absent() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
+    assert done.stdout == "imported\n", done.stderr
 
 
 def test_leftovers_go_once_they_are_old_enough(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Configuration: frozen, strictly checked values that come from TOML and `--set key=value`."""
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ease.errors import UserError
@@ -96,14 +96,11 @@ def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[st
 
 def to_toml(config: Config) -> str:
     """The complete configuration as TOML a person can read and diff; absent optional values are left out."""
-    plain, sections = [], []
-    for key, value in config.model_dump(mode="json").items():
-        if isinstance(value, dict):
-            sections += ["", f"[{key}]", *(_toml_line(k, v) for k, v in value.items() if v is not None)]
-        elif value is not None:
-            plain.append(_toml_line(key, value))
-    return "\n".join(plain + sections).strip() + "\n"
+    return tomli_w.dumps(_present(config.model_dump(mode="json")), indent=2)
 
 
-def _toml_line(key: str, value: Any) -> str:
-    return f"{key} = {json.dumps(value, ensure_ascii=False)}"
+def _present(value: Any) -> Any:
+    """The same without what is None, at any depth: TOML has no word for it."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,5 @@
 """Files that are either whole or absent: atomic writes, safe reads, one place for the cache folder."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as serialise_tensors
@@ -71,6 +71,8 @@ def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":  # Windows opens no folders; it writes the names of files by itself
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,7 +146,7 @@ def new_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.nda
 
 def _reserve(path: Path) -> None:
     """Take the disk space of a sparse file now: a full disk met through a memory map would kill the process."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
+    if hasattr(os, "posix_fallocate"):  # not on macOS and Windows
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
@@ -164,14 +166,18 @@ def exclusive(path: Path, busy: str) -> Iterator[None]:
     The system drops the lock when its process ends, however it ends, so a killed run never locks anyone out.
     """
     _make_folder(path.parent)
-    with _refusal_to_write(path):
-        file = path.open("a")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(busy) from error
+    # A disk without locks is refused: the substitute is a file whose mere presence locks, which outlives a kill.
+    lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(busy) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot lock ({error.strerror}); use a folder on a disk of your own") from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def map_array(path: Path) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Decoding: every odd kind of file, identity by content, the cache, and damaged files."""
 
+import hashlib
 import io
+import json
 import os
 import shutil
 import time
@@ -272,6 +274,24 @@ def test_equal_pictures_are_found_and_the_checksum_follows_the_pixels(tmp_path):
     assert decoded(red, blue, red).checksum == result.checksum
     assert decoded(red, blue, blue).checksum != result.checksum
     assert decoded(blue, red, red).checksum != result.checksum
+
+
+def test_every_readable_picture_has_its_digest_in_order(tmp_path):
+    (tmp_path / "text.png").write_text("not an image")
+    one, other = photo(tmp_path / "a.png", (250, 0, 0)), photo(tmp_path / "b.png", (0, 0, 250))
+    for _ in range(2):  # decoded, then from the cache
+        result = decoded(one, tmp_path / "text.png", other, one)
+        expected = [hashlib.blake2b(picture.tobytes(), digest_size=16).hexdigest() for picture in result.pixels]
+        assert result.digests == expected and expected[0] == expected[2] != expected[1]
+        assert result.checksum == hashlib.sha256("".join(expected).encode()).hexdigest()
+
+
+def test_a_record_that_lacks_a_digest_is_made_again(tmp_path, own_cache):
+    path = photo(tmp_path / "a.png")
+    expected = decoded(path).digests
+    (file,) = (own_cache / "pixels").glob("*.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "digests": []}))
+    assert decoded(path).digests == expected
 
 
 def test_traits_are_counted(tmp_path):

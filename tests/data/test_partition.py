@@ -1,21 +1,16 @@
 """Who holds what: every pair dealt once, skewed as asked, with enough for everyone."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threadpoolctl import threadpool_limits
 
-from ease.data import partition as module
 from ease.data.partition import (
     MINIMUM_PAIRS,
-    cached_classes,
     joint_embedding,
     make_shards,
     partition,
-    pseudo_classes,
+    partition_by_site,
 )
 from ease.errors import UserError
 
@@ -104,67 +99,29 @@ def test_the_validation_share_never_takes_the_last_training_pairs() -> None:
     assert (len(shard.train), len(shard.validation)) == (3, 0)
 
 
-def clouds(pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pooled embeddings in three clear clouds, the pair's number modulo 3."""
-    rng = np.random.default_rng(0)
-    centres = np.eye(3, 8) * 10
-    image = centres[np.arange(pairs) % 3] + rng.normal(size=(pairs, 8)) * 0.1
-    return image, np.stack([image] * 5, axis=1) + rng.normal(size=(pairs, 5, 8)) * 0.1
+def test_sites_are_numbered_in_the_order_of_their_names() -> None:
+    names, dealt = partition_by_site(["b", "a 10", "b", "a 2", "a 2", "a 10", "b"])
+    assert names == ("a 10", "a 2", "b")
+    assert [positions.tolist() for positions in dealt] == [[1, 5], [3, 4], [0, 2, 6]]
 
 
-def test_pseudo_classes_find_clear_clusters() -> None:
-    image, text = clouds(60)
-    labels, centroids = pseudo_classes(image, text, 3, seed=0)
-    assert centroids.shape == (3, 16) and labels.dtype == np.int64
-    for cloud in range(3):
-        assert len(set(labels[cloud::3])) == 1
-    assert len(set(labels[:3])) == 3
+def test_a_site_with_one_pair_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"site 'north' has 1 training pair, at least 2 are needed; add pairs, join it"):
+        partition_by_site(["south", "north", "south"])
 
 
-def test_pseudo_classes_do_not_depend_on_the_number_of_threads() -> None:
-    rng = np.random.default_rng(1)
-    image, text = rng.normal(size=(3000, 8)), rng.normal(size=(3000, 5, 8))
-    results = []
-    for threads in (1, 2):
-        with threadpool_limits(threads):
-            results.append(pseudo_classes(image, text, 7, seed=0))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    np.testing.assert_array_equal(results[0][1], results[1][1])
-
-
-def test_pseudo_classes_are_computed_once_for_the_same_embeddings(own_cache: Path, monkeypatch) -> None:
-    image, text = clouds(30)
-    expected = pseudo_classes(image, text, 3, seed=0)
-    asked = []
-    monkeypatch.setattr(module, "pseudo_classes", lambda *given: asked.append(given[2:]) or pseudo_classes(*given))
-    for _ in range(2):
-        for found, wanted in zip(cached_classes(image, text, 3, 0), expected, strict=True):
-            assert found.dtype == wanted.dtype
-            np.testing.assert_array_equal(found, wanted)
-    assert asked == [(3, 0)]
-    cached_classes(image, text, 2, 0), cached_classes(image, text, 3, 1)
-    cached_classes(image + 1, text, 3, 0), cached_classes(image, text + 1, 3, 0)
-    assert asked == [(3, 0), (2, 0), (3, 1), (3, 0), (3, 0)]
-    for path in (own_cache / "classes").iterdir():
-        path.write_bytes(path.read_bytes()[:-9])
-    np.testing.assert_array_equal(cached_classes(image, text, 3, 0)[0], expected[0])
+def test_shards_keep_the_names_of_sites_and_simulated_clients_have_none() -> None:
+    dealt = [np.arange(5), np.arange(5, 9)]
+    shards = make_shards(np.arange(9), tuple("abcdefghi"), LABELS[:9], dealt, 0.2, 0, ("north", "south"))
+    assert [(shard.client, shard.name) for shard in shards] == [(0, "north"), (1, "south")]
+    assert {shard.name for shard in shards_of(0.1)} == {None}
 
 
 def test_joint_embedding_joins_unit_vectors_and_bears_zeros() -> None:
-    image, text = clouds(6)
+    rng = np.random.default_rng(0)
+    image, text = rng.normal(size=(6, 8)), rng.normal(size=(6, 5, 8))
     image[0] = 0
     joint = joint_embedding(image, text)
     np.testing.assert_allclose(np.linalg.norm(joint[1:, :8], axis=1), 1)
     np.testing.assert_allclose(np.linalg.norm(joint[:, 8:], axis=1), 1)
     assert not joint[0, :8].any()
-
-
-def test_more_classes_than_pairs_are_refused() -> None:
-    image, text = clouds(6)
-    with pytest.raises(UserError, match=r"partition.classes = 7: more pseudo-classes than the 6 training pairs; lower"):
-        pseudo_classes(image, text, 7, seed=0)
-
-
-def test_more_classes_than_distinct_pairs_are_refused() -> None:
-    with pytest.raises(UserError, match=r"partition.classes = 3: more pseudo-classes than distinct"):
-        pseudo_classes(np.ones((6, 8)), np.ones((6, 5, 8)), 3, seed=0)

@@ -20,7 +20,25 @@ def test_only_what_occurred_is_told() -> None:
 
 
 def test_every_count_has_words() -> None:
-    assert {field.name for field in fields(DataReport)} == {*FINDINGS, "splits", "listings"}
+    assert {field.name for field in fields(DataReport)} == {
+        *FINDINGS,
+        "splits",
+        "listings",
+        "unused_columns",
+        "unused_site_columns",
+    }
+
+
+def test_columns_that_count_for_nothing_are_named() -> None:
+    head = "5 pairs: 5 train"
+    hint = ' (set partition.scheme = "sites" to deal by it)'
+    for given, line in (
+        ({"unused_columns": ("photographer", "year")}, "photographer, year"),
+        ({"unused_site_columns": ("site",)}, f"site{hint}"),
+        ({"unused_columns": ("photographer",), "unused_site_columns": ("site",)}, f"photographer, site{hint}"),
+    ):
+        report = DataReport(splits={"train": 5}, **given)
+        assert list(report.lines()) == [head, f"  columns not used: {line}"] and report.counts() == {}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From rows to pairs: what is joined, dropped, counted and refused, whatever the layout."""
 
 import gzip
+import hashlib
 import os
 import zipfile
 from dataclasses import replace
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from ease.data.report import DataReport
-from ease.data.rows import Row, check_relative_path, check_split, pairs_from_rows, read_text, split_by_id
+from ease.data.rows import Row, check_relative_path, check_split, pairs_from_rows, read_text, site_of, split_by_id
 from ease.errors import UserError
+from ease.storage import digest
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SOURCE = Path("list.json")
@@ -69,6 +71,116 @@ def test_one_id_for_two_images_or_splits_is_refused_with_both_places(row):
         pairs_from_rows([row(0), row(1, id="id0")], SOURCE, 4)
     with pytest.raises(UserError, match=r"'id0' is in split test here and in train at list\.json: entry 0"):
         pairs_from_rows([row(0), row(0, split="test")], SOURCE, 4)
+
+
+# --- sites ---
+
+
+def test_sites_are_kept_and_part_of_the_fingerprint_only_where_there_are_any(row):
+    """Without sites the fingerprint is the hash of size, ids, captions, splits and pixels, as it was before sites."""
+    rows = [row(0), row(1, split="test")]
+    plain = pairs_from_rows(rows, SOURCE, 4)
+    pictures = [hashlib.blake2b(picture.tobytes(), digest_size=16).hexdigest() for picture in plain.pixels]
+    checksum = hashlib.sha256("".join(pictures).encode()).hexdigest()
+    assert plain.sites == ()
+    assert plain.fingerprint == digest("pairs", 4, ["id0", "id1"], [FIVE, FIVE], ["train", "test"], checksum)
+    named, other = (
+        pairs_from_rows([replace(rows[0], site=site), rows[1]], SOURCE, 4, by_site=True) for site in ("north", "south")
+    )
+    assert named.sites == ("north", None)
+    assert len({plain.fingerprint, named.fingerprint, other.fingerprint}) == 3
+
+
+def test_every_training_pair_needs_a_site_where_sites_are_the_clients(row):
+    """The first one without is named; pairs of other splits, and images left out, need none."""
+    rows = [row(0, site="a"), row(1, split="test"), row(2, split="validation"), row(3, [" "]), row(4), row(5)]
+    with pytest.raises(UserError, match=r"list\.json: entry 4: `client` or `site` is blank, and other rows have one"):
+        pairs_from_rows(rows, SOURCE, 4, by_site=True)
+    assert pairs_from_rows(rows[:4], SOURCE, 4, by_site=True).sites == ("a", None, None)
+    assert pairs_from_rows(rows, SOURCE, 4).sites == ("a", None, None, None, None)
+
+
+def test_a_pair_whose_split_is_dealt_needs_a_site_only_if_it_is_trained_on(row):
+    splits = [split_by_id(f"id{number}", 0.5) for number in range(20)]
+    assert {"train", "test", "validation"} == set(splits)
+    sites = [f"s{number}" if split == "train" else None for number, split in enumerate(splits)]
+    rows = [row(number, split=None, site=site) for number, site in enumerate(sites)]
+    assert pairs_from_rows(rows, SOURCE, 4, held_out_share=0.5, by_site=True).sites == tuple(sites)
+
+
+def test_without_sites_the_columns_that_there_are_are_named_before_anything_is_decoded(row, monkeypatch):
+    monkeypatch.setattr("ease.data.rows.decode", lambda *_: pytest.fail("decoded"))
+    rows = [row(0, columns=("image", "text")), row(1, columns=("image", "text", "year"))]
+    with pytest.raises(
+        UserError, match=r"list\.json: .*needs a column `client` or `site`.*is: image, text, year\); add"
+    ):
+        pairs_from_rows(rows, SOURCE, 4, by_site=True)
+
+
+def test_rows_of_one_image_agree_on_its_site(row):
+    pairs = pairs_from_rows([row(0, ["a"], site=None), row(0, ["b"], site="x"), row(0, ["c"])], SOURCE, 4, by_site=True)
+    assert pairs.sites == ("x",) and pairs.captions[0][:3] == ("a", "b", "c")
+    with pytest.raises(UserError, match=r"entry 0: image 'id0' is of site 'y' here and of 'x' at list\.json: entry 0"):
+        pairs_from_rows([row(0, site="x"), row(0, ["b"], site="y")], SOURCE, 4)
+
+
+def test_columns_that_were_not_read_are_reported_and_so_is_a_column_of_sites(row):
+    rows = [
+        row(0, site="x", columns=("image", "site", "year"), unused=("year",)),
+        row(1, site="y", columns=("image", "site", "lens", "year"), unused=("lens", "year")),
+    ]
+    report = pairs_from_rows(rows, SOURCE, 4).report
+    assert (report.unused_columns, report.unused_site_columns) == (("year", "lens"), ("site",))
+    report = pairs_from_rows(rows, SOURCE, 4, by_site=True).report
+    assert (report.unused_columns, report.unused_site_columns) == (("year", "lens"), ())
+
+
+@pytest.mark.parametrize(
+    ("entry", "site"),
+    [
+        ({}, None), ({"client": None}, None), ({"site": " "}, None), ({"client": float("nan")}, None),
+        ({"client": " St. Mary "}, "St. Mary"), ({"site": 7}, "7"), ({"site": 7.0}, "7"), ({"site": 0}, "0"),
+        ({"site": 1.5}, "1.5"), ({"client": "a", "site": ""}, "a"), ({"client": 3, "site": "3"}, "3"),
+    ],
+)  # fmt: skip
+def test_a_site_is_text_or_a_number(entry, site):
+    assert site_of(entry, "here") == site
+
+
+@pytest.mark.parametrize("value", [True, ["a"], {"name": "a"}])
+def test_a_site_that_is_neither_is_refused(value):
+    with pytest.raises(UserError, match=r"here: site: must be a text or a number, got .*rename the column"):
+        site_of({"site": value}, "here")
+
+
+def test_two_columns_that_name_different_holders_are_refused():
+    with pytest.raises(UserError, match=r"here: `client` is 'a' and `site` is 'b'; .*keep the one that does"):
+        site_of({"client": "a", "site": "b"}, "here")
+
+
+# --- the identity of a pair ---
+
+
+def test_a_digest_follows_picture_and_captions_and_nothing_else(row):
+    """The other pairs, the split, the id, the site and the place in the file do not count."""
+    first, second = row(0), row(1)
+    whole = pairs_from_rows([first, second], SOURCE, 4)
+    changed = replace(second, id="renamed", split="test", site="x", where="elsewhere")
+    assert pairs_from_rows([changed], SOURCE, 4).digests == whole.digests[1:]
+    assert len(whole.digests) == len(set(whole.digests)) == 2
+    others = (replace(second, captions=(*"abcd", "f")), replace(second, image=row(2).image))
+    assert not {pairs_from_rows([other], SOURCE, 4).digests[0] for other in others} & set(whole.digests)
+    assert pairs_from_rows([second], SOURCE, 6).digests[0] not in whole.digests, "other pixels at another size"
+
+
+def test_digests_stay_beside_their_pairs_when_photographs_are_gone(row):
+    rows = [row(number) for number in range(20)]
+    before = dict(zip([row.id for row in rows], pairs_from_rows(rows, SOURCE, 4).digests, strict=True))
+    rows[3].image.unlink()
+    rows[7].image.write_bytes(b"broken")
+    after = pairs_from_rows(rows, SOURCE, 4)
+    assert len(after) == 18
+    assert dict(zip(after.ids, after.digests, strict=True)) == {key: before[key] for key in after.ids}
 
 
 def test_the_same_picture_under_two_ids_is_counted_and_listed(row):

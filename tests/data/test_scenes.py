@@ -12,6 +12,7 @@ from ease.data.scenery import NOUNS, OWNERS, TOWNS, WORDS, Scene, combinations, 
 from ease.data.scenes import caption_scene, lexicon, load_scenes, pretraining_scenes, scene_at
 from ease.errors import UserError
 from ease.seeding import generator
+from ease.storage import digest
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,16 @@ def test_a_scene_does_not_depend_on_how_many_are_asked_for() -> None:
     np.testing.assert_array_equal(many.pixels[rows], few.pixels)
     assert tuple(many.captions[row] for row in rows) == few.captions
     assert few.fingerprint != many.fingerprint
+
+
+def test_the_fingerprint_is_what_it_always_was_and_digests_follow_the_scene() -> None:
+    """Caches and runs are found by the first; the second stays when other scenes are asked for."""
+    few, many = load_scenes(train=5, validation=2, test=3), load_scenes(train=20, validation=9, test=7)
+    assert few.fingerprint == digest("scenes", 3, 0, {"train": 5, "validation": 2, "test": 3})
+    by_id = dict(zip(many.ids, many.digests, strict=True))
+    assert few.digests == tuple(by_id[pair_id] for pair_id in few.ids)
+    assert len(set(many.digests)) == len(many)
+    assert not set(load_scenes(seed=1, train=5, validation=0, test=0).digests) & set(many.digests)
 
 
 def test_seeds_give_different_worlds() -> None:

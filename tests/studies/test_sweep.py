@@ -15,9 +15,10 @@ from ease.runs.records import TrialRecord, read_record
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.studies.experiment import load_tuned
+from ease.studies.experiment import Chosen, load_tuned
 from ease.studies.scenarios import scenario_request, validation_request
 from ease.studies.sweep import (
+    FORMULA,
     Judge,
     Search,
     choose,
@@ -62,6 +63,50 @@ def test_spaces_are_small_and_hold_the_defaults(name) -> None:
     tried = trials(name, math.prod(map(len, space.values())))
     for setting, values in space.items():
         assert {getattr(method, setting) for method in tried} == set(values)  # every value can be reached
+
+
+def reversed_digits(number: int, base: int) -> float:
+    """The digits of a number behind the point in reverse: 6 = 110 in base 2 becomes 0.011 = 3/8."""
+    value, step = 0.0, 1.0
+    while number:
+        number, digit = divmod(number, base)
+        step /= base
+        value += digit * step
+    return value
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_trials_walk_the_halton_points_of_the_grid(name) -> None:
+    """Written out: one base for each setting, the numbers from 1, points that were there already left out."""
+    space = METHODS[name].tuned
+    expected = [make_method(name)]
+    for number in range(1, 200):
+        places = [reversed_digits(number, base) for base in (2, 3, 5)]
+        settings = {
+            setting: values[int(place * len(values))]
+            for (setting, values), place in zip(space.items(), places, strict=False)
+        }
+        method = make_method(name, table=settings)
+        expected += [] if method in expected else [method]
+    assert trials(name, 8) == expected[:8]
+    every = math.prod(map(len, space.values()))
+    assert trials(name, every) == expected[:every] and len(expected) >= every
+
+
+def test_a_choice_is_a_file_that_says_where_it_came_from_and_reads_back(tmp_path) -> None:
+    chosen = {
+        "not": {"client": Chosen(score=0.5, error=0.1, budget=8)},
+        "ease": {
+            "sample": Chosen(score=0.25, default_score=1.0, budget=8, settings={"delta": 1e-05, "lock": "off"}),
+            "class": Chosen(score=2.0, budget=4, settings={"delta": 0.3}),
+        },
+    }
+    text = chosen_toml(chosen, "some.toml")
+    assert text.startswith("# Chosen by `ease sweep some.toml`, ") and f"# {FORMULA}.\n" in text
+    headings = [line for line in text.splitlines() if line.startswith("[") and "settings" not in line]
+    assert headings == ["[ease.class]", "[ease.sample]", "[not.client]"]
+    (tmp_path / "tuned.toml").write_text(text)
+    assert load_tuned(tmp_path / "tuned.toml") == chosen
 
 
 def test_a_budget_larger_than_a_space_is_refused() -> None:

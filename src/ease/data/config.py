@@ -55,14 +55,22 @@ class DataConfig(Config):
 
 class PartitionConfig(Config):
     clients: int = Field(10, ge=1)
-    scheme: Literal["iid", "dirichlet", "uniform"] = "dirichlet"
-    """`iid`, `dirichlet` (skewed by pseudo-class) or `uniform` (every pseudo-class spread evenly)."""
+    """Simulated clients; with `scheme = "sites"` the data name them."""
+    scheme: Literal["iid", "dirichlet", "uniform", "sites"] = "dirichlet"
+    """`iid`, `dirichlet` (skewed by pseudo-class), `uniform` (no such skew) or `sites` (as the data say)."""
     beta: float = Field(0.5, gt=0)
     """Dirichlet concentration; smaller is more skewed."""
     classes: int = Field(10, ge=1)
     """Number of pseudo-classes."""
+    clustering: Literal["auto", "pooled", "federated"] = "auto"
+    """`pooled` clusters all pairs in one place, `federated` leaves them at their clients; `auto`: so for real sites."""
     validation_share: float = Field(0.1, ge=0, lt=1)
     """Share of each client's pairs that is never trained on."""
+
+    @property
+    def federated_classes(self) -> bool:
+        """Whether pseudo-classes are found without bringing pairs together."""
+        return self.clustering == "federated" or (self.clustering == "auto" and self.scheme == "sites")
 
 
 LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
@@ -76,9 +84,11 @@ LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
 """Each reads the rows of a file or folder, with the images in another folder if one is given."""
 
 
-def load_pairs(config: DataConfig, image_size: int, crop: bool = False) -> PairSet:
-    """The pairs of a configuration, with pictures as a backbone takes them."""
+def load_pairs(config: DataConfig, image_size: int, crop: bool = False, by_site: bool = False) -> PairSet:
+    """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name."""
     if config.name == "scenes":
+        if by_site:
+            raise UserError('data.name = "scenes": generated pairs are of no site; choose another partition.scheme')
         return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
     read = LAYOUTS[config.name]
@@ -86,7 +96,7 @@ def load_pairs(config: DataConfig, image_size: int, crop: bool = False) -> PairS
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
-    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict)
+    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site)
 
 
 def check_splits(pairs: PairSet, config: DataConfig) -> None:

@@ -16,13 +16,14 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ease.console import with_progress
+from ease.data.pairs import picture_digest
 from ease.errors import UserError
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
 ImageSource = Path | memoryview
 """A file, or the bytes of one."""
 
-DECODER_VERSION = 3
+DECODER_VERSION = 4
 """Part of the cache key: raise it when decoding gives other pixels or another record."""
 SMALL_SIDE = 16
 WHOLE_BYTES = 64 * 1024
@@ -53,6 +54,8 @@ class Decoded(NamedTuple):
     """uint8 [readable images, size, size, 3], memory-mapped."""
     unreadable: dict[int, str]
     """Position of each image that cannot be read, and why."""
+    digests: list[str]
+    """Hash of each readable image's pixels."""
     checksum: str
     """Hash of all pixels."""
     same_picture: list[list[int]]
@@ -122,15 +125,16 @@ def _cached(array_path: Path, record_path: Path) -> Decoded:
     pixels = map_array(array_path)
     # The readable rows lie at the front, so that dropping the others stays a view of the mapped file.
     kept = pixels[: len(pixels) - len(unreadable)]
-    return Decoded(kept, unreadable, record["checksum"], record["same_picture"], record["traits"])
+    if len(record["digests"]) != len(kept):
+        raise ValueError(f"{record_path}: not the record of {array_path}")
+    return Decoded(kept, unreadable, record["digests"], record["checksum"], record["same_picture"], record["traits"])
 
 
 def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSource], size: int, crop: bool) -> None:
     unreadable: dict[str, str] = {}
     traits: Counter[str] = Counter()
     positions: dict[str, list[int]] = {}
-    checksum = hashlib.sha256()
-    filled = 0
+    digests: list[str] = []
     with new_array(array_path, (len(images), size, size, 3), np.uint8) as pixels, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd files would break the progress bar
         work = partial(_picture_or_reason, size=size, crop=crop)
@@ -138,16 +142,15 @@ def _decode_into(array_path: Path, record_path: Path, images: Sequence[ImageSour
             if isinstance(outcome, str):
                 unreadable[str(position)] = outcome
                 continue
-            pixels[filled] = outcome.pixels
-            filled += 1
-            content = hashlib.blake2b(outcome.pixels.tobytes(), digest_size=16).hexdigest()
-            checksum.update(content.encode())
-            positions.setdefault(content, []).append(position)
+            pixels[len(digests)] = outcome.pixels
+            digests.append(picture_digest(outcome.pixels))
+            positions.setdefault(digests[-1], []).append(position)
             traits.update(outcome.traits)
         # Written before the array appears under its name, so an array is never without its record.
         record = {
             "unreadable": unreadable,
-            "checksum": checksum.hexdigest(),
+            "digests": digests,
+            "checksum": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "same_picture": [group for group in positions.values() if len(group) > 1],
             "traits": traits,
         }

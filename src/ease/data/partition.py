@@ -1,16 +1,13 @@
-"""Who holds what: training pairs dealt to clients, by chance or skewed by pseudo-class."""
+"""Who holds what: training pairs dealt to clients, by chance, skewed by pseudo-class, or as real sites hold them."""
 
-import hashlib
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from ease.errors import UserError
-from ease.seeding import generator, stream_seed
-from ease.storage import cache_folder, digest, read_tensors, write_tensors
+from ease.seeding import generator
 
 MINIMUM_PAIRS = 2
 """InfoNCE over a single pair is constant, so a client with one training pair could not learn."""
@@ -26,44 +23,8 @@ class Shard:
     train_ids: tuple[str, ...]
     train_classes: np.ndarray
     validation_classes: np.ndarray
-
-
-def cached_classes(image: np.ndarray, text: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`pseudo_classes` from the cache, found by what the embeddings hold, or computed now."""
-    content = [(part.shape, hashlib.sha256(np.ascontiguousarray(part).data).hexdigest()) for part in (image, text)]
-    path = cache_folder() / "classes" / f"{digest('classes', count, seed, content)}.safetensors"
-    try:
-        kept = read_tensors(path)
-        return kept["labels"].numpy(), kept["centroids"].numpy()
-    except (UserError, KeyError):  # absent or damaged
-        labels, centroids = pseudo_classes(image, text, count, seed)
-        write_tensors(path, {"labels": torch.from_numpy(labels), "centroids": torch.from_numpy(centroids)})
-        return labels, centroids
-
-
-def pseudo_classes(image: np.ndarray, text: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """KMeans over the concatenated unit-norm frozen embeddings: labels [pairs], centroids [count, width]."""
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
-
-    joint = joint_embedding(image, text)
-    if count > len(joint):
-        raise UserError(
-            f"partition.classes = {count}: more pseudo-classes than the {len(joint)} training pairs; "
-            "lower it or add training data"
-        )
-    model = KMeans(count, n_init=4, random_state=stream_seed(seed, "pseudo-classes") % 2**32)
-    # Threads add up in the order they finish; one thread gives every machine the same classes, run after run.
-    with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            model.fit(joint)
-        except ConvergenceWarning as warning:
-            raise UserError(
-                f"partition.classes = {count}: more pseudo-classes than distinct training pairs; lower it or add data"
-            ) from warning
-    return model.labels_.astype(np.int64), model.cluster_centers_
+    name: str | None = None
+    """Of a real site; simulated clients have none."""
 
 
 def unit_embeddings(image: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -112,6 +73,22 @@ def partition(
     return dealt
 
 
+def partition_by_site(sites: Sequence[str | None]) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """The sites' names in sorted order, and the positions of each one's pairs."""
+    held: dict[str, list[int]] = {}
+    for position, site in enumerate(sites):
+        assert site is not None  # checked when the data were read
+        held.setdefault(site, []).append(position)
+    for site, positions in sorted(held.items()):
+        if len(positions) < MINIMUM_PAIRS:
+            raise UserError(
+                f"site {site!r} has {len(positions)} training pair, at least {MINIMUM_PAIRS} are needed; add pairs, "
+                "join it with another site or remove it"
+            )
+    names = tuple(sorted(held))
+    return names, [np.array(held[name]) for name in names]
+
+
 def make_shards(
     pool: np.ndarray,
     ids: tuple[str, ...],
@@ -119,6 +96,7 @@ def make_shards(
     dealt: list[np.ndarray],
     validation_share: float,
     seed: int,
+    names: Sequence[str] | None = None,
 ) -> tuple[Shard, ...]:
     """Turn dealt positions of `pool` into shards and set each client's validation share aside."""
     shards = []
@@ -134,6 +112,7 @@ def make_shards(
                 train_ids=tuple(ids[position] for position in pool[train]),
                 train_classes=labels[train],
                 validation_classes=labels[validation],
+                name=names[client] if names else None,
             )
         )
     return tuple(shards)

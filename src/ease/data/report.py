@@ -47,6 +47,10 @@ class DataReport:
     small: int = 0
     listings: tuple[Path, ...] = ()
     """Files that name every unreadable image and every picture with several ids."""
+    unused_columns: tuple[str, ...] = ()
+    """Columns of a table that mean nothing here."""
+    unused_site_columns: tuple[str, ...] = ()
+    """Columns that name sites, where the pairs are dealt in another way."""
 
     def counts(self) -> dict[str, int]:
         """What occurred, and how often."""
@@ -58,6 +62,10 @@ class DataReport:
         yield f"{total:,} pairs: " + ", ".join(f"{count:,} {split}" for split, count in self.splits.items())
         for name, count in self.counts().items():
             yield "  " + FINDINGS[name].format(f"{count:,}", s="" if count == 1 else "s")
+        hint = ' (set partition.scheme = "sites" to deal by it)'
+        unused = [*self.unused_columns, *(f"{name}{hint}" for name in self.unused_site_columns)]
+        if unused:
+            yield f"  columns not used: {', '.join(unused)}"
         for path in self.listings:
             yield f"  listed in {path}"
 

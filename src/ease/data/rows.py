@@ -1,13 +1,13 @@
 """Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ease.data.images import ImageSource, decode, identify
-from ease.data.pairs import SPLITS, PairSet
+from ease.data.pairs import SPLITS, PairSet, pair_digest
 from ease.data.report import DataReport
 from ease.errors import UserError
 from ease.storage import cache_folder, digest, write_atomic
@@ -23,6 +23,8 @@ SPLIT_NAMES = {
     "test": "test",
 }
 """The name of a split in a file, in small letters, and ours. `restval`, COCO's spare part, is trained on."""
+SITE_COLUMNS = ("client", "site")
+"""Either names who holds an image."""
 NAMED_IN_MESSAGE = 3
 PACKED = (b"\x1f\x8b", b"PK\x03\x04")
 """How gzip and zip files begin."""
@@ -42,6 +44,12 @@ class Row:
     """One of ours; None when the data names none."""
     where: str
     """File and place in it, for messages."""
+    site: str | None = None
+    """Who holds the image, where the data says so."""
+    columns: tuple[str, ...] = ()
+    """All that the row has, by name."""
+    unused: tuple[str, ...] = ()
+    """Those of its columns that hold something and were not read."""
 
     @property
     def name(self) -> str:
@@ -55,17 +63,24 @@ def pairs_from_rows(
     crop: bool = False,
     held_out_share: float = 0.2,
     strict: bool = False,
+    by_site: bool = False,
 ) -> PairSet:
-    """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`."""
+    """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`.
+
+    `by_site`: the sites of the rows are going to be the clients, so every training pair must name one.
+    """
     if not rows:
         raise UserError(f"{source}: no images listed; give at least one image with captions")
     joined = _join(rows)
+    joined = [replace(row, split=row.split or split_by_id(row.id, held_out_share)) for row in joined]
     written = [len(row.captions) for row in joined]
     cleaned = [replace(row, captions=tuple(text.strip() for text in row.captions if _shows(text))) for row in joined]
     captioned = [row for row in cleaned if row.captions]
     if not captioned:
         raise UserError(f"{source}: none of the {len(cleaned)} images has a caption; add captions")
 
+    if by_site:
+        _check_sites(captioned, source)
     identities, missing = identify([row.image for row in captioned])
     _check_readable(captioned, missing, source, strict)  # before the long decoding
     present = [position for position in range(len(captioned)) if position not in missing]
@@ -77,7 +92,9 @@ def pairs_from_rows(
 
     ids = tuple(row.id for row in kept)
     captions = tuple(_exactly_five(row.captions) for row in kept)
-    splits = tuple(row.split or split_by_id(row.id, held_out_share) for row in kept)
+    splits = tuple(str(row.split) for row in kept)
+    sites = tuple(row.site for row in kept) if any(row.site for row in kept) else ()
+    in_columns = {name for row in rows for name in row.columns if name in SITE_COLUMNS}
     report = DataReport(
         splits={split: splits.count(split) for split in SPLITS},
         joined=len(rows) - len(joined),
@@ -88,10 +105,30 @@ def pairs_from_rows(
         under_five=sum(len(row.captions) < CAPTIONS_PER_IMAGE for row in kept),
         same_picture=sum(map(len, decoded.same_picture)),
         listings=(*unreadable_list, *_listing("same-picture", twins)),
+        unused_columns=tuple(dict.fromkeys(name for row in rows for name in row.unused)),
+        unused_site_columns=() if by_site or not sites else tuple(sorted(in_columns)),
         **decoded.traits,
     )
-    fingerprint = digest("pairs", size, ids, captions, splits, decoded.checksum)
-    return PairSet(ids, captions, decoded.pixels, splits, fingerprint, report)
+    # Sites only where there are any: what was cached for data without them stays valid.
+    fingerprint = digest("pairs", size, ids, captions, splits, decoded.checksum, *([sites] if sites else []))
+    digests = tuple(map(pair_digest, decoded.digests, captions))
+    return PairSet(ids, captions, decoded.pixels, splits, fingerprint, report, sites, digests)
+
+
+def _check_sites(rows: Sequence[Row], source: Path) -> None:
+    """Before the long decoding: sites are named at all, and by every training pair."""
+    if not any(row.site for row in rows):
+        columns = ", ".join(dict.fromkeys(name for row in rows for name in row.columns))
+        raise UserError(
+            f'{source}: partition.scheme = "sites" needs a column `client` or `site` that names the holder of each '
+            f"image (there is: {columns}); add one or choose another partition.scheme"
+        )
+    for row in rows:
+        if row.split == "train" and row.site is None:
+            raise UserError(
+                f"{row.where}: `client` or `site` is blank, and other rows have one; name the site of every training "
+                "image or choose another partition.scheme"
+            )
 
 
 def _shows(caption: str) -> bool:
@@ -100,7 +137,7 @@ def _shows(caption: str) -> bool:
 
 
 def _join(rows: Iterable[Row]) -> list[Row]:
-    """One row for each id: many files have a line for each caption. An id with two images or splits is an error."""
+    """One row for each id: many files have a line for each caption. An id has one image, split and site."""
     joined: dict[str, Row] = {}
     for row in rows:
         first = joined.setdefault(row.id, row)
@@ -116,8 +153,13 @@ def _join(rows: Iterable[Row]) -> list[Row]:
                 f"{row.where}: image {row.id!r} is in split {row.split} here and in {first.split} at {first.where}; "
                 "an image belongs to one split: correct one"
             )
+        if row.site and first.site and row.site != first.site:
+            raise UserError(
+                f"{row.where}: image {row.id!r} is of site {row.site!r} here and of {first.site!r} at {first.where}; "
+                "an image belongs to one site: correct one"
+            )
         new = tuple(text for text in row.captions if text not in first.captions)
-        joined[row.id] = replace(first, captions=first.captions + new)
+        joined[row.id] = replace(first, captions=first.captions + new, site=first.site or row.site)
     return list(joined.values())
 
 
@@ -213,6 +255,27 @@ def check_caption(value: Any, where: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again") from error
     return value
+
+
+def site_of(entry: Mapping[str, Any], where: str) -> str | None:
+    """The site that an entry names, if any: a text or a number, taken as text."""
+    named = {column: text for column in SITE_COLUMNS if (text := _site(entry.get(column), f"{where}: {column}"))}
+    if len(set(named.values())) > 1:
+        raise UserError(
+            f"{where}: `client` is {named['client']!r} and `site` is {named['site']!r}; both name who holds the image: "
+            "keep the one that does and rename the other"
+        )
+    return next(iter(named.values()), None)
+
+
+def _site(value: Any, where: str) -> str | None:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a whole number in a column with gaps is often stored as a fraction
+    if value is None or value != value:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f"{where}: must be a text or a number, got {value!r}; name the site or rename the column")
+    return check_caption(str(value), where).strip() or None
 
 
 def check_split(value: Any, where: str) -> str:

@@ -198,4 +198,6 @@ def load_scenes(seed: int = 0, train: int = 2000, validation: int = 300, test: i
         pixels=map_array(folder / "pixels.npy"),
         splits=tuple(split for split, _ in places),
         fingerprint=fingerprint,
+        # A scene is all that its place in the generated world makes of it, so that its pixels need not be read.
+        digests=tuple(digest("scene", GENERATOR_VERSION, seed, split, index) for split, index in places),
     )

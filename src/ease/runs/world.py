@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from ease.data.config import check_splits, load_pairs
+from ease.data.dealing import deal
 from ease.data.features import Activations, cached_activations
 from ease.data.pairs import PairSet
-from ease.data.partition import Shard, cached_classes, joint_embedding, make_shards, partition
+from ease.data.partition import Shard, joint_embedding
 from ease.federation.engines import make_engine
 from ease.federation.loop import Loop
 from ease.model.backbones import Backbone, load_backbone
@@ -36,12 +37,12 @@ class World:
     def open(cls, config: RunConfig) -> "World":
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
-        pairs = load_pairs(config.data, backbone.image_size, backbone.crop)
+        pairs = load_pairs(config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites")
         check_splits(pairs, config.data)
         first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
         activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
         model = DualEncoder(backbone, config.model, config.seed).to(device)
-        shards, centroids = deal(config, pairs, activations)
+        shards, centroids = deal(config.partition, pairs, activations, config.data.seed, config.seed)
         return cls(config, pairs, activations, shards, centroids, backbone, model, device)
 
     @cached_property
@@ -55,14 +56,3 @@ class World:
 
     def initial(self) -> Params:
         return self.model.initial().to("cpu")
-
-
-def deal(config: RunConfig, pairs: PairSet, activations: Activations) -> tuple[tuple[Shard, ...], np.ndarray]:
-    """Cluster the training pairs in the frozen space and deal them to clients."""
-    pool = pairs.indices("train")
-    settings = config.partition
-    labels, centroids = cached_classes(
-        activations.pooled_image[pool], activations.pooled_text[pool], settings.classes, config.data.seed
-    )
-    dealt = partition(settings.scheme, labels, settings.clients, settings.beta, config.seed)
-    return make_shards(pool, pairs.ids, labels, dealt, settings.validation_share, config.seed), centroids

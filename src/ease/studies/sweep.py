@@ -10,16 +10,16 @@ Less is better. A gap below zero counts as one above: pairs held less strongly t
 Defaults that are beaten by no more than the standard error of g stay: the luckiest of equal trials is no better.
 """
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
+from scipy.stats import qmc
 
 from ease.audit.evaluate import recalls
 from ease.errors import Diverged, UserError
@@ -40,8 +40,6 @@ from ease.studies.experiment import Chosen, run_folder
 from ease.studies.scenarios import Scenario, scenario_config, validation_request
 
 FORMULA = "score = |membership gap| / |gap before| + max(0, 1 - validation recall / recall before); less is better"
-PRIMES = (2, 3, 5)
-"""Bases of the Halton sequence, one for each setting."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,14 @@ def trials(name: str, budget: int) -> list[Unlearner]:
 
 
 def _walk(space: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Halton points on the grid of a space."""
-    for number in count(1):
+    """Halton points on the grid of a space, without end."""
+    sequence = qmc.Halton(len(space), scramble=False)
+    sequence.fast_forward(1)  # the first point is the corner, whatever the space
+    while True:
+        (point,) = sequence.random(1)
         yield {
-            name: values[int(_radical_inverse(number, base) * len(values))]
-            for (name, values), base in zip(space.items(), PRIMES, strict=False)
+            name: values[int(place * len(values))] for (name, values), place in zip(space.items(), point, strict=True)
         }
-
-
-def _radical_inverse(number: int, base: int) -> float:
-    """The digits of a number behind the point in reverse: 6 = 110 in base 2 becomes 0.011 = 3/8."""
-    value, step = 0.0, 1.0
-    while number:
-        number, digit = divmod(number, base)
-        step /= base
-        value += digit * step
-    return value
 
 
 def searches_in(folder: Path, methods: Sequence[str], budget: int) -> list[Search]:
@@ -232,15 +222,13 @@ def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
 
 def chosen_toml(chosen: Mapping[str, Mapping[str, Chosen]], source: str) -> str:
     """The choice as a file to keep beside an experiment, and to name in it as `tuned`."""
-    lines = [
-        f"# Chosen by `ease sweep {source}`, on requests that are not reported and without retraining.",
-        f"# {FORMULA}.",
-    ]
-    for name, scenarios in sorted(chosen.items()):
-        for scenario, found in sorted(scenarios.items()):
-            lines += ["", f"[{name}.{scenario}]", f"score = {found.score}", f"error = {found.error}"]
-            lines += [] if found.default_score is None else [f"default_score = {found.default_score}"]
-            lines += [f"budget = {found.budget}"]
-            values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.settings.items())
-            lines += [f"settings = {{ {values} }}" if values else "settings = {}"]
-    return "\n".join(lines) + "\n"
+    header = (
+        f"# Chosen by `ease sweep {source}`, on requests that are not reported and without retraining.\n# {FORMULA}.\n"
+    )
+    tables = {
+        name: {
+            scenario: found.model_dump(mode="json", exclude_none=True) for scenario, found in sorted(scenarios.items())
+        }
+        for name, scenarios in sorted(chosen.items())
+    }
+    return f"{header}\n{tomli_w.dumps(tables)}"

@@ -96,3 +96,13 @@ def test_errors_name_the_field(load, train, changes, message):
     with pytest.raises(UserError, match=message) as caught:
         load("coco", train)
     assert "captions_train2017.json" in str(caught.value)
+
+
+def test_an_image_may_name_its_site(load, train):
+    content = json.loads(train.read_text())
+    for image, site in zip(content["images"], (4, "east"), strict=True):
+        image["site"] = site
+    train.write_text(json.dumps(content))
+    pairs = load("coco", train)
+    assert pairs.sites == ("4", "east") and pairs.report.unused_site_columns == ("site",)
+    assert pairs.report.unused_columns == (), "what the official file holds besides is not worth a word"

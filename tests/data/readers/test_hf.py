@@ -115,3 +115,12 @@ def test_damaged_files(load, tmp_path, shades):
     (tmp_path / "saved" / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"state\.json: key `_data_files`"):
         load("hf", tmp_path / "saved")
+
+
+def test_sites_in_a_column(load, tmp_path, shades):
+    save_to_disk(tmp_path / "saved" / "train", shades(10, 20, text=["one", "two"], site=["north", "south"]))
+    save_to_disk(tmp_path / "saved" / "test", shades(30, text=["three"], mood=["calm"]))
+    pairs = load("hf", tmp_path / "saved")
+    found = dict(zip(pairs.ids, pairs.sites, strict=True))
+    assert found == {"test/000000": None, "train/000000": "north", "train/000001": "south"}
+    assert pairs.report.unused_columns == ("mood",)

@@ -51,6 +51,13 @@ def test_images_may_lie_elsewhere(data, tmp_path, picture):
     assert (data([entry("w.png")], images=str(tmp_path / "else")).pixels == 55).all()
 
 
+def test_an_entry_may_name_its_site(data):
+    pairs = data([entry("w.png", client="north"), entry("x.png", client=3), entry("y.png", "test")])
+    assert pairs.sites == ("north", "3", None) and pairs.report.unused_site_columns == ("client",)
+    with pytest.raises(UserError, match=r"images\[0\]: `client` is 'a' and `site` is 'b'"):
+        data([entry("w.png", client="a", site="b")])
+
+
 def test_a_second_file_is_refused_because_the_first_names_its_splits(data, tmp_path):
     with pytest.raises(UserError, match=r'data\.test_path cannot be used when data\.name = "karpathy"'):
         data([entry("w.png")], test_path=str(tmp_path / "set.json"))

@@ -240,3 +240,55 @@ def test_folders_and_files_that_do_not_fit(tmp_path, folder, load, csv):
     (folder / "captions.csv").write_text("")
     with pytest.raises(UserError, match=r"holds captions\.jsonl and captions\.csv; keep one"):
         load("folder", folder)
+
+
+# --- sites and columns that mean nothing ---
+
+
+def test_all_kinds_of_table_name_the_same_sites(jsonl, csv, parquet):
+    """Numbers are taken as text; in Parquet a column of whole numbers with a gap is one of fractions."""
+    lines = [
+        {"image": "a.png", "caption": "x", "split": "train", "client": 2, "year": 1999},
+        {"image": "b.jpg", "caption": "y", "split": "test", "client": None, "year": None},
+    ]
+    read = [
+        jsonl(*lines),
+        csv("Image,Caption,Split,Client,Year\na.png,x,train,2,1999\nb.jpg,y,test,,\n"),
+        parquet({key: [line[key] for line in lines] for key in lines[0]}),
+        parquet({**{key: [line[key] for line in lines] for key in lines[0]}, "client": [2.0, None]}),
+    ]
+    assert {pairs.sites for pairs in read} == {("2", None)}
+    assert len({pairs.fingerprint for pairs in read}) == 1
+    assert {pairs.report.unused_columns for pairs in read} == {("year",)}
+    assert {pairs.report.unused_site_columns for pairs in read} == {("client",)}
+
+
+def test_columns_that_give_way_to_others_are_not_used_either(jsonl):
+    """`text` beside `captions` in one row; in the other it is what is read, and `captions` holds nothing."""
+    report = jsonl(
+        {"image": "a.png", "captions": ["x"], "text": "y", "id": "1", "split": "train"},
+        {"image": "b.jpg", "file_name": "b.jpg", "captions": None, "text": "z", "caption_0": "q"},
+    ).report
+    assert report.unused_columns == ("text", "file_name", "caption_0")
+
+
+def test_numbered_captions_are_used(jsonl):
+    assert jsonl({"image": "a.png", "caption_0": "x", "caption_1": "y", "mood": ""}).report.unused_columns == ("mood",)
+
+
+def test_sites_as_clients_are_asked_of_a_table(folder, jsonl):
+    from ease.config import validate
+    from ease.data.config import DataConfig, load_pairs
+
+    config = validate(DataConfig, {"name": "folder", "path": str(folder)}, "test")
+    jsonl({"image": "a.png", "caption": "x", "photographer": "me"})
+    with pytest.raises(
+        UserError, match=r"data: partition.scheme = \"sites\" needs .*is: image, caption, photographer\)"
+    ):
+        load_pairs(config, 4, by_site=True)
+    jsonl(
+        {"image": "a.png", "caption": "x", "split": "train", "site": "A"},
+        {"image": "b.jpg", "caption": "x", "split": "train"},
+    )
+    with pytest.raises(UserError, match=r"captions\.jsonl: line 2: `client` or `site` is blank"):
+        load_pairs(config, 4, by_site=True)

@@ -92,3 +92,10 @@ def test_errors_name_the_field(data, group, message):
     with pytest.raises(UserError, match=message) as caught:
         data(group)
     assert "TextCaps_0.1_train.json" in str(caught.value)
+
+
+def test_an_entry_may_name_its_site(data):
+    pairs = data(entries("aa", "xy", client="north"), entries("bb", "z", client="south"))
+    assert pairs.sites == ("north", "south")
+    with pytest.raises(UserError, match=r"data\[1\]: image 'aa' is of site 'south' here and of 'north' at .*data\[0\]"):
+        data(entries("aa", "x", client="north"), entries("aa", "y", client="south"))

@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ease.data.rows import Row, check_caption, check_folder, check_relative_path, field, first_existing, read_lists
+from ease.data.rows import (
+    Row,
+    check_caption,
+    check_folder,
+    check_relative_path,
+    field,
+    first_existing,
+    read_lists,
+    site_of,
+)
 from ease.errors import UserError
 
 
@@ -23,7 +32,8 @@ def coco_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
     for index, entry in enumerate(entries):
         where = f"{path}: images[{index}]"
         name = check_relative_path(field(entry, "file_name", where), f"{where}.file_name")
-        yield Row(name.stem, folder / name, tuple(captions[entry["id"]]), None, where)
+        texts = tuple(captions[entry["id"]])
+        yield Row(name.stem, folder / name, texts, None, where, site_of(entry, where), tuple(entry))
 
 
 def _image_id(entry: dict, key: str, where: str) -> int:

@@ -13,6 +13,7 @@ from ease.data.rows import (
     field,
     first_existing,
     read_lists,
+    site_of,
 )
 from ease.errors import UserError
 
@@ -30,7 +31,7 @@ def karpathy_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
             image = first_existing([folder / check_relative_path(entry["filepath"], f"{where}.filepath") / name, image])
         split = check_split(field(entry, "split", where), f"{where}.split")
         captions = _captions(field(entry, "sentences", where), f"{where}.sentences")
-        yield Row(name.stem, image, captions, split, where)
+        yield Row(name.stem, image, captions, split, where, site_of(entry, where), tuple(entry))
 
 
 def _captions(sentences: Any, where: str) -> tuple[str, ...]:

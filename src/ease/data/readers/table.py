@@ -4,13 +4,23 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ease.data.images import ImageSource
 from ease.data.readers.arrow import parquet_entries
-from ease.data.rows import Row, check_caption, check_folder, check_relative_path, check_split, read_text
+from ease.data.rows import (
+    SITE_COLUMNS,
+    Row,
+    check_caption,
+    check_folder,
+    check_relative_path,
+    check_split,
+    read_text,
+    site_of,
+)
 from ease.errors import UserError
 
 Entries = Iterator[tuple[str, dict[str, Any]]]
@@ -54,15 +64,31 @@ def row_of(entry: dict[str, Any], where: str, folder: Path, number: str) -> Row:
         raise UserError(f"{where}: id: must be text or a whole number, got {pair_id!r}; write it in quotes")
     named = entry.get("split")
     split = check_split(named, f"{where}: split") if named not in (None, "") else None
-    return Row(str(pair_id), image, _captions(entry, where), split, where)
+    columns = _caption_columns(entry, where)
+    read = {*columns, _image_column(entry, where), "id", "split", *SITE_COLUMNS}
+    return Row(
+        id=str(pair_id),
+        image=image,
+        captions=_captions(entry, columns, where),
+        split=split,
+        where=where,
+        site=site_of(entry, where),
+        columns=tuple(map(sys.intern, entry)),
+        unused=tuple(sys.intern(name) for name, value in entry.items() if value is not None and name not in read),
+    )
 
 
-def _image(entry: dict[str, Any], where: str, folder: Path) -> tuple[ImageSource, str | None]:
-    """The image and its name without suffix; tables hold a path, the bytes, or both as `bytes` and `path`."""
+def _image_column(entry: dict[str, Any], where: str) -> str:
     column = next((name for name in IMAGE_COLUMNS if entry.get(name) is not None), None)
     if column is None:
         found = ", ".join(map(str, entry))
         raise UserError(f"{where}: `image` or `file_name` is missing; name the image file (there is: {found})")
+    return column
+
+
+def _image(entry: dict[str, Any], where: str, folder: Path) -> tuple[ImageSource, str | None]:
+    """The image and its name without suffix; tables hold a path, the bytes, or both as `bytes` and `path`."""
+    column = _image_column(entry, where)
     value = entry[column]
     content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
     if isinstance(content, memoryview):
@@ -71,17 +97,23 @@ def _image(entry: dict[str, Any], where: str, folder: Path) -> tuple[ImageSource
     return folder / relative, relative.with_suffix("").as_posix()
 
 
-def _captions(entry: dict[str, Any], where: str) -> tuple[str, ...]:
+def _caption_columns(entry: dict[str, Any], where: str) -> list[str]:
+    """The column that counts, or all numbered ones in their order."""
     present = [name for name in CAPTION_COLUMNS if name in entry]
     if present:
-        column = next((name for name in present if entry[name] is not None), present[0])
-        value = entry[column]
-        texts = value if isinstance(value, list) else [value]
-        return tuple(check_caption(text, f"{where}: {column}[{index}]") for index, text in enumerate(texts))
-    numbered = sorted((int(match[1]), name) for name in entry if (match := NUMBERED_CAPTION.fullmatch(str(name))))
+        return [next((name for name in present if entry[name] is not None), present[0])]
+    numbered = sorted((int(match[1]), name) for name in entry if (match := NUMBERED_CAPTION.fullmatch(name)))
     if not numbered:
         raise UserError(f"{where}: needs either `captions` (a list) or `caption` (one text); add one")
-    return tuple(check_caption(entry[name], f"{where}: {name}") for _, name in numbered)
+    return [name for _, name in numbered]
+
+
+def _captions(entry: dict[str, Any], columns: list[str], where: str) -> tuple[str, ...]:
+    if columns[0] not in CAPTION_COLUMNS:
+        return tuple(check_caption(entry[name], f"{where}: {name}") for name in columns)
+    value = entry[columns[0]]
+    texts = value if isinstance(value, list) else [value]
+    return tuple(check_caption(text, f"{where}: {columns[0]}[{index}]") for index, text in enumerate(texts))
 
 
 def _jsonl(path: Path) -> Entries:

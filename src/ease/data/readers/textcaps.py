@@ -12,6 +12,7 @@ from ease.data.rows import (
     field,
     first_existing,
     read_lists,
+    site_of,
 )
 from ease.errors import UserError
 
@@ -28,7 +29,8 @@ def textcaps_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         unpacked = folder / f"{name.parent.name}_images" / name.name
         image = first_existing([unpacked, folder / name, folder / name.name])
         split = None if one_set else check_split(field(entry, "set_name", where), f"{where}.set_name")
-        yield Row(str(field(entry, "image_id", where)), image, _captions(entry, where), split, where)
+        pair_id = str(field(entry, "image_id", where))
+        yield Row(pair_id, image, _captions(entry, where), split, where, site_of(entry, where), tuple(entry))
 
 
 def _captions(entry: dict, where: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -55,8 +55,12 @@ def pairs_from_rows(
     crop: bool = False,
     held_out_share: float = 0.2,
     strict: bool = False,
+    forgotten: Collection[str] = (),
 ) -> PairSet:
-    """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`."""
+    """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`.
+
+    Pictures of `forgotten` ids may be gone without a word.
+    """
     if not rows:
         raise UserError(f"{source}: no images listed; give at least one image with captions")
     joined = _join(rows)
@@ -66,6 +70,10 @@ def pairs_from_rows(
     if not captioned:
         raise UserError(f"{source}: none of the {len(cleaned)} images has a caption; add captions")
 
+    may_go = set(forgotten)
+    captioned = [
+        row for row in captioned if row.id not in may_go or not isinstance(row.image, Path) or row.image.exists()
+    ]
     identities, missing = identify([row.image for row in captioned])
     _check_readable(captioned, missing, source, strict)  # before the long decoding
     present = [position for position in range(len(captioned)) if position not in missing]

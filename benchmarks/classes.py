@@ -36,8 +36,8 @@ class Result(NamedTuple):
 def measure(config: RunConfig, seeds: int) -> dict[str, list[Result]]:
     """Each way of clustering the training pairs of a configuration, once for each seed."""
     world = World.open(config)
-    pool, settings = world.pairs.indices("train"), config.partition
-    image, text = world.activations.pooled_image[pool], world.activations.pooled_text[pool]
+    pool, settings = world.evaluator.pairs.indices("train"), config.partition
+    image, text = world.evaluator.activations.pooled_image[pool], world.evaluator.activations.pooled_text[pool]
     joint = joint_embedding(image, text)
 
     def inertia(labels: np.ndarray, centres: np.ndarray) -> float:

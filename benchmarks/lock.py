@@ -63,8 +63,8 @@ def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
         locked = replace(plain, lock=lock)
         turns = in_turns(
             [
-                partial(train, world.model, first.state, client, plain),
-                partial(train, world.model, first.state, client, locked),
+                partial(train, world.server.model, first.state, client, plain),
+                partial(train, world.server.model, first.state, client, locked),
                 partial(excise, trained.final, trained.initial, bases),
             ],
             repeats,

@@ -35,11 +35,14 @@ def measure(world: World, shadows: int, repeats: int) -> dict[str, float]:
     ]
     streams = [f"shadow-{n}" for n in range(shadows)]
     training = world.config.training.model_copy(update={"rounds": 1})
-    start = world.initial()
-    clients = [[ClientData.of(shard, world.activations, world.device) for shard in shards] for shards in federations]
+    start = world.server.initial()
+    clients = [
+        [ClientData.of(shard, world.evaluator.activations, world.server.device) for shard in shards]
+        for shards in federations
+    ]
 
     def wait() -> float:
-        if world.device.type == "cuda":
+        if world.server.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -49,7 +52,15 @@ def measure(world: World, shadows: int, repeats: int) -> dict[str, float]:
         together = next(
             iter(
                 train_federations(
-                    world.model, world.activations, world.device, federations, streams, start, training, 0, 0.07
+                    world.server.model,
+                    world.evaluator.activations,
+                    world.server.device,
+                    federations,
+                    streams,
+                    start,
+                    training,
+                    0,
+                    0.07,
                 )
             )
         )
@@ -58,7 +69,7 @@ def measure(world: World, shadows: int, repeats: int) -> dict[str, float]:
         loop = []
         for stream, held in zip(streams, clients, strict=True):
             job = training.job(1, 0, 0.07, stream)
-            updates = [train(world.model, start.to(world.device), one, job) for one in held]
+            updates = [train(world.server.model, start.to(world.server.device), one, job) for one in held]
             sent = [replace(update, delta=update.delta and update.delta.to("cpu")) for update in updates]
             loop.append(average(start, sent, training, 1))
         times["loop"].append(wait() - began)

@@ -195,7 +195,7 @@ def poison() -> Callable[[World, Request], Loop]:
         return replace(client, train=replace(client.train, **spoilt))
 
     return lambda world, request: Loop(
-        world.model, {client: spoil(data, request) for client, data in world.federation.data.items()}
+        world.server.model, {client: spoil(data, request) for client, data in world.federation.data.items()}
     )
 
 

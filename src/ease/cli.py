@@ -95,7 +95,9 @@ def train(
 @app.command()
 def forget(
     run: Annotated[Path, typer.Argument(help="Run directory of a finished training.")],
-    client: Annotated[list[int] | None, typer.Option(help="A client that withdraws. Repeatable.")] = None,
+    client: Annotated[
+        list[str] | None, typer.Option(help="A client that withdraws: its number or the name of its site. Repeatable.")
+    ] = None,
     class_: Annotated[
         list[str] | None,
         typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
@@ -117,6 +119,24 @@ def forget(
 
     unlearner = make_method(method, tuple(settings or ()))
     _finish(forget_run(run, client or [], class_ or [], samples, unlearner, quiet or as_json), as_json)
+
+
+@app.command()
+def release(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    request: Annotated[str, typer.Option(help="The answer to go on from, e.g. client-3 or client-3/finetune.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make an answer the model that the run goes on from: its request is closed and its pairs are gone for good.
+
+    Further requests, more rounds and exports then start from it.
+
+    Example: `ease release runs/first --request client-3`
+    """
+    from ease.commands.forget import release_run
+
+    _finish(release_run(run, request), as_json)
 
 
 @app.command()

@@ -245,6 +245,18 @@ def excise(
     return params.replace(changed), residuals
 
 
+@dataclass(frozen=True)
+class Held:
+    """Directions that are kept where a state has them: the server's Forget Lock."""
+
+    bases: Mapping[str, Basis]
+    state: Params
+
+    def hold(self, params: Params) -> Params:
+        """Take what moved along the directions back."""
+        return excise(params, self.state, dict(self.bases))[0]
+
+
 def refactor(matrix: Factors, rank: int) -> tuple[Factors, float]:
     """The best rank-r factors of a product, by thin QR and a small SVD, and the relative residual.
 

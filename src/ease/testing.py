@@ -276,9 +276,9 @@ def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) 
     gone = {LEAVING} if scope == "client" and "leaving client" not in kind.needs else set()
     federation: Loop = world.federation
     if gone or "forget data" not in kind.needs:
-        activations = world.activations if "forget data" in kind.needs else poisoned(world, request)
+        activations = world.evaluator.activations if "forget data" in kind.needs else poisoned(world, request)
         shards = [shard for shard in world.shards if shard.client not in gone]
-        federation = make_engine(world.config.engine, world.model, shards, activations, world.device)
+        federation = make_engine(world.config.engine, world.server.model, shards, activations, world.server.device)
     if "history" not in kind.needs:
         history = History(copytree(trained.history.folder, stage.folder() / "history"))
         ends = {history.state_path(number) for number in (0, trained.training.rounds)}
@@ -368,7 +368,7 @@ def poisoned(world: World, request: Request) -> Activations:
         copied[named] = np.nan
         return copied
 
-    kept = world.activations
+    kept = world.evaluator.activations
     arrays = (kept.image, kept.text, kept.pooled_image, kept.pooled_text)
     image, text, pooled_image, pooled_text = map(spoilt, arrays)
     return Activations(image, text, kept.text_mask, pooled_image, pooled_text)

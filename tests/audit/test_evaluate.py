@@ -33,13 +33,17 @@ def test_a_single_pair_is_looked_for_among_test_pairs(learnt, learned: bool) -> 
     """A naive count of who is nearer, for every gallery of the pair and all test pairs but one: recall lies between."""
     world = learnt.world
     state = learnt.trained.final if learned else learnt.trained.initial
-    named = {"forget": world.shards[0].train[:1], "retain": world.shards[1].train, "test": world.pairs.indices("test")}
+    named = {
+        "forget": world.shards[0].train[:1],
+        "retain": world.shards[1].train,
+        "test": world.evaluator.pairs.indices("test"),
+    }
     count = min(LEAST_GALLERY, len(named["test"]))
     named["test"] = named["test"][:count]
-    found = recalls(world.model, state, world.activations, named, 500, world.device)["forget"]
+    found = recalls(world.server.model, state, world.evaluator.activations, named, 500, world.server.device)["forget"]
     assert found.size == count
     both = np.concatenate([named["forget"], named["test"]])
-    image, text = embed_pairs(world.model, state, world.activations, both, "cpu")
+    image, text = embed_pairs(world.server.model, state, world.evaluator.activations, both, "cpu")
     own = text[0] @ image[0]
     nearer_texts = (text[1:] @ image[0] > own.max()).sum(1)
     nearer_images = torch.stack([image[1:] @ caption > score for caption, score in zip(text[0], own, strict=True)])
@@ -57,11 +61,15 @@ def test_a_single_pair_is_looked_for_among_test_pairs(learnt, learned: bool) -> 
 def test_large_sets_are_measured_as_ever(learnt, monkeypatch) -> None:
     """Filling up is for small sets alone: where all are large enough it changes nothing."""
     world = learnt.world
-    named = {"forget": world.shards[0].train, "test": world.pairs.indices("test")}
+    named = {"forget": world.shards[0].train, "test": world.evaluator.pairs.indices("test")}
     assert min(map(len, named.values())) >= 10
     monkeypatch.setattr(evaluate, "LEAST_GALLERY", 10)
-    one = recalls(world.model, learnt.trained.final, world.activations, named, 500, world.device)
+    one = recalls(
+        world.server.model, learnt.trained.final, world.evaluator.activations, named, 500, world.server.device
+    )
     monkeypatch.setattr(evaluate, "LEAST_GALLERY", 0)
-    two = recalls(world.model, learnt.trained.final, world.activations, named, 500, world.device)
+    two = recalls(
+        world.server.model, learnt.trained.final, world.evaluator.activations, named, 500, world.server.device
+    )
     assert one == two
     assert torch.isfinite(torch.tensor(one["forget"]["recall@1"].mean))

@@ -37,8 +37,8 @@ def test_what_lost_nothing_is_back_at_once(lost: float) -> None:
 def laboratory(learnt):
     """How the trained model, one that hides and retrain take a few forget pairs, and what each starts from."""
     world, trained = learnt.world, learnt.trained
-    test, forget = world.pairs.indices("test"), world.shards[1].train
-    gauge = Gauge(world.model, world.activations, test[:20], trained.temperature, world.device)
+    test, forget = world.evaluator.pairs.indices("test"), world.shards[1].train
+    gauge = Gauge(world.server.model, world.evaluator.activations, test[:20], trained.temperature, world.server.device)
     *_, last = Retrain().unlearn(trained, REQUEST, world.federation)
     turned = torch.arange(32)
     turned[:TURNED] = turned[:TURNED].roll(1)  # the captions' space is turned against that of the images, and intact

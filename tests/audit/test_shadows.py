@@ -201,12 +201,23 @@ def test_a_retraining_holds_no_forget_pair_and_no_leaving_client(request_: Reque
 
 
 def simulation(world, shards: Sequence[Shard]) -> Loop:
-    return Loop(world.model, {s.client: ClientData.of(s, world.activations, world.device) for s in shards})
+    return Loop(
+        world.server.model,
+        {s.client: ClientData.of(s, world.evaluator.activations, world.server.device) for s in shards},
+    )
 
 
 def together(world, federations, streams, training: TrainingConfig):
     return train_federations(
-        world.model, world.activations, world.device, federations, streams, world.initial(), training, 3, 0.07
+        world.server.model,
+        world.evaluator.activations,
+        world.server.device,
+        federations,
+        streams,
+        world.server.initial(),
+        training,
+        3,
+        0.07,
     )
 
 
@@ -228,12 +239,12 @@ def test_one_federation_trains_as_it_would_alone(world, participation: float, le
     """A client with too few pairs is drawn all the same, and abstains: who else is drawn must not change."""
     training = TrainingConfig(rounds=4, local_epochs=1, batch_size=8, participation=participation)
     shards = world.shards if left is None else (world.shards[0], without_pairs(world.shards[1], left), world.shards[2])
-    alone = fedavg(world.initial(), simulation(world, shards), training, 3, 0.07, stream="shadow-5")
+    alone = fedavg(world.server.initial(), simulation(world, shards), training, 3, 0.07, stream="shadow-5")
     for (found,), expected in zip(together(world, [shards], ["shadow-5"], training), alone, strict=True):
         assert_close(found.state, expected.state)
         assert [(u.client, u.pairs) for u in found.updates] == [(u.client, u.pairs) for u in expected.updates]
         assert found.loss == pytest.approx(expected.loss, rel=1e-4)
-        assert (found.state - world.initial()).norm() > 0.01
+        assert (found.state - world.server.initial()).norm() > 0.01
 
 
 def test_federations_do_not_touch_each_other(world) -> None:
@@ -257,9 +268,9 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
     training = trained.training.model_copy(update={"rounds": 2})
     method = Retrain(order=1, share=2 / trained.training.rounds)
     found = train_federations(
-        world.model,
-        world.activations,
-        world.device,
+        world.server.model,
+        world.evaluator.activations,
+        world.server.device,
         [without_forget(world.shards, request)],
         ["retrain-1"],
         trained.initial,
@@ -281,16 +292,20 @@ def test_a_shadow_is_unlearned_as_by_hand_and_keeps_only_what_the_method_needs(
     request, method = ClientRequest(clients=(1,)), make_method(name)
     if name == "ease":
         method = make_method(name, ("delta=0.5",))  # the small world has no held-out pairs to choose it by
-    test = world.pairs.indices("test")
-    candidates = choose_candidates(world.shards, request, test, world.classes_of(test), world.pairs.ids, 0)
+    test = world.evaluator.pairs.indices("test")
+    candidates = choose_candidates(
+        world.shards, request, test, world.evaluator.classes_of(test), world.evaluator.pairs.ids, 0
+    )
     shards = shadow_shards(world.shards, request, candidates, candidates.included(0, 0))
     training = TrainingConfig(rounds=2, local_epochs=1, batch_size=8)
-    history = ShadowHistory.begin(tmp_path, world.initial(), "history" in method.needs)
+    history = ShadowHistory.begin(tmp_path, world.server.initial(), "history" in method.needs)
     for (finished,) in together(world, [shards], ["shadow-0"], training):
         history.append(finished)
     assert bool(list(tmp_path.rglob("client-*"))) == kept
     trained = Trained(history.history, training, 0.07, 3)
-    state = unlearn_shadow(world.model, world.activations, world.device, shards, trained, request, method)
+    state = unlearn_shadow(
+        world.server.model, world.evaluator.activations, world.server.device, shards, trained, request, method
+    )
     *_, last = method.unlearn(trained, request, simulation(world, shards))
     assert_close(state, last.state)
     assert (state - trained.final).norm() > 0.01

@@ -87,12 +87,18 @@ def test_features_stand_side_by_side() -> None:
 
 @pytest.fixture(scope="module")
 def gauge(world) -> Gauge:
-    return Gauge(world.model, world.activations, world.pairs.indices("test"), TEMPERATURE, world.device)
+    return Gauge(
+        world.server.model,
+        world.evaluator.activations,
+        world.evaluator.pairs.indices("test"),
+        TEMPERATURE,
+        world.server.device,
+    )
 
 
 def test_a_pair_reads_the_same_whoever_is_measured_with_it(gauge, world) -> None:
     """In-batch negatives would make it depend on the company, and so on the company's membership."""
-    state, train = world.initial(), world.pairs.indices("train")
+    state, train = world.server.initial(), world.evaluator.pairs.indices("train")
     together = gauge.read(state, train)
     for chosen in ([3], [3, 40, 7], list(range(59, -1, -1))):
         alone = gauge.read(state, train[chosen])
@@ -101,14 +107,14 @@ def test_a_pair_reads_the_same_whoever_is_measured_with_it(gauge, world) -> None
 
 
 def test_the_pool_is_the_one_given_and_each_of_its_pairs_counts(gauge, world) -> None:
-    state, train = world.initial(), world.pairs.indices("train")[:5]
-    other = Gauge(world.model, world.activations, gauge.pool[:-1], TEMPERATURE, world.device)
+    state, train = world.server.initial(), world.evaluator.pairs.indices("train")[:5]
+    other = Gauge(world.server.model, world.evaluator.activations, gauge.pool[:-1], TEMPERATURE, world.server.device)
     full, fewer = gauge.read(state, train), other.read(state, train)
     assert (full["log_odds"] < fewer["log_odds"]).all()
     np.testing.assert_array_equal(full["cosine"], fewer["cosine"])
 
 
 def test_a_diverged_state_is_refused(gauge, world) -> None:
-    state = world.initial().map(lambda tensor: torch.full_like(tensor, torch.nan))
+    state = world.server.initial().map(lambda tensor: torch.full_like(tensor, torch.nan))
     with pytest.raises(UserError, match="not finite"):
-        gauge.read(state, world.pairs.indices("train")[:3])
+        gauge.read(state, world.evaluator.pairs.indices("train")[:3])

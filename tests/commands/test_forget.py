@@ -211,7 +211,7 @@ def test_a_single_photo_is_forgotten(ease, run: Path, tmp_path: Path) -> None:
 def test_a_wrong_list_of_samples_is_one_line(refused, run: Path, tmp_path: Path) -> None:
     world = World.open(Run.load(run).config)
     known = world.shards[0].train_ids[0]
-    held_out = world.pairs.ids[world.shards[0].validation[0]]
+    held_out = world.evaluator.pairs.ids[world.shards[0].validation[0]]
     refused(run, ["--samples", ids_file(tmp_path, known, "nobody")], "1 of 2 ids", "no training pairs", "'nobody'")
     refused(run, ["--samples", ids_file(tmp_path, held_out)], "1 of 1 ids", held_out)
     refused(run, ["--samples", ids_file(tmp_path, "", "  ")], "holds no id; write one id a line")

@@ -126,14 +126,14 @@ def test_a_run_over_real_sites(photos: Path) -> None:
     world = open_world(photos, "partition.scheme=sites")
     assert [shard.name for shard in world.shards] == ["Hospital 0", "Hospital 1", "Hospital 2"]
     assert {pair_id for shard in world.shards for pair_id in shard.train_ids} <= {str(n) for n in range(30)}
-    assert list(world.pairs.report.lines())[-1] == "  columns not used: ward"
+    assert list(world.evaluator.pairs.report.lines())[-1] == "  columns not used: ward"
     assert set(world.federation.clients) == {0, 1, 2}
 
 
 def test_a_simulated_run_says_that_there_are_sites(photos: Path) -> None:
     world = open_world(photos, "partition.scheme=iid", "partition.clients=2")
     assert [shard.name for shard in world.shards] == [None, None]
-    last = list(world.pairs.report.lines())[-1]
+    last = list(world.evaluator.pairs.report.lines())[-1]
     assert last == '  columns not used: ward, site (set partition.scheme = "sites" to deal by it)'
 
 

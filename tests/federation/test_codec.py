@@ -321,5 +321,5 @@ def test_what_was_narrowed_changes_no_byte_of_an_answer(world, local_job) -> Non
     ids = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[:4])
     for objective, data in (("align", "retain"), ("align", "forget"), ("probe", "all")):
         job = local_job(request=SampleRequest(ids=ids), objective=objective, data=data)
-        whole = list(world.federation.perform(world.initial(), dict.fromkeys((0, 1), job)))
-        assert list(world.federation.run(world.initial(), job, [0, 1])) == whole
+        whole = list(world.federation.perform(world.server.initial(), dict.fromkeys((0, 1), job)))
+        assert list(world.federation.run(world.server.initial(), job, [0, 1])) == whole

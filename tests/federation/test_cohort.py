@@ -24,18 +24,18 @@ from ease.subspace import Basis
 @pytest.mark.parametrize("lengths", [(20, 20, 18), (20, 7, 2)], ids=["even", "uneven"])
 def test_together_equals_one_after_the_other(world, local_job, optimiser: Optimiser, lengths: tuple[int, ...]) -> None:
     job = local_job(optimiser=optimiser, epochs=2)
-    start = world.initial()
+    start = world.server.initial()
     alone, trainings, offset = [], [], 0
     shards = world.shards
-    pool = examples_at(world.activations, np.concatenate([shard.train for shard in shards]), "cpu")
+    pool = examples_at(world.evaluator.activations, np.concatenate([shard.train for shard in shards]), "cpu")
     for shard, length in zip(shards, lengths, strict=True):
         data = world.federation.data[shard.client]
         kept = type(data)(shard, data.train.take(np.arange(min(length, len(data.train)))), data.validation)
-        alone.append(train(world.model, start, kept, job))
+        alone.append(train(world.server.model, start, kept, job))
         rng = generator(job.seed, job.stream, job.round, shard.client)
         trainings.append(training_of(start, offset + np.arange(len(kept.train)), 5, job, rng))
         offset += len(shard.train)
-    together = train_together(world.model, pool, trainings, job)
+    together = train_together(world.server.model, pool, trainings, job)
     for one, other in zip(alone, together, strict=True):
         assert one.delta.norm() > 0.01
         for name, tensor in one.delta.tensors.items():
@@ -47,15 +47,15 @@ def test_together_equals_one_after_the_other(world, local_job, optimiser: Optimi
 
 def test_pupils_do_not_touch_each_other(world, local_job) -> None:
     """A training's result is the same beside a training with other data and another start."""
-    job, start = local_job(), world.initial()
+    job, start = local_job(), world.server.initial()
     pool = world.federation.data[0].train
     other = start.map(lambda tensor: tensor + 0.1)
 
     def drawn(seed: int, begin) -> object:
         return training_of(begin, np.arange(len(pool)), 5, job, generator(seed, "draw"))
 
-    alone = train_together(world.model, pool, [drawn(0, start)], job)[0]
-    beside = train_together(world.model, pool, [drawn(1, other), drawn(0, start)], job)[1]
+    alone = train_together(world.server.model, pool, [drawn(0, start)], job)[0]
+    beside = train_together(world.server.model, pool, [drawn(1, other), drawn(0, start)], job)[1]
     for name, tensor in alone.delta.tensors.items():
         torch.testing.assert_close(beside.delta[name], tensor, rtol=1e-4, atol=1e-6)
 
@@ -102,9 +102,9 @@ def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, n
     world, job = learnt.world, replace(jobs(learnt, local_job)[name], epochs=2)
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
-    cohort = Cohort.of(world.model, world.shards, world.activations, world.device)
+    cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     assert isinstance(cohort.pool.image, Streamed) is (name == "streamed")
-    alone = Loop(world.model, world.federation.data)
+    alone = Loop(world.server.model, world.federation.data)
     clients = alone.clients
     together, apart = (list(each.run(learnt.trained.final, job, clients)) for each in (cohort, alone))
     assert [update.client for update in together] == list(clients)
@@ -125,8 +125,8 @@ def test_what_cannot_share_a_pass_runs_alone(learnt, local_job) -> None:
     world = learnt.world
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
     job = local_job(objective="decouple", request=request, settings={"forget": 1.0}, reference=learnt.trained.final)
-    cohort = Cohort.of(world.model, world.shards, world.activations, world.device)
-    alone = Loop(world.model, world.federation.data)
+    cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
+    alone = Loop(world.server.model, world.federation.data)
     for one, other in zip(*(each.run(learnt.trained.final, job, [0, 1]) for each in (cohort, alone)), strict=True):
         assert one.delta is not None and other.delta is not None
         assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())
@@ -155,9 +155,9 @@ def test_a_batch_that_does_not_fit_alone_is_one_clear_line(world, local_job, mon
 
     monkeypatch.setattr(cohort_module, "train_together", train)
     pool, job = world.federation.data[0].train, local_job(batch_size=77)
-    one = training_of(world.initial(), np.arange(8), 5, job, generator(0, "draw"))
+    one = training_of(world.server.initial(), np.arange(8), 5, job, generator(0, "draw"))
     with pytest.raises(UserError, match=r"training\.batch_size = 77.*choose a smaller one"):
-        list(train_in_groups(world.model, pool, [one, one], job, GroupSize(512)))
+        list(train_in_groups(world.server.model, pool, [one, one], job, GroupSize(512)))
 
 
 def test_a_batch_that_fits_with_checkpointing_is_trained_with_it(monkeypatch) -> None:

@@ -47,8 +47,8 @@ Engines = Callable[[str, str], Loop]
 @pytest.fixture(scope="module")
 def exact(world) -> Engines:
     """Engines over a model and activations in double precision."""
-    kept = world.activations
-    model = copy.deepcopy(world.model).double()
+    kept = world.evaluator.activations
+    model = copy.deepcopy(world.server.model).double()
     arrays = {name: np.asarray(getattr(kept, name), np.float64) for name in ("image", "text")}
     activations = replace(kept, **arrays)
 
@@ -98,7 +98,7 @@ def test_a_gpu_agrees_with_a_cpu(exact: Engines, tmp_path: Path) -> None:
 
 
 def test_a_name_makes_an_engine(world) -> None:
-    parts = world.model, world.shards, world.activations, world.device
+    parts = world.server.model, world.shards, world.evaluator.activations, world.server.device
     assert type(make_engine("loop", *parts)) is type(make_engine("auto", *parts)) is type(world.federation) is Loop
     cohort = make_engine("cohort", *parts)
     assert isinstance(cohort, Cohort) and cohort.clients == world.federation.clients
@@ -107,12 +107,12 @@ def test_a_name_makes_an_engine(world) -> None:
 
 def test_a_cohort_does_jobs_that_differ_in_more_than_what_is_a_clients_own(world, local_job) -> None:
     """Three clients, two kinds of job and one that shares no pass: each gets its own answer, in the order asked."""
-    cohort = make_engine("cohort", world.model, world.shards, world.activations, world.device)
+    cohort = make_engine("cohort", world.server.model, world.shards, world.evaluator.activations, world.server.device)
     jobs = {2: local_job(), 0: local_job(epochs=2), 1: local_job(optimiser=local_job().optimiser.scaled(0.5))}
-    found = list(cohort.perform(world.initial(), jobs))
+    found = list(cohort.perform(world.server.initial(), jobs))
     assert [update.client for update in found] == [2, 0, 1]
     for update in found:
-        (alone,) = world.federation.perform(world.initial(), {update.client: jobs[update.client]})
+        (alone,) = world.federation.perform(world.server.initial(), {update.client: jobs[update.client]})
         for name, tensor in alone.change.tensors.items():
             torch.testing.assert_close(update.change[name], tensor, rtol=1e-3, atol=1e-4)
 
@@ -121,12 +121,14 @@ def test_what_fills_up_a_batch_is_a_clients_own(world, local_job) -> None:
     """Client 0's pairs are not numbers, and batches of unequal size are filled up: others' answers stay the same."""
     cut = [replace(s, train=s.train[:n], train_ids=s.train_ids[:n], train_classes=s.train_classes[:n])
            for s, n in zip(world.shards, (9, 12, 7), strict=True)]  # fmt: skip
-    plain = Cohort.of(world.model, cut, world.activations, world.device)
-    image = np.array(world.activations.image)
+    plain = Cohort.of(world.server.model, cut, world.evaluator.activations, world.server.device)
+    image = np.array(world.evaluator.activations.image)
     image[cut[0].train] = np.nan
-    spoilt = Cohort.of(world.model, cut, replace(world.activations, image=image), world.device)
+    spoilt = Cohort.of(world.server.model, cut, replace(world.evaluator.activations, image=image), world.server.device)
     job = local_job(batch_size=100)
-    before, after = ({u.client: u for u in each.run(world.initial(), job, [0, 1, 2])} for each in (plain, spoilt))
+    before, after = (
+        {u.client: u for u in each.run(world.server.initial(), job, [0, 1, 2])} for each in (plain, spoilt)
+    )
     assert not after[0].change.is_finite()
     assert before[1] == after[1] and before[2] == after[2]
 

@@ -48,24 +48,24 @@ def two_calls(journal: Journal, state, local_job) -> list[Update]:
 
 def test_a_replay_gives_equal_updates_and_asks_no_one(world, local_job, tmp_path: Path) -> None:
     plain = [
-        *world.federation.run(world.initial(), local_job(round=1), [0, 2]),
-        *world.federation.run(world.initial(), local_job(round=2), [1]),
+        *world.federation.run(world.server.initial(), local_job(round=1), [0, 2]),
+        *world.federation.run(world.server.initial(), local_job(round=2), [1]),
     ]
     first, second = Counting(world.federation), Counting(world.federation)
-    written = two_calls(Journal(first, tmp_path), world.initial(), local_job)
-    replayed = two_calls(Journal(second, tmp_path), world.initial(), local_job)
+    written = two_calls(Journal(first, tmp_path), world.server.initial(), local_job)
+    replayed = two_calls(Journal(second, tmp_path), world.server.initial(), local_job)
     assert first.asked == [(1, 0), (1, 2), (2, 1)] and second.asked == []
     for one, two, three in zip(plain, written, replayed, strict=True):
         assert same(one, two) and same(one, three)
 
 
 def test_a_partial_journal_goes_on_where_it_stopped(world, local_job, tmp_path: Path) -> None:
-    whole = two_calls(Journal(world.federation, tmp_path / "whole"), world.initial(), local_job)
-    stopped = Journal(world.federation, tmp_path / "part").run(world.initial(), local_job(round=1), [0, 2])
+    whole = two_calls(Journal(world.federation, tmp_path / "whole"), world.server.initial(), local_job)
+    stopped = Journal(world.federation, tmp_path / "part").run(world.server.initial(), local_job(round=1), [0, 2])
     next(stopped)
     stopped.close()
     rest = Counting(world.federation)
-    resumed = two_calls(Journal(rest, tmp_path / "part"), world.initial(), local_job)
+    resumed = two_calls(Journal(rest, tmp_path / "part"), world.server.initial(), local_job)
     assert rest.asked == [(1, 2), (2, 1)]
     assert all(same(one, two) for one, two in zip(whole, resumed, strict=True))
     names = [sorted(path.name for path in (tmp_path / run).iterdir()) for run in ("whole", "part")]
@@ -78,7 +78,7 @@ def test_replayed_answers_cost_the_same_bytes(world, local_job, tmp_path: Path) 
     costs = []
     for _ in range(2):
         metered = Metered(Journal(world.federation, tmp_path))
-        list(metered.run(world.initial(), local_job(), [0, 1]))
+        list(metered.run(world.server.initial(), local_job(), [0, 1]))
         costs.append((metered.cost.bytes_up, metered.cost.bytes_down, metered.cost.pairs_trained))
     assert costs[0] == costs[1]
 
@@ -102,13 +102,13 @@ def test_a_client_that_did_not_answer_is_asked_again(world, local_job, tmp_path:
             yield from ()
 
     silent = Silent(world.federation)
-    assert list(Journal(silent, tmp_path).run(world.initial(), local_job(), [1])) == []
-    assert len(list(Journal(world.federation, tmp_path).run(world.initial(), local_job(), [1]))) == 1
+    assert list(Journal(silent, tmp_path).run(world.server.initial(), local_job(), [1])) == []
+    assert len(list(Journal(world.federation, tmp_path).run(world.server.initial(), local_job(), [1]))) == 1
 
 
 def test_a_damaged_answer_is_named(world, local_job, tmp_path: Path) -> None:
-    list(Journal(world.federation, tmp_path).run(world.initial(), local_job(), [1]))
+    list(Journal(world.federation, tmp_path).run(world.server.initial(), local_job(), [1]))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match=str(path)):
-        list(Journal(world.federation, tmp_path).run(world.initial(), local_job(), [1]))
+        list(Journal(world.federation, tmp_path).run(world.server.initial(), local_job(), [1]))

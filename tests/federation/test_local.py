@@ -17,7 +17,7 @@ from ease.requests.request import ClientRequest, SampleRequest
 
 @pytest.fixture(scope="module")
 def client(world) -> ClientData:
-    return ClientData.of(world.shards[1], world.activations, "cpu")
+    return ClientData.of(world.shards[1], world.evaluator.activations, "cpu")
 
 
 def equal(one: Params | None, two: Params | None) -> bool:
@@ -26,7 +26,7 @@ def equal(one: Params | None, two: Params | None) -> bool:
 
 
 def test_the_same_job_gives_the_same_bytes(world, client, local_job) -> None:
-    one, two = (train(world.model, world.initial(), client, local_job()) for _ in range(2))
+    one, two = (train(world.server.model, world.server.initial(), client, local_job()) for _ in range(2))
     assert equal(one.delta, two.delta) and torch.equal(one.values["loss"], two.values["loss"])
     assert one.pairs == len(client.train) == len(world.shards[1].train)
     assert one.client == 1 and one.delta is not None and one.delta.norm() > 0
@@ -34,30 +34,33 @@ def test_the_same_job_gives_the_same_bytes(world, client, local_job) -> None:
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"round": 2}, {"stream": "probe"}])
 def test_another_stream_gives_another_update(world, client, local_job, change) -> None:
-    one = train(world.model, world.initial(), client, local_job())
-    other = train(world.model, world.initial(), client, local_job(**change))
+    one = train(world.server.model, world.server.initial(), client, local_job())
+    other = train(world.server.model, world.server.initial(), client, local_job(**change))
     assert not equal(one.delta, other.delta)
 
 
 def test_clients_with_equal_data_draw_from_streams_of_their_own(world, client, local_job) -> None:
     twin = replace(client, shard=replace(client.shard, client=7))
-    one, other = (train(world.model, world.initial(), each, local_job()) for each in (client, twin))
+    one, other = (train(world.server.model, world.server.initial(), each, local_job()) for each in (client, twin))
     assert not equal(one.delta, other.delta)
 
 
 def test_training_changes_neither_the_state_nor_the_model(world, client, local_job) -> None:
-    state, before = world.initial(), {name: tensor.clone() for name, tensor in world.model.state_dict().items()}
-    train(world.model, state, client, local_job())
-    assert equal(state, world.initial())
+    state, before = (
+        world.server.initial(),
+        {name: tensor.clone() for name, tensor in world.server.model.state_dict().items()},
+    )
+    train(world.server.model, state, client, local_job())
+    assert equal(state, world.server.initial())
     assert not any(tensor.requires_grad for tensor in state.tensors.values())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in world.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in world.server.model.state_dict().items())
 
 
 def test_one_step_of_sgd_is_the_gradient(world, client, local_job) -> None:
     """With one batch of all pairs the update is minus the rate times the gradient, by finite differences."""
     job = local_job(batch_size=10_000, optimiser=Optimiser(learning_rate=1e-3, lora_learning_rate=0.1))
-    state = world.initial()
-    first = train(world.model, state, client, job)
+    state = world.server.initial()
+    first = train(world.server.model, state, client, job)
     assert first.delta is not None
     name = "image.projector.1.bias"
     gradient = first.delta[name] / -1e-3
@@ -65,16 +68,16 @@ def test_one_step_of_sgd_is_the_gradient(world, client, local_job) -> None:
     losses = []
     for sign in (1, -1):
         moved = state.replace({name: state[name] + sign * 1e-2 * direction})
-        losses.append(float(train(world.model, moved, client, job).values["loss"]))
+        losses.append(float(train(world.server.model, moved, client, job).values["loss"]))
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.02)
 
 
 def test_adapters_may_have_a_rate_of_their_own(world, client, local_job) -> None:
     job = local_job(batch_size=10_000)
-    plain = train(world.model, world.initial(), client, job).delta
+    plain = train(world.server.model, world.server.initial(), client, job).delta
     scaled = train(
-        world.model,
-        world.initial(),
+        world.server.model,
+        world.server.initial(),
         client,
         local_job(batch_size=10_000, optimiser=Optimiser(learning_rate=0.5, lora_learning_rate=1.0)),
     ).delta
@@ -88,23 +91,23 @@ def test_adapters_may_have_a_rate_of_their_own(world, client, local_job) -> None
 def test_training_lowers_the_loss(world, client, local_job, kind) -> None:
     rate = 0.5 if kind == "sgd" else 0.01
     job = local_job(epochs=10, optimiser=Optimiser(kind=kind, learning_rate=rate))
-    update = train(world.model, world.initial(), client, job)
+    update = train(world.server.model, world.server.initial(), client, job)
     assert update.delta is not None
-    before = train(world.model, world.initial(), client, local_job()).values["loss"]
-    after = train(world.model, world.initial() + update.delta, client, local_job()).values["loss"]
+    before = train(world.server.model, world.server.initial(), client, local_job()).values["loss"]
+    after = train(world.server.model, world.server.initial() + update.delta, client, local_job()).values["loss"]
     assert after < 0.7 * before
 
 
 def test_each_batch_has_one_caption_per_image(world, client, local_job, monkeypatch) -> None:
     seen: list[tuple[str, int]] = []
-    embed = type(world.model).embed
+    embed = type(world.server.model).embed
 
     def spy(self, tensors, modality, states, mask=None):
         seen.append((modality, len(states)))
         return embed(self, tensors, modality, states, mask)
 
-    monkeypatch.setattr(type(world.model), "embed", spy)
-    train(world.model, world.initial(), client, local_job(epochs=2))
+    monkeypatch.setattr(type(world.server.model), "embed", spy)
+    train(world.server.model, world.server.initial(), client, local_job(epochs=2))
     sizes = [size for modality, size in seen if modality == "image"]
     assert sizes == [size for modality, size in seen if modality == "text"]
     assert sum(sizes) == 2 * len(client.train)
@@ -126,19 +129,21 @@ def test_jobs_speak_of_all_or_retained_or_forget_pairs(world, client, local_job)
     }
     everything = list(range(len(client.train)))
     assert picked == {"all": everything, "retain": everything[4:], "forget": everything[:4]}
-    assert train(world.model, world.initial(), client, local_job(request=request, data="forget")).pairs == 4
+    assert (
+        train(world.server.model, world.server.initial(), client, local_job(request=request, data="forget")).pairs == 4
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_client_with_too_few_pairs_abstains(world, client, local_job, kept: int) -> None:
     request = SampleRequest(ids=client.shard.train_ids[kept:]) if kept else ClientRequest(clients=(1,))
-    update = work(world.model, world.initial(), client, local_job(request=request, data="retain"))
+    update = work(world.server.model, world.server.initial(), client, local_job(request=request, data="retain"))
     assert (update.pairs, update.delta) == (0, None)
 
 
 def test_a_state_in_half_precision_is_trained_in_single(world, client, local_job) -> None:
-    half = world.initial().map(torch.Tensor.half)
-    update = work(world.model, half, client, local_job())
+    half = world.server.initial().map(torch.Tensor.half)
+    update = work(world.server.model, half, client, local_job())
     assert update.delta is not None and all(tensor.dtype == torch.float32 for tensor in update.delta.tensors.values())
 
 
@@ -159,11 +164,14 @@ def test_a_probe_brings_one_update_of_each_kind(world, client, local_job) -> Non
     """Each is what training on those pairs alone gives, in 8 bit."""
     request = SampleRequest(ids=client.shard.train_ids[:5])
     job = local_job(request=request, objective="probe", stream="probe")
-    answer = work(world.model, world.initial(), client, job)
+    answer = work(world.server.model, world.server.initial(), client, job)
     assert answer.delta is None and answer.pairs == len(client.train)
     for data in ("forget", "retain"):
         alone = train(
-            world.model, world.initial(), client, replace(job, objective="align", data=data, stream=f"probe-{data}")
+            world.server.model,
+            world.server.initial(),
+            client,
+            replace(job, objective="align", data=data, stream=f"probe-{data}"),
         ).delta
         packed = {n.removeprefix(f"{data}/"): t for n, t in answer.values.items() if n.startswith(f"{data}/")}
         assert alone is not None
@@ -176,7 +184,7 @@ def test_a_probe_brings_one_update_of_each_kind(world, client, local_job) -> Non
 def test_a_probe_leaves_out_what_a_client_has_too_little_of(world, client, local_job, named: int, kinds) -> None:
     ids = client.shard.train_ids if named < 0 else client.shard.train_ids[:named]
     job = local_job(request=SampleRequest(ids=(*ids, "elsewhere")), objective="probe")
-    values = work(world.model, world.initial(), client, job).values
+    values = work(world.server.model, world.server.initial(), client, job).values
     assert {name.partition("/")[0] for name in values} == kinds
 
 
@@ -186,11 +194,11 @@ def test_zeros_survive_packing() -> None:
 
 def test_examples_are_copies_of_the_cache(world, client) -> None:
     """The cache is mapped read-only; a tensor over it could not be trusted to stay so."""
-    examples = examples_at(world.activations, world.shards[1].train, "cpu")
-    np.testing.assert_array_equal(examples.image, world.activations.image[world.shards[1].train])
-    np.testing.assert_array_equal(examples.text, world.activations.text[world.shards[1].train])
+    examples = examples_at(world.evaluator.activations, world.shards[1].train, "cpu")
+    np.testing.assert_array_equal(examples.image, world.evaluator.activations.image[world.shards[1].train])
+    np.testing.assert_array_equal(examples.text, world.evaluator.activations.text[world.shards[1].train])
     examples.image.zero_()
-    assert world.activations.image[world.shards[1].train].any()
+    assert world.evaluator.activations.image[world.shards[1].train].any()
     torch.testing.assert_close(examples.pooled_image.norm(dim=1), torch.ones(len(examples)))
 
 
@@ -198,8 +206,8 @@ def test_examples_are_copies_of_the_cache(world, client) -> None:
 
 
 def test_a_clipped_step_is_no_longer_than_rate_times_clip(world, client, local_job) -> None:
-    free = train(world.model, world.initial(), client, local_job(batch_size=10_000)).delta
-    clipped = train(world.model, world.initial(), client, local_job(batch_size=10_000, clip=0.01)).delta
+    free = train(world.server.model, world.server.initial(), client, local_job(batch_size=10_000)).delta
+    clipped = train(world.server.model, world.server.initial(), client, local_job(batch_size=10_000, clip=0.01)).delta
     assert free is not None and clipped is not None
     assert free.norm() > 0.5 * 0.02 and clipped.norm() == pytest.approx(0.5 * 0.01, rel=1e-3)
     assert clipped.dot(free) == pytest.approx(clipped.norm() * free.norm(), rel=1e-4)
@@ -219,12 +227,12 @@ def test_projection_to_a_ball_is_the_nearest_point(toy_params) -> None:
 def test_training_stays_in_its_ball_at_every_step(world, client, local_job) -> None:
     """Projected once at the end it would end elsewhere: later gradients are taken inside the ball."""
     job = local_job(epochs=2, optimiser=Optimiser(learning_rate=1.0))
-    free = train(world.model, world.initial(), client, job).delta
+    free = train(world.server.model, world.server.initial(), client, job).delta
     assert free is not None
     radius = free.norm() / 3
-    bound = train(world.model, world.initial(), client, replace(job, radius=radius)).delta
+    bound = train(world.server.model, world.server.initial(), client, replace(job, radius=radius)).delta
     assert bound is not None
     assert bound.norm() <= radius * (1 + 1e-4)
     assert not equal(bound, free * (radius / free.norm()))
-    wide = train(world.model, world.initial(), client, replace(job, radius=10 * free.norm())).delta
+    wide = train(world.server.model, world.server.initial(), client, replace(job, radius=10 * free.norm())).delta
     assert equal(wide, free)

@@ -38,7 +38,7 @@ def single(name: str, tensor: torch.Tensor) -> Params:
 
 def test_a_real_round_counts_what_is_serialised(world, local_job) -> None:
     metered = Metered(world.federation)
-    state = world.initial()
+    state = world.server.initial()
     updates = list(metered.run(state, local_job(epochs=2), [0, 2]))
     assert [update.client for update in updates] == [0, 2] and list(metered.clients) == [0, 1, 2]
     assert metered.cost.bytes_up == sum(len(encode_update(update)) for update in updates)
@@ -51,8 +51,8 @@ def test_a_real_round_counts_what_is_serialised(world, local_job) -> None:
 
 
 def test_the_meter_changes_no_answer(world, local_job) -> None:
-    plain = list(world.federation.run(world.initial(), local_job(), [0, 1]))
-    metered = list(Metered(world.federation).run(world.initial(), local_job(), [0, 1]))
+    plain = list(world.federation.run(world.server.initial(), local_job(), [0, 1]))
+    metered = list(Metered(world.federation).run(world.server.initial(), local_job(), [0, 1]))
     for one, other in zip(plain, metered, strict=True):
         assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta.tensors)
 
@@ -199,6 +199,6 @@ def test_probes_and_measurements_are_not_free(world, local_job) -> None:
     for objective, epochs in (("probe", 1), ("levels", 1), ("align", 3)):
         metered = Metered(world.federation)
         job = local_job(request=request, objective=objective, epochs=epochs)
-        list(metered.run(world.initial(), job, [world.shards[0].client]))
+        list(metered.run(world.server.initial(), job, [world.shards[0].client]))
         passed[objective] = metered.cost.pairs_passed
     assert passed == {"probe": pairs, "levels": pytest.approx(2 / 3 * pairs), "align": 3 * pairs}

@@ -16,7 +16,7 @@ from ease.params import Params
 @pytest.fixture(scope="module")
 def sparse(world) -> Sparse:
     """Both first projector layers, a tenth of their values."""
-    base = world.initial()
+    base = world.server.initial()
     blocks = tuple(block for block in base.blocks if block.name.endswith("projector.0"))
     assert len(blocks) == 2
     return Sparse(base, blocks, density=0.1, seed=7)

@@ -21,7 +21,7 @@ def test_the_inputs_of_forget_pairs_come_to_matter_less(learnt, few, local_job, 
         draw = draw_with_noise(client, forget, job, np.random.default_rng(0))
         states = client.train.batch(draw.rows, draw.captions)
         with torch.no_grad():
-            return float(sensitivity(learnt.world.model, state.tensors, states, draw, job))
+            return float(sensitivity(learnt.world.server.model, state.tensors, states, draw, job))
 
     method = Ferrari(noise_draws=4, finetune_share=0)
     states = [step.state for step in method.unlearn(learnt.trained, request, learnt.world.federation)]

@@ -16,7 +16,7 @@ def test_one_step_is_the_weighted_sum_of_descent_and_ascent(learnt, few, local_j
     def step(retain: float, forget: float):
         settings = {"retain": retain, "forget": forget}
         job = local_job(request=few, objective="difference", settings=settings, batch_size=1000)
-        delta = work(learnt.world.model, learnt.trained.final, client, job).delta
+        delta = work(learnt.world.server.model, learnt.trained.final, client, job).delta
         assert delta is not None
         return delta
 

@@ -20,8 +20,8 @@ def similarities(world: World, state: Params, client: int = 0) -> torch.Tensor:
     data = world.federation.data[client].train
     mask = None if data.text_mask is None else data.text_mask[:, 0]
     with torch.no_grad():
-        image = world.model.embed(state.tensors, "image", data.image)
-        text = world.model.embed(state.tensors, "text", data.text[:, 0], mask)
+        image = world.server.model.embed(state.tensors, "image", data.image)
+        text = world.server.model.embed(state.tensors, "text", data.text[:, 0], mask)
     return image @ text.T
 
 
@@ -32,7 +32,7 @@ def full(small_config, shared_cache) -> tuple[World, Params]:
         patch.setenv("EASE_CACHE", str(shared_cache))
         world = World.open(small_config("model.lora=full"))
     rng = torch.Generator().manual_seed(0)
-    return world, world.initial().map(lambda tensor: tensor + 0.3 * torch.randn(tensor.shape, generator=rng))
+    return world, world.server.initial().map(lambda tensor: tensor + 0.3 * torch.randn(tensor.shape, generator=rng))
 
 
 def test_the_first_projector_layers_are_negated_and_nothing_else(learnt) -> None:

@@ -88,7 +88,7 @@ def embedded(learnt, examples) -> tuple[Tensor, Tensor]:
     state = learnt.trained.final
     rng = np.random.default_rng(0)
     with torch.no_grad():
-        return embed_drawn(learnt.world.model, state.tensors, examples, np.arange(len(examples)), rng)
+        return embed_drawn(learnt.world.server.model, state.tensors, examples, np.arange(len(examples)), rng)
 
 
 def batch_loss(objective: Objective, model, tensors, client: ClientData, positions: np.ndarray, job) -> Tensor:
@@ -114,7 +114,7 @@ def test_a_withdrawing_client_measures_against_its_held_out_pairs_less_the_pair_
     learnt, one_caption, local_job
 ) -> None:
     job = local_job(request=ClientRequest(clients=(1,)), objective="levels", batch_size=16)
-    values = work(learnt.world.model, learnt.trained.final, one_caption, job).values
+    values = work(learnt.world.server.model, learnt.trained.final, one_caption, job).values
     train, held_out = embedded(learnt, one_caption.train), embedded(learnt, one_caption.validation)
     count = len(one_caption.validation)
     everyone = torch.ones(len(one_caption.train), count)
@@ -133,7 +133,7 @@ def test_levels_against_all_retained_pairs_equal_a_naive_loop(learnt, one_captio
     request = SampleRequest(ids=shard.train_ids[3:9]) if scope == "sample" else ClassRequest(classes=(2,))
     named = forget_mask(request, shard)
     job = local_job(request=request, objective="levels", batch_size=1000)
-    values = work(learnt.world.model, learnt.trained.final, one_caption, job).values
+    values = work(learnt.world.server.model, learnt.trained.final, one_caption, job).values
     image, text = embedded(learnt, one_caption.train)
     retained = int((~named).sum())
     weights = torch.zeros(int(named.sum()), len(named))
@@ -160,7 +160,7 @@ def test_levels_against_all_retained_pairs_equal_a_naive_loop(learnt, one_captio
 def test_densities_count_retained_pairs_alone(learnt, client, local_job) -> None:
     request = SampleRequest(ids=client.shard.train_ids[:7])
     values = work(
-        learnt.world.model, learnt.trained.final, client, local_job(request=request, objective="levels")
+        learnt.world.server.model, learnt.trained.final, client, local_job(request=request, objective="levels")
     ).values
     retained = client.train.take(np.arange(7, len(client.train)))
     torch.testing.assert_close(values["forget_density"], densities(client.train.take(np.arange(7)), retained))
@@ -169,7 +169,7 @@ def test_densities_count_retained_pairs_alone(learnt, client, local_job) -> None
 
 def test_measuring_changes_nothing_and_repeats(learnt, client, local_job) -> None:
     job = local_job(request=SampleRequest(ids=client.shard.train_ids[:7]), objective="levels")
-    one, two = (work(learnt.world.model, learnt.trained.final, client, job) for _ in range(2))
+    one, two = (work(learnt.world.server.model, learnt.trained.final, client, job) for _ in range(2))
     assert one.delta is None
     assert all(torch.equal(one.values[name], two.values[name]) for name in one.values)
     assert all(torch.isfinite(value).all() for value in one.values.values())
@@ -179,7 +179,7 @@ def test_measuring_changes_nothing_and_repeats(learnt, client, local_job) -> Non
 def test_a_client_without_forget_pairs_answers_with_empty_levels(learnt, client, local_job, scope: str) -> None:
     request = ClassRequest(classes=(99,)) if scope == "class" else SampleRequest(ids=("elsewhere",))
     values = work(
-        learnt.world.model, learnt.trained.final, client, local_job(request=request, objective="levels")
+        learnt.world.server.model, learnt.trained.final, client, local_job(request=request, objective="levels")
     ).values
     assert len(values["forget"]) == 0 and len(values["forget_density"]) == 0
     assert len(values["held_out"]) == len(client.validation)
@@ -190,7 +190,7 @@ def test_a_client_with_forget_pairs_alone_and_none_held_out_answers(learnt, clie
     bare = replace(bare, shard=replace(client.shard, validation_classes=client.shard.validation_classes[:0]))
     for request in (ClientRequest(clients=(1,)), SampleRequest(ids=client.shard.train_ids[:4])):
         job = local_job(request=request, objective="levels")
-        values = work(learnt.world.model, learnt.trained.final, bare, job).values
+        values = work(learnt.world.server.model, learnt.trained.final, bare, job).values
         assert len(values["held_out"]) == len(values["kin"]) == 0
         assert all(torch.isfinite(value).all() for value in values.values())
 
@@ -217,7 +217,7 @@ def test_below_the_target_the_push_has_no_gradient(learnt, one_caption, local_jo
     """It stops by itself: with every pair below its level, only the retained pairs are learnt from."""
     job = pushing(one_caption, local_job, target=100.0)
     positions = np.arange(6, 22)
-    model = learnt.world.model
+    model = learnt.world.server.model
     loss, found = gradients(learnt, lambda t: batch_loss(OBJECTIVES["displace"], model, t, one_caption, positions, job))
     plain, expected = gradients(
         learnt, lambda t: batch_loss(OBJECTIVES["align"], model, t, one_caption, positions, job)
@@ -231,7 +231,7 @@ def test_the_push_is_the_huber_loss_of_the_excess_with_fixed_negatives(learnt, o
     """Hand-built: retained embeddings serve as constants, so the push cannot move them."""
     job = pushing(one_caption, local_job, target=-2.0)
     positions = np.arange(6, 22)
-    model = learnt.world.model
+    model = learnt.world.server.model
 
     def by_hand(t):
         rows = np.concatenate([positions, np.arange(6)])
@@ -256,7 +256,7 @@ def test_the_push_gives_retained_embeddings_no_gradient(learnt, one_caption, loc
     states = one_caption.train.batch(draw.rows, draw.captions)
     image, text = (
         each.detach().requires_grad_()
-        for each in embed_states(learnt.world.model, learnt.trained.final.tensors, states)
+        for each in embed_states(learnt.world.server.model, learnt.trained.final.tensors, states)
     )
     displace(image, text, draw, job).backward()
     for embedding in (image, text):
@@ -267,7 +267,7 @@ def test_the_push_gives_retained_embeddings_no_gradient(learnt, one_caption, loc
 def test_clients_push_only_while_their_pairs_are_held_too_strongly(learnt, one_caption, local_job) -> None:
     decide = OBJECTIVES["displace"].decide
     assert decide is displace_or_align
-    model, state = learnt.world.model, learnt.trained.final
+    model, state = learnt.world.server.model, learnt.trained.final
     assert decide(model, state, one_caption, pushing(one_caption, local_job, target=-50.0)) == "displace"
     assert decide(model, state, one_caption, pushing(one_caption, local_job, target=50.0)) == "align"
     elsewhere = replace(pushing(one_caption, local_job, target=-50.0), request=SampleRequest(ids=("elsewhere",)))
@@ -279,7 +279,7 @@ def test_clients_push_only_while_their_pairs_are_held_too_strongly(learnt, one_c
 def test_a_round_of_pushing_lowers_the_forget_pairs_and_keeps_the_others(learnt, client, local_job) -> None:
     job = pushing(client, local_job, target=-1.0, epochs=3)
     request = SampleRequest(ids=client.shard.train_ids[:6])
-    update = work(learnt.world.model, learnt.trained.final, client, job)
+    update = work(learnt.world.server.model, learnt.trained.final, client, job)
     assert update.delta is not None and update.pairs == len(client.train) - 6
     after = learnt.trained.final + update.delta
     others = SampleRequest(ids=client.shard.train_ids[6:20])
@@ -350,10 +350,10 @@ def test_a_single_forget_pair_is_not_without_effect(learnt, client, local_job, o
         request=SampleRequest(ids=client.shard.train_ids[:1]), data="forget", objective=objective,
         settings={"retain": 0.0, "forget": 1.0, "draws": 2}, reference=learnt.trained.final,
     )  # fmt: skip
-    update = work(learnt.world.model, learnt.trained.final, client, job)
+    update = work(learnt.world.server.model, learnt.trained.final, client, job)
     assert update.pairs == 1 and update.delta is not None
     assert update.delta.is_finite() and update.delta.norm() > 1e-5
-    assert work(learnt.world.model, learnt.trained.final, client, replace(job, objective="align")).delta is None
+    assert work(learnt.world.server.model, learnt.trained.final, client, replace(job, objective="align")).delta is None
 
 
 @pytest.mark.parametrize("objective", ["difference", "unlearning cross-entropy", "decouple"])
@@ -364,7 +364,7 @@ def test_a_client_without_retained_pairs_uses_its_forget_pairs_as_negatives(
         request=ClientRequest(clients=(1,)), data="forget", objective=objective,
         settings={"retain": 1.0, "forget": 1.0}, reference=learnt.trained.final,
     )  # fmt: skip
-    update = work(learnt.world.model, learnt.trained.final, client, job)
+    update = work(learnt.world.server.model, learnt.trained.final, client, job)
     assert update.pairs == len(client.train) and update.delta is not None
     assert update.delta.is_finite() and update.delta.norm() > 1e-3
 
@@ -451,6 +451,6 @@ def test_noise_leaves_padding_alone(learnt, client, local_job) -> None:
         text_mask=torch.cat([mask, torch.zeros_like(mask)], 2),
     ))  # fmt: skip
     job = local_job(settings={"draws": 40})
-    arguments = OBJECTIVES["sensitivity"], learnt.world.model, learnt.trained.final.tensors
+    arguments = OBJECTIVES["sensitivity"], learnt.world.server.model, learnt.trained.final.tensors
     one, other = (float(batch_loss(*arguments, each, np.arange(8), job)) for each in (client, padded))
     assert other == pytest.approx(one, rel=0.1)

@@ -97,7 +97,7 @@ def test_several_leaving_clients_are_all_left_alone(learnt) -> None:
 
 def test_a_fixed_threshold_needs_nothing_from_the_leaving_client(learnt) -> None:
     """It may already be gone: the federation does not know it any more."""
-    gone = Loop(learnt.world.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
+    gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
     method = make_method("ease", ("delta=0.5",))
     alone = [step.state for step in method.unlearn(learnt.trained, CLIENT, gone)]
     together = [step.state for step in method.unlearn(learnt.trained, CLIENT, learnt.world.federation)]

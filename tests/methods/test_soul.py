@@ -35,7 +35,7 @@ def test_no_value_moves_further_than_the_rate_in_a_step(learnt, few, local_job) 
         optimiser=Optimiser(kind="sophia", learning_rate=1e-3),
     )  # fmt: skip
     client = learnt.world.federation.data[0]
-    one, two = (work(learnt.world.model, learnt.trained.final, client, job).delta for _ in range(2))
+    one, two = (work(learnt.world.server.model, learnt.trained.final, client, job).delta for _ in range(2))
     assert one is not None and two is not None and (one - two).norm() == 0
     largest = max(float(tensor.abs().max()) for tensor in one.tensors.values())
     assert largest == pytest.approx(3e-3, rel=1e-3)

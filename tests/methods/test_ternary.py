@@ -72,7 +72,7 @@ def test_a_tensor_of_zeros_stays_zero(toy_params) -> None:
 
 def test_two_bits_are_what_is_metered(world, local_job) -> None:
     """A quarter of a byte for each value instead of four, one scale for each tensor, and the same training."""
-    state, costs, updates = world.initial(), {}, {}
+    state, costs, updates = world.server.initial(), {}, {}
     for objective in ("align", "ternary"):
         metered = Metered(world.federation)
         (updates[objective],) = metered.run(state, local_job(objective=objective, settings=SETTINGS), [0])

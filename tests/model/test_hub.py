@@ -229,7 +229,7 @@ def test_a_run_reads_its_pictures_as_its_checkpoint_does(checkpoint, small, tmp_
     own = (f"model.backbone=hf:{checkpoint(family)}", "data.name=folder", f"data.path={tmp_path}", "model.lora_rank=2")
     world = World.open(load_config(None, (*small, *own)))
     expected = decode_image(tmp_path / "0.png", 32, crop=family == "clip").pixels
-    assert np.array_equal(world.pairs.pixels[0], expected)
+    assert np.array_equal(world.evaluator.pairs.pixels[0], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -50,7 +50,7 @@ def test_no_pair_plays_two_parts_and_none_but_members_was_trained_on(learnt, sco
     subjects = Subjects.of(world, request, 16)
     others = subjects.candidates.positions[~subjects.candidates.member]
     parts = [subjects.pool, others, subjects.population]
-    spare = np.concatenate([world.pairs.indices("validation"), world.pairs.indices("test")])
+    spare = np.concatenate([world.evaluator.pairs.indices("validation"), world.evaluator.pairs.indices("test")])
     assert sorted(np.concatenate(parts)) == sorted(spare) and len(subjects.pool) == 16
     held = np.concatenate([position for shard in world.shards for position in (shard.train, shard.validation)])
     assert not set(np.concatenate(parts)) & set(held)
@@ -90,7 +90,9 @@ def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, mon
 
 def plan(learnt, **changes: object) -> Plan:
     world = learnt.world
-    fields = Plan(world.config, CLIENT, make_method("ease"), "start", world.pairs.fingerprint, 16, learnt.run.folder)
+    fields = Plan(
+        world.config, CLIENT, make_method("ease"), "start", world.evaluator.pairs.fingerprint, 16, learnt.run.folder
+    )
     return replace(fields, **changes)
 
 

@@ -202,7 +202,10 @@ def test_settings_and_requests_have_folders_of_their_own(world, run: Run) -> Non
 
 def test_test_pairs_of_a_forgotten_class_are_not_asked_for(world) -> None:
     sets = evaluation_sets(world, ClassRequest(classes=(1,)))
-    assert not (world.classes_of(sets["test"]) == 1).any() and (world.classes_of(sets["forget"]) == 1).all()
+    assert (
+        not (world.evaluator.classes_of(sets["test"]) == 1).any()
+        and (world.evaluator.classes_of(sets["forget"]) == 1).all()
+    )
     assert not set(sets["forget"]) & set(sets["retain"])
     assert len(sets["forget"]) + len(sets["retain"]) == sum(len(shard.train) for shard in world.shards)
 
@@ -225,9 +228,9 @@ def test_requests_that_make_no_sense_are_refused(world, request_: Request, messa
 
 def test_held_out_and_test_pairs_cannot_be_forgotten(world) -> None:
     """They were never learnt, so there is nothing to forget."""
-    for position in (world.shards[0].validation[0], world.pairs.indices("test")[0]):
+    for position in (world.shards[0].validation[0], world.evaluator.pairs.indices("test")[0]):
         with pytest.raises(UserError, match="no training pairs"):
-            check_request(world, SampleRequest(ids=(world.pairs.ids[position],)))
+            check_request(world, SampleRequest(ids=(world.evaluator.pairs.ids[position],)))
 
 
 def test_a_refused_method_leaves_no_trace(world, run: Run) -> None:

@@ -141,17 +141,21 @@ def test_data_that_cannot_be_measured_is_refused_before_training(small_config, t
 
 def test_shards_cover_the_training_pairs_and_no_others(world: World) -> None:
     held = np.concatenate([part for shard in world.shards for part in (shard.train, shard.validation)])
-    np.testing.assert_array_equal(np.sort(held), world.pairs.indices("train"))
+    np.testing.assert_array_equal(np.sort(held), world.evaluator.pairs.indices("train"))
     assert world.federation.clients == [0, 1, 2] and world.federation is world.federation
 
 
 def test_classes_of_training_pairs_are_the_classes_they_were_dealt_by(world: World) -> None:
     for shard in world.shards:
-        np.testing.assert_array_equal(world.classes_of(shard.train), shard.train_classes)
+        np.testing.assert_array_equal(world.evaluator.classes_of(shard.train), shard.train_classes)
 
 
 def test_a_descriptor_finds_the_class_it_describes(world: World) -> None:
-    texts = [caption for position in world.pairs.indices("train")[:20] for caption in world.pairs.captions[position]]
+    texts = [
+        caption
+        for position in world.evaluator.pairs.indices("train")[:20]
+        for caption in world.evaluator.pairs.captions[position]
+    ]
     cosines = np.stack([class_cosines(world, text) for text in texts])
     assert cosines.shape == (len(texts), 3) and (np.abs(cosines) <= 1).all()
     best = max(range(len(texts)), key=lambda index: cosines[index].max())
@@ -336,8 +340,8 @@ def test_the_summary_is_written_and_is_json(small_config: Configs, tmp_path: Pat
 
 
 def test_recall_is_compared_on_galleries_of_one_size(world: World) -> None:
-    results = recall_sets(world, world.initial())
-    test = len(world.pairs.indices("test"))
+    results = recall_sets(world, world.server.initial())
+    test = len(world.evaluator.pairs.indices("test"))
     assert 6 < test < LEAST_GALLERY  # the smallest set, 10 % of 60 pairs, is filled up with test pairs
     assert {result.size for result in results.values()} == {test}
 

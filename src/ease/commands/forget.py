@@ -14,10 +14,11 @@ from ease.console import megabytes, rounds_bar, status, table
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request
-from ease.runs.answers import answer_of, continuation, find_answer, trained_of
+from ease.runs.answers import answer_of, continuation, find_answer, open_world, release, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget, go_on
+from ease.runs.head import Release
 from ease.runs.records import AnswerRecord, SpectrumNotes
 from ease.runs.resolve import check_request, parse_request, request_id
 from ease.runs.run import Run
@@ -134,7 +135,7 @@ def bars(cosines: Sequence[float]) -> str:
 
 def forget_run(
     folder: Path,
-    clients: Sequence[int],
+    clients: Sequence[str | int],
     classes: Sequence[str],
     samples: Path | Sequence[str] | None,
     method: Unlearner,
@@ -142,15 +143,38 @@ def forget_run(
 ) -> ForgetSummary:
     """Answer a request on a finished run."""
     run = Run.load(folder)
-    trained = trained_of(run)
+    trained_of(run)  # refuses an unfinished training before the long work begins
     with status("preparing data and backbone", quiet):
-        world = World.open(run.config)
-        request = parse_request(world, clients, classes, samples)
+        world = open_world(run)
+        request = parse_request(world.server, clients, classes, samples)
+        if request in world.gone:  # answered once more, by another method: from where the first answer began
+            world = open_world(run, request)
         check_request(world, request)
     answer(run, world, request, method, quiet)
     stored = answer_of(run, request, method)
-    before = measure(world, trained.final, evaluation_sets(world, request))
+    before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
     return ForgetSummary(stored.folder, request, stored.record(), before)
+
+
+@dataclass(frozen=True)
+class ReleaseSummary:
+    """What a run goes on from now."""
+
+    release: Release
+
+    def as_json(self) -> dict[str, Any]:
+        return self.release.model_dump(mode="json")
+
+    def render(self) -> Iterator[RenderableType]:
+        yield (
+            f"The run goes on from {self.release.answer}: {request_id(self.release.request)} is closed after round "
+            f"{self.release.after_round}"
+        )
+
+
+def release_run(folder: Path, name: str) -> ReleaseSummary:
+    """Close a request with a finished answer."""
+    return ReleaseSummary(release(Run.load(folder), name))
 
 
 def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:
@@ -166,7 +190,7 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     run = Run.load(folder)
     stored, request, _ = find_answer(run, after)
     with status("preparing data and backbone", quiet):
-        world = World.open(run.config)
+        world = open_world(run, request)
     with rounds_bar("training on", rounds, 0, quiet) as bar:
         for _, metrics in go_on(run, world, after, rounds, locked):
             bar.step(
@@ -216,5 +240,5 @@ def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> t
     trained = train_run(config, out, quiet)
     run = Run.load(out)
     with status("preparing the request", quiet):
-        world = World.open(run.config)
+        world = open_world(run)
     return trained, compare(run, world, scenario, demo_methods(), quiet)

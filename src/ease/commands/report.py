@@ -153,15 +153,17 @@ def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: Re
     if reference.done:
         models["retrain"] = reference.model()
     ranks = {
-        name: own_ranks(*embed_pairs(world.model, state, world.activations, gallery, world.device))[: len(forget)]
+        name: own_ranks(
+            *embed_pairs(world.server.model, state, world.evaluator.activations, gallery, world.server.device)
+        )[: len(forget)]
         for name, state in models.items()
     }
     order = (ranks["trained"] - ranks["unlearned"]).argsort(kind="stable")
     moved, resisted = order[:MOVED], order[MOVED:][::-1][:RESISTED]
     pairs = [
         Pair(
-            image=data_address(world.pairs.pixels[forget[i]]),
-            caption=world.pairs.captions[forget[i]][0],
+            image=data_address(world.evaluator.pairs.pixels[forget[i]]),
+            caption=world.evaluator.pairs.captions[forget[i]][0],
             ranks={name: float(values[i]) for name, values in ranks.items()},
             resisted=held,
         )

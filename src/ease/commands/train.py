@@ -14,6 +14,7 @@ from ease.console import errors, megabytes, rounds_bar, status, table
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.params import Params
+from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -77,8 +78,11 @@ class TrainSummary:
 def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     """Train in a run directory, continuing what is there, and measure the result."""
     run = Run.plan(out, config)
+    released = settle_head(run)
+    if released and not quiet:
+        errors.print(f"going on from {released.answer}: what it forgot is not trained on again", soft_wrap=True)
     with status("preparing data and backbone", quiet):
-        world = World.open(run.config)
+        world = open_world(run)
         report = _data_report(world)
     for line in report.lines() if report and not quiet else ():  # before training, while it can still be corrected
         errors.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -95,8 +99,8 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
 
 def _data_report(world: World) -> DataReport | None:
     """What was odd in the files of the data; nothing for generated data."""
-    report = world.pairs.report
-    return report and replace(report, cut_captions=cached_cut(world.pairs, world.backbone))
+    pairs = world.evaluator.pairs
+    return pairs.report and replace(pairs.report, cut_captions=cached_cut(pairs, world.server.backbone))
 
 
 def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
@@ -105,7 +109,8 @@ def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
     held_out = np.concatenate([shard.validation for shard in world.shards])
     if len(held_out) > 1:
         state = run.history.state(record["round"])
-        unseen = recalls(world.model, state, world.activations, {"unseen": held_out}, 200, world.device, draws=1)
+        seen = world.evaluator
+        unseen = recalls(seen.model, state, seen.activations, {"unseen": held_out}, 200, seen.device, draws=1)
         figures["unseen R@1"] = f"{unseen['unseen']['recall@1'].mean:.1f}"
     if record["rejected"]:
         figures["rejected"] = ", ".join(record["rejected"])
@@ -134,7 +139,8 @@ def recall_sets(world: World, state: Params) -> dict[str, GalleryRecall]:
     sets = {
         "seen": np.concatenate([shard.train for shard in world.shards]),
         "unseen": np.concatenate([shard.validation for shard in world.shards]),
-        "test": world.pairs.indices("test"),
+        "test": world.evaluator.test,
     }
     sets = {name: positions for name, positions in sets.items() if len(positions) > 1}
-    return recalls(world.model, state, world.activations, sets, world.config.gallery, world.device)
+    seen = world.evaluator
+    return recalls(seen.model, state, seen.activations, sets, world.config.gallery, seen.device)

@@ -1,6 +1,6 @@
 """Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -84,8 +84,17 @@ LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
 """Each reads the rows of a file or folder, with the images in another folder if one is given."""
 
 
-def load_pairs(config: DataConfig, image_size: int, crop: bool = False, by_site: bool = False) -> PairSet:
-    """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name."""
+def load_pairs(
+    config: DataConfig,
+    image_size: int,
+    crop: bool = False,
+    by_site: bool = False,
+    forgotten: Collection[str] = (),
+) -> PairSet:
+    """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name.
+
+    The pictures of `forgotten` ids may be gone.
+    """
     if config.name == "scenes":
         if by_site:
             raise UserError('data.name = "scenes": generated pairs are of no site; choose another partition.scheme')
@@ -96,7 +105,9 @@ def load_pairs(config: DataConfig, image_size: int, crop: bool = False, by_site:
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
-    return pairs_from_rows(rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site)
+    return pairs_from_rows(
+        rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site, forgotten
+    )
 
 
 def check_splits(pairs: PairSet, config: DataConfig) -> None:

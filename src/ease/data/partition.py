@@ -1,7 +1,7 @@
 """Who holds what: training pairs dealt to clients, by chance, skewed by pseudo-class, or as real sites hold them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -24,7 +24,23 @@ class Shard:
     train_classes: np.ndarray
     validation_classes: np.ndarray
     name: str | None = None
-    """Of a real site; simulated clients have none."""
+    """What people call the client, where the data name their sites."""
+    places: np.ndarray | None = None
+    """Where each training pair stood when the run was trained, if some have gone since; None: where it stands now."""
+    dealt: int | None = None
+    """How many training pairs there were then; None: as many as now."""
+
+    def keep(self, kept: np.ndarray) -> "Shard":
+        """The shard with only some of its training pairs, bool [pairs]; it remembers where each stood."""
+        places = np.arange(len(self.train)) if self.places is None else self.places
+        return replace(
+            self,
+            train=self.train[kept],
+            train_ids=tuple(pair_id for pair_id, keep in zip(self.train_ids, kept, strict=True) if keep),
+            train_classes=self.train_classes[kept],
+            places=places[kept],
+            dealt=len(self.train) if self.dealt is None else self.dealt,
+        )
 
 
 def unit_embeddings(image: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -64,10 +64,12 @@ def pairs_from_rows(
     held_out_share: float = 0.2,
     strict: bool = False,
     by_site: bool = False,
+    forgotten: Collection[str] = (),
 ) -> PairSet:
     """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`.
 
-    `by_site`: the sites of the rows are going to be the clients, so every training pair must name one.
+    `by_site`: the sites of the rows are going to be the clients, so every training pair must name one. Pictures of
+    `forgotten` ids may be gone without a word.
     """
     if not rows:
         raise UserError(f"{source}: no images listed; give at least one image with captions")
@@ -81,6 +83,10 @@ def pairs_from_rows(
 
     if by_site:
         _check_sites(captioned, source)
+    may_go = set(forgotten)
+    captioned = [
+        row for row in captioned if row.id not in may_go or not isinstance(row.image, Path) or row.image.exists()
+    ]
     identities, missing = identify([row.image for row in captioned])
     _check_readable(captioned, missing, source, strict)  # before the long decoding
     present = [position for position in range(len(captioned)) if position not in missing]

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, re
 from ease.params import Params, weighted_mean
 from ease.requests.request import Request
 from ease.seeding import generator
+from ease.subspace import Held
 
 
 class TrainingConfig(Config):
@@ -118,13 +119,19 @@ def fedavg(
     first_round: int = 1,
     request: Request | None = None,
     stream: str = "train",
+    held: Sequence[Held] = (),
 ) -> Iterator[Round]:
-    """Train from `params`; with a request, only on retained pairs. Yields every finished round."""
+    """Train from `params`; with a request, only on retained pairs. Yields every finished round.
+
+    What is `held` is taken back to its place after every round.
+    """
     everyone = sorted(federation.clients if clients is None else clients)
     for number in range(first_round, config.rounds + 1):
         data = "all" if request is None else "retain"
         job = config.job(number, seed, temperature, stream, request=request, data=data)
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
+        for each in held:
+            finished = replace(finished, state=each.hold(finished.state))
         params = finished.state
         yield finished

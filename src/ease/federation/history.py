@@ -41,6 +41,13 @@ class History:
         """The global state after a round; round 0 is w_0."""
         return Params.load(self.state_path(number))
 
+    def start_path(self, number: int) -> Path:
+        """The file of the state that a round began from: that of the round before, unless a request came between."""
+        return self.folder / self.record(number)["start"]
+
+    def start(self, number: int) -> Params:
+        return Params.load(self.start_path(number))
+
     def update_path(self, number: int, client: int) -> Path:
         return self._round(number) / f"client-{client:05d}.safetensors"
 
@@ -68,18 +75,21 @@ class History:
         """Every stored update of the first rounds as (round, client), in order."""
         return [(number, client) for number in range(1, rounds + 1) for client in self.clients(number)]
 
-    def append(self, finished: Round, extra: dict[str, Any]) -> dict[str, Any]:
-        """Write a finished round; until its last file is in place, the round does not exist."""
+    def append(self, finished: Round, extra: dict[str, Any], start: Path | None = None) -> dict[str, Any]:
+        """Write a finished round; until its last file is in place, the round does not exist.
+
+        `start` is the file of the state it began from; without one, that of the round before.
+        """
         folder = self._round(finished.number)
         if folder.exists():
             shutil.rmtree(folder)  # what a killed process left behind
         try:
-            return self._write(folder, finished, extra)
+            return self._write(folder, finished, extra, start or self.state_path(finished.number - 1))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)  # a full disk, say: leave no part of a round
             raise
 
-    def _write(self, folder: Path, finished: Round, extra: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, folder: Path, finished: Round, extra: dict[str, Any], start: Path) -> dict[str, Any]:
         finished.state.save(folder / "state.safetensors", self.durable)
         for update in finished.updates:
             assert update.delta is not None  # only such updates are averaged
@@ -87,7 +97,8 @@ class History:
         record = {
             "round": finished.number,
             "loss": finished.loss,
-            "start_sha256": sha256(self.state_path(finished.number - 1)),
+            "start": start.relative_to(self.folder).as_posix(),
+            "start_sha256": sha256(start),
             "pairs": {str(update.client): update.pairs for update in finished.updates},
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},

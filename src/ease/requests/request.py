@@ -1,11 +1,13 @@
 """What is to be forgotten: whole clients, pseudo-classes or single pairs."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from ease.config import Config
+from ease.data.membership import Holding
 from ease.data.partition import Shard
 
 
@@ -35,14 +37,22 @@ class SampleRequest(Config):
 Request = Annotated[ClientRequest | ClassRequest | SampleRequest, Field(discriminator="scope")]
 
 
-def forget_mask(request: Request, shard: Shard) -> np.ndarray:
-    """Which training pairs of a shard the request names: bool [pairs]."""
+def forget_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
+    """Which training pairs of a client the request names: bool [pairs]."""
     if isinstance(request, ClientRequest):
-        return np.full(len(shard.train), shard.client in request.clients)
+        return np.full(len(shard.train_ids), shard.client in request.clients)
     if isinstance(request, ClassRequest):
         return np.isin(shard.train_classes, request.classes)
     wanted = set(request.ids)  # np.isin on objects compares every pair and would dominate a training step
     return np.fromiter((pair_id in wanted for pair_id in shard.train_ids), dtype=bool, count=len(shard.train_ids))
+
+
+def without(shards: Iterable[Shard], gone: Iterable[Request]) -> tuple[Shard, ...]:
+    """What the clients hold once requests are closed; a client that withdrew is not there any more."""
+    for request in gone:
+        leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
+        shards = [shard.keep(~forget_mask(request, shard)) for shard in shards if shard.client not in leaving]
+    return tuple(shards)
 
 
 def validation_mask(request: Request, shard: Shard) -> np.ndarray:

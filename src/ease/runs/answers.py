@@ -8,10 +8,12 @@ from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
 from ease.params import Params
 from ease.requests.request import Request
+from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
-from ease.runs.resolve import request_id
+from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run
-from ease.storage import digest
+from ease.runs.world import World
+from ease.storage import digest, sha256
 
 
 @dataclass(frozen=True)
@@ -58,24 +60,81 @@ class StoredAnswer:
         return read_record(AnswerRecord, self.record_path)
 
 
-def trained_of(run: Run) -> Trained:
-    """The finished training of a run."""
+def trained_of(run: Run, request: Request | None = None) -> Trained:
+    """What a method starts from: the finished training, or the last release; for a request that is closed already,
+    what was there before it."""
     rounds, wanted = run.history.rounds(), run.config.training.rounds
     if rounds < wanted:
         raise UserError(
             f"{run.folder}: training stopped after round {rounds} of {wanted}; finish it first with `ease train`"
         )
-    return Trained(run.history, run.config.training, run.config.model.temperature, run.config.seed)
+    head = run.head if request is None else run.head.before(request)
+    closed = next((each for each in run.head.releases if each.request == request), None)
+    training = run.config.training
+    if closed is not None:
+        training = training.model_copy(update={"rounds": closed.after_round})
+    release = head.follows(training.rounds)
+    start = None if release is None else Params.load(run.model_path(release))
+    return Trained(run.history, training, run.config.model.temperature, run.config.seed, gone=head.gone, answered=start)
 
 
-def trained_hash(trained: Trained) -> str:
-    """Names the trained state that an answer begins from, by the hash that its round recorded."""
+def start_hash(run: Run, request: Request | None = None) -> str:
+    """Names the state that an answer begins from."""
+    trained = trained_of(run, request)
+    release = (run.head if request is None else run.head.before(request)).follows(trained.training.rounds)
+    if release is not None:
+        return release.model_sha256
     return trained.history.record(trained.training.rounds)["sha256"]["state.safetensors"]
 
 
+def open_world(run: Run, request: Request | None = None) -> World:
+    """The world of a run as it is now, or as it was when a request that is closed since was answered.
+
+    What some finished answer forgot may have vanished from disk.
+    """
+    head = run.head if request is None else run.head.before(request)
+    known = run.known()
+    forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
+    return World.open(run.config, known, forgotten).without(*head.gone)
+
+
+def _answered(run: Run) -> list[Request]:
+    """Every request that has a finished answer."""
+    stored = [StoredAnswer(path.parent) for path in sorted(run.folder.glob("requests/*/*/record.json"))]
+    return [each.record().request for each in stored]
+
+
+def release(run: Run, name: str) -> Release:
+    """Make a finished answer the model that the run goes on from: its request is closed, its pairs are gone."""
+    stored, request, _ = find_answer(run, name)
+    with run.locked():
+        if request in run.head.gone:
+            raise UserError(f"{name}: this request is closed already; the run goes on from it")
+        made = Release(
+            request=request,
+            answer=stored.folder.relative_to(run.folder / "requests").as_posix(),
+            model_sha256=sha256(stored.model_path),
+            after_round=run.history.rounds(),
+        )
+        write_head(run.folder / "head.json", Head(releases=(*run.head.releases, made)))
+    return made
+
+
+def settle_head(run: Run) -> Release | None:
+    """Before more rounds: what the one answered request left is what the run goes on from; more than one answer is
+    for a person to choose from, and training refuses until someone has."""
+    begun = (run.folder / "run.json").is_file()
+    grown = begun and Run.load(run.folder).config.training.rounds <= run.history.rounds() < run.config.training.rounds
+    answered = run.unreleased() if grown else []
+    if len(answered) != 1 or not (run.folder / "requests" / answered[0] / "ease" / "record.json").is_file():
+        return None
+    return release(Run.load(run.folder), answered[0])
+
+
 def check_current(run: Run, stored: StoredAnswer) -> None:
-    """Refuse an answer that was given before the run was trained further."""
-    if stored.record().trained_sha256 != trained_hash(trained_of(run)):
+    """Refuse an answer that began from another model than the run has now."""
+    record = stored.record()
+    if record.trained_sha256 != start_hash(run, record.request):
         raise UserError(
             f"{stored.folder}: this answer began from a model that the run has been trained beyond; delete the folder "
             "and run `ease forget` again"
@@ -90,7 +149,7 @@ def answer_of(run: Run, request: Request, method: Unlearner) -> StoredAnswer:
 
 
 def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
-    """The finished stored that `REQUEST` or `REQUEST/METHOD` names, e.g. `client-3` or `client-3/retrain`."""
+    """The finished answer that `REQUEST` or `REQUEST/METHOD` names, e.g. `client-3` or `client-3/retrain`."""
     request_name, _, label = name.partition("/")
     stored = StoredAnswer(run.folder / "requests" / request_name / (label or "ease"))
     if not stored.done:

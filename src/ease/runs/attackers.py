@@ -25,7 +25,7 @@ from ease.errors import UserError
 from ease.methods.base import Order, Trained, Unlearner
 from ease.params import Params
 from ease.requests.request import Request
-from ease.runs.answers import trained_of
+from ease.runs.answers import open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -48,6 +48,8 @@ class Plan:
     request: Request
     method: Unlearner | None
     """What the shadows go through after their training; None: nothing, they are left as trained."""
+    gone: tuple[Request, ...]
+    """Requests that were closed before: their pairs are in no shadow."""
     start_sha256: str
     data: str
     """Fingerprint of the pairs."""
@@ -58,7 +60,7 @@ class Plan:
     @property
     def key(self) -> str:
         """Hash of all of it: another model, data set, request, method or pool never meets these files."""
-        parts = [part and part.model_dump(mode="json") for part in (self.config, self.request, self.method)]
+        parts = [part and part.model_dump(mode="json") for part in (self.config, self.request, self.method, *self.gone)]
         return digest(FORMAT, self.start_sha256, self.data, self.pool, *parts)
 
     @property
@@ -88,7 +90,7 @@ class Subjects:
     @classmethod
     def of(cls, world: World, request: Request, pool: int) -> "Subjects":
         """Split the pairs of no client into the pool, the matched non-members and the rest."""
-        spare = np.concatenate([world.pairs.indices("validation"), world.pairs.indices("test")])
+        spare = np.concatenate([world.evaluator.spare, world.evaluator.test])
         if len(spare) < pool + 2:
             raise UserError(
                 f"the audit's pool of {pool} pairs and its non-members come from validation and test pairs, and there "
@@ -97,7 +99,12 @@ class Subjects:
         order = generator(world.config.seed, "audit pool").permutation(spare)
         rest = np.sort(order[pool:])
         candidates = choose_candidates(
-            world.shards, request, rest, world.classes_of(rest), world.pairs.ids, world.config.seed
+            world.shards,
+            request,
+            rest,
+            world.evaluator.classes_of(rest),
+            world.evaluator.pairs.ids,
+            world.config.seed,
         )
         return cls(candidates, np.setdiff1d(rest, candidates.positions), np.sort(order[:pool]))
 
@@ -112,14 +119,16 @@ class Subjects:
 
 
 def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> Plan:
-    history = trained_of(run).history
-    history.verify_state(0)
-    start = sha256(history.initial_path)
-    return Plan(run.config, request, method, start, world.pairs.fingerprint, pool, run.folder)
+    trained = trained_of(run, request)
+    trained.history.verify_state(0)
+    start = sha256(trained.history.initial_path)
+    config = run.config.model_copy(update={"training": trained.training})
+    return Plan(config, request, method, trained.gone, start, world.evaluator.pairs.fingerprint, pool, run.folder)
 
 
 def gauge_of(world: World, subjects: Subjects) -> Gauge:
-    return Gauge(world.model, world.activations, subjects.pool, world.config.model.temperature, world.device)
+    seen = world.evaluator
+    return Gauge(seen.model, seen.activations, subjects.pool, world.config.model.temperature, seen.device)
 
 
 def remove_scratch(plan: Plan) -> None:
@@ -140,7 +149,7 @@ def make_shadows(
 def _make_group(
     plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
 ) -> Iterator[int]:
-    config, start = plan.config, world.initial()
+    config, start, seen = plan.config, world.server.initial(), world.evaluator
     included = [subjects.candidates.included(shadow, config.seed) for shadow in shadows]
     federations = [shadow_shards(world.shards, plan.request, subjects.candidates, inside) for inside in included]
     federations += [without_forget(world.shards, plan.request)] * len(orders)
@@ -154,9 +163,9 @@ def _make_group(
         keep = plan.method is not None and "history" in plan.method.needs
         histories = [ShadowHistory.begin(Path(scratch) / str(n), start, keep) for n in shadows]
         for rounds in train_federations(
-            world.model,
-            world.activations,
-            world.device,
+            seen.model,
+            seen.activations,
+            seen.device,
             federations,
             streams,
             start,
@@ -179,7 +188,7 @@ def _make_group(
             phases = {"trained": trained.final}
             if plan.method is not None:
                 request = shadow_request(plan.request, subjects.candidates, inside)
-                world_of = (world.model, world.activations, world.device)
+                world_of = (seen.model, seen.activations, seen.device)
                 phases["unlearned"] = unlearn_shadow(*world_of, shards, trained, request, plan.method)
             stored = {
                 f"{phase}/{name}": torch.from_numpy(values)
@@ -214,7 +223,7 @@ def _content(values: Mapping[str, torch.Tensor]) -> str:
 def train_share(share: Share) -> Iterator[str]:
     """A process's part of the work, for `spread`."""
     plan, shadows, orders = share
-    world = World.open(plan.config)
+    world = open_world(Run.load(plan.folder), plan.request)
     subjects = Subjects.of(world, plan.request, plan.pool)
     yield from map(str, make_shadows(plan, world, subjects, shadows, orders))
 
@@ -256,7 +265,7 @@ class QuickAttackers:
 
 def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, pool: int = 512) -> QuickAttackers:
     """Train the shadows once for each run and request; they are kept in the run."""
-    spare = len(world.pairs.indices("validation")) + len(world.pairs.indices("test"))
+    spare = len(world.evaluator.spare) + len(world.evaluator.test)
     plan = plan_of(run, world, request, None, min(pool, spare // 2))
     subjects = Subjects.of(world, request, plan.pool)
     missing = [number for number in range(shadows) if not plan.shadow_path(number).is_file()]

@@ -132,7 +132,7 @@ class Audit:
     def workers(self) -> int:
         if self.config.workers is not None:
             return self.config.workers
-        return min(4, default_processes(self.world.device.type))
+        return min(4, default_processes(self.world.server.device.type))
 
     # The verdict
 
@@ -197,7 +197,7 @@ class Audit:
 
     @cached_property
     def nearest(self) -> np.ndarray:
-        return nearest_forget(self.world.activations, self._plain_sets["forget"], self._plain_sets["retain"])
+        return nearest_forget(self.world.evaluator.activations, self._plain_sets["forget"], self._plain_sets["retain"])
 
     @cached_property
     def _plain_sets(self) -> dict[str, np.ndarray]:
@@ -219,12 +219,20 @@ class Audit:
     def _gallery(self) -> Gallery:
         """The size of every gallery, and what recall a random ranking of it would have."""
         size = common_size(self.sets, self.run.config.gallery)
-        chance = chance_recall(size, len(self.world.pairs.captions[0]))
+        chance = chance_recall(size, len(self.world.evaluator.pairs.captions[0]))
         return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()})
 
     def _recalls(self, state: Params) -> dict[str, GalleryRecall]:
         size = common_size(self.sets, self.run.config.gallery)
-        return recalls(self.world.model, state, self.world.activations, self.sets, size, self.world.device, draws=3)
+        return recalls(
+            self.world.server.model,
+            state,
+            self.world.evaluator.activations,
+            self.sets,
+            size,
+            self.world.server.device,
+            draws=3,
+        )
 
     def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
         def residual(name: str) -> float:

@@ -30,8 +30,10 @@ def training_flops(world: World) -> float:
     training = world.config.training
     positions = np.arange(min(len(client.train), training.batch_size))
     job = training.job(0, world.config.seed, world.config.model.temperature)
-    tensors = {name: tensor.to(world.device).requires_grad_() for name, tensor in world.initial().tensors.items()}
+    tensors = {
+        name: tensor.to(world.server.device).requires_grad_() for name, tensor in world.server.initial().tensors.items()
+    }
     states = client.train.batch(positions, np.zeros_like(positions))
     with FlopCounterMode(display=False) as counter:
-        info_nce(*embed_states(world.model, tensors, states), job.temperature).backward()
+        info_nce(*embed_states(world.server.model, tensors, states), job.temperature).backward()
     return counter.get_total_flops() / len(positions)

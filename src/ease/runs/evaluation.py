@@ -1,4 +1,4 @@
-"""What the evaluator sees: which pairs are to be forgotten, kept or were never seen, and recall on each."""
+"""What the evaluator measures: which pairs are to be forgotten, kept or were never seen, and recall on each."""
 
 import numpy as np
 from torch import Tensor
@@ -11,25 +11,30 @@ from ease.runs.world import World
 
 
 def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
-    """Positions of forget, retained and test pairs. For a class request, test pairs of that class are left out."""
-    masks = {shard.client: forget_mask(request, shard) for shard in world.shards}
-    test = world.pairs.indices("test")
+    """Positions of forget, retained and test pairs. For a class request, test pairs of that class are left out.
+
+    Forget pairs are those the request names, closed or not; retained ones are what the clients hold beside them.
+    """
+    seen, test = world.evaluator.shards, world.evaluator.test
     if isinstance(request, ClassRequest):
-        test = test[~np.isin(world.classes_of(test), request.classes)]
+        test = test[~np.isin(world.evaluator.classes_of(test), request.classes)]
     return {
-        "forget": np.concatenate([shard.train[masks[shard.client]] for shard in world.shards]),
-        "retain": np.concatenate([shard.train[~masks[shard.client]] for shard in world.shards]),
+        "forget": np.concatenate([shard.train[forget_mask(request, shard)] for shard in seen]),
+        "retain": np.concatenate([shard.train[~forget_mask(request, shard)] for shard in world.shards]),
         "test": test,
     }
 
 
 def measure(world: World, state: Params, sets: dict[str, np.ndarray], draws: int = 5) -> dict[str, float]:
-    """Recall of forget, retained and test pairs on galleries of one size."""
-    results = recalls(world.model, state, world.activations, sets, world.config.gallery, world.device, draws)
+    """Recall of forget, retained and test pairs on galleries of one size; a set that has vanished has none."""
+    there = {name: positions for name, positions in sets.items() if len(positions)}
+    seen, size = world.evaluator, world.config.gallery
+    results = recalls(seen.model, state, seen.activations, there, size, seen.device, draws)
     metrics = {f"{name}/recall@{k}": result[f"recall@{k}"].mean for name, result in results.items() for k in (1, 5, 10)}
-    return metrics | {"gallery": float(common_size(sets, world.config.gallery))}
+    return metrics | {"gallery": float(common_size(there, size))}
 
 
 def similarities(world: World, state: Params, positions: np.ndarray) -> Tensor:
     """Cosine of each pair under a state [n]."""
-    return pair_similarity(*embed_pairs(world.model, state, world.activations, positions, world.device))
+    seen = world.evaluator
+    return pair_similarity(*embed_pairs(seen.model, state, seen.activations, positions, seen.device))

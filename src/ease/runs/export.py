@@ -38,7 +38,7 @@ class Source:
 
     @classmethod
     def of(cls, run: Run, request: str | None) -> "Source":
-        state = trained_of(run).final if request is None else find_answer(run, request)[0].model()
+        state = trained_of(run).start if request is None else find_answer(run, request)[0].model()
         settings = run.config.model
         # On the CPU, so that the exported numbers do not depend on the device of the run.
         backbone = load_backbone(settings.backbone)

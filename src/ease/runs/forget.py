@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ease.errors import UserError
-from ease.federation.fedavg import average, participants
+from ease.federation.fedavg import fedavg
 from ease.federation.journal import Journal
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
-from ease.methods.base import Step, Trained, Unlearner, retained_clients
+from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.answers import (
@@ -23,26 +23,26 @@ from ease.runs.answers import (
     check_current,
     continuation,
     find_answer,
-    trained_hash,
+    start_hash,
     trained_of,
 )
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.memory import forget_peak_memory, peak_memory
 from ease.runs.records import AnswerRecord, RoundRecord, write_record
 from ease.runs.resolve import check_request
-from ease.runs.run import Run
+from ease.runs.run import Run, load_held
 from ease.runs.world import World
 from ease.storage import read_json, remove_leftovers, write_json
-from ease.subspace import Basis, excise, load_bases, save_bases
+from ease.subspace import Held, save_bases
 
 
 def forget(
     run: Run, world: World, request: Request, method: Unlearner, observe: bool = True
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was."""
-    run.check_world(world)
+    run.check_frozen(world.server.backbone, world.server.device)
     check_request(world, request)
-    trained = trained_of(run)
+    trained = trained_of(run, request)
     stored = answer_of(run, request, method)
     with run.locked():
         if stored.done:
@@ -53,47 +53,37 @@ def forget(
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
-                "trained_sha256": trained_hash(trained),
+                "trained_sha256": start_hash(run, request),
             }
             yield from _follow(world, stored, request, steps, settings, run.config.seed, observe)
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
-    """Train on with retained data after a request, with its directions locked or free, to see whether it comes back."""
+    """Train on with what is retained after a request, its directions locked or free, to see whether it comes back."""
     stored, request, method = find_answer(run, after)
-    trained = trained_of(run)
+    trained = trained_of(run, request)
     with run.locked():
         continued = continuation(stored, rounds, locked)
         if not continued.done:
-            bases = load_bases(stored.bases_path) if locked and stored.bases_path.is_file() else {}
-            held = Params.load(stored.held_path) if bases else trained.initial
-            steps = partial(continue_training, trained, request, stored.model(), bases, held, rounds=rounds)
+            held = (load_held(stored.folder),) if locked and stored.bases_path.is_file() else ()
+            steps = partial(continue_training, trained, stored.model(), held, rounds=rounds)
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
-                "trained_sha256": trained_hash(trained),
-                "locked": bool(bases),
+                "trained_sha256": start_hash(run, request),
+                "locked": bool(held),
             }
-            yield from _follow(world, continued, request, steps, settings, run.config.seed, observe=True)
+            closed = world if request in world.gone else world.without(request)
+            yield from _follow(closed, continued, request, steps, settings, run.config.seed, observe=True)
 
 
 def continue_training(
-    trained: Trained,
-    request: Request,
-    state: Params,
-    bases: Mapping[str, Basis],
-    held: Params,
-    federation: Federation,
-    rounds: int,
+    trained: Trained, state: Params, held: Sequence[Held], federation: Federation, rounds: int
 ) -> Iterator[Step]:
-    """Plain FedAvg on retained data; with bases, the server's Forget Lock after every round."""
-    clients = retained_clients(request, federation)
-    for number in range(1, rounds + 1):
-        job = trained.training.job(number, trained.seed, trained.temperature, "after", request=request, data="retain")
-        drawn = participants(clients, trained.training, trained.seed, number)
-        finished = average(state, federation.run(state, job, drawn), trained.training, number)
-        state, _ = excise(finished.state, held, dict(bases))
-        yield Step(state, "further training", finished.loss)
+    """Plain FedAvg on what the clients still hold; what is held is taken back after every round."""
+    recipe = trained.training.model_copy(update={"rounds": rounds})
+    for finished in fedavg(state, federation, recipe, trained.seed, trained.temperature, stream="after", held=held):
+        yield step_of(finished, "further training")
 
 
 def _follow(
@@ -113,7 +103,7 @@ def _follow(
     if not fresh:
         remove_leftovers(stored.folder)
     resumed = any((stored.folder / "journal").glob("*.update"))
-    forget_peak_memory(world.device)
+    forget_peak_memory(world.server.device)
     metered = Metered(Journal(world.federation, stored.folder / "journal"))
     sets = evaluation_sets(world, request)
     rounds: list[RoundRecord] = []
@@ -137,7 +127,7 @@ def _follow(
     last.state.save(stored.model_path)
     cost = {f"cost/{key}": value for key, value in asdict(metered.cost).items()}
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
-    total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.device))}
+    total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.server.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
     record = AnswerRecord(**settings, seed=seed, resumed=resumed, rounds=tuple(rounds), metrics=metrics)
     write_record(stored.record_path, record)

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
-from ease.runs.world import World
+from ease.runs.world import Server, World
 from ease.storage import digest
 
 MATCH = 0.15
@@ -24,49 +25,83 @@ def request_id(request: Request) -> str:
     return "sample-" + digest(sorted(request.ids))[:10]
 
 
+def named_ids(membership: Membership, request: Request) -> list[str]:
+    """Ids of the training pairs that a request names, whoever holds them."""
+    return [
+        pair_id
+        for holding in membership.clients
+        for pair_id, named in zip(holding.train_ids, forget_mask(request, holding), strict=True)
+        if named
+    ]
+
+
 def check_request(world: World, request: Request) -> None:
-    """Refuse a request that names nothing, something unknown, or everything."""
-    clients = [shard.client for shard in world.shards]
+    """Refuse a request that names nothing, something unknown, what is gone already, or everything."""
+    members, classes = world.server.membership, len(world.server.centroids)
     if isinstance(request, ClientRequest):
+        clients = [holding.client for holding in members.clients]
         unknown = sorted(set(request.clients) - set(clients))
         if unknown:
-            raise UserError(
-                f"--client {unknown[0]}: no such client; this run has clients {clients[0]} to {clients[-1]}"
-            )
+            raise UserError(f"--client {unknown[0]}: no such client; this run has {_those(members)}")
     if isinstance(request, ClassRequest):
-        unknown = sorted(set(request.classes) - set(range(len(world.centroids))))
+        unknown = sorted(set(request.classes) - set(range(classes)))
         if unknown:
-            raise UserError(f"--class {unknown[0]}: no such pseudo-class; this run has 0 to {len(world.centroids) - 1}")
+            raise UserError(f"--class {unknown[0]}: no such pseudo-class; this run has 0 to {classes - 1}")
     if isinstance(request, SampleRequest):
-        known = {pair_id for shard in world.shards for pair_id in shard.train_ids}
+        known = {pair_id for holding in members.clients for pair_id in holding.train_ids}
         strange = sorted(set(request.ids) - known)
         if strange:
             raise UserError(
                 f"--samples: {len(strange)} of {len(request.ids)} ids are no training pairs here, e.g. {strange[0]!r}"
             )
-    masks = [forget_mask(request, shard) for shard in world.shards]
-    named, total = sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
-    if named == 0:
+    gone = {pair_id for closed in world.gone for pair_id in named_ids(members, closed)}
+    named = set(named_ids(members, request))
+    left = sum(len(holding.train_ids) for holding in members.clients) - len(gone)
+    if not named:
         raise UserError("the request matches no training pair of this run: there is nothing to forget")
-    if named == total:
+    if named <= gone:
+        raise UserError("everything that the request names is gone already: this run has forgotten it before")
+    if len(named - gone) == left:
         raise UserError("the request names all training data: nothing would be retained; delete the run instead")
 
 
-def class_cosines(world: World, text: str) -> np.ndarray:
+def _those(members: Membership) -> str:
+    """The clients of a run, for a message."""
+    names = [members.named(holding.client) for holding in members.clients]
+    if all(holding.name is None for holding in members.clients):
+        return f"clients {names[0]} to {names[-1]}"
+    return ", ".join(names)
+
+
+def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, ...]:
+    """Clients by the names of their sites or by their numbers, each once."""
+    by_name = {holding.name: holding.client for holding in members.clients if holding.name is not None}
+    found = set()
+    for name in named:
+        if name in by_name:
+            found.add(by_name[str(name)])
+        elif isinstance(name, int) or str(name).isdecimal():
+            found.add(int(name))
+        else:
+            raise UserError(f"--client {name}: no such client; this run has {_those(members)}")
+    return tuple(sorted(found))
+
+
+def class_cosines(server: Server, text: str) -> np.ndarray:
     """Cosine of a descriptor with each pseudo-class, by the text half of its centroid [classes]."""
-    tower, first = world.backbone.text, world.model.text.first
+    tower, first = server.backbone.text, server.model.text.first
     with torch.no_grad():
-        states, mask = tower.prefix(world.backbone.tokenize([text]).to(world.device), first)
+        states, mask = tower.prefix(server.backbone.tokenize([text]).to(server.device), first)
         query = tower(states, mask, first)[0].cpu().double().numpy()
-    halves = world.centroids[:, -len(query) :]
+    halves = server.centroids[:, -len(query) :]
     centre = halves.mean(axis=0)  # what all classes have in common tells none of them apart
     halves, query = halves - centre, query / max(np.linalg.norm(query), 1e-12) - centre
     return halves @ query / (np.linalg.norm(halves, axis=1) * np.linalg.norm(query) + 1e-12)
 
 
-def match_class(world: World, text: str) -> int:
+def match_class(server: Server, text: str) -> int:
     """The pseudo-class a descriptor names; one that fits none well is refused with the nearest."""
-    cosines = class_cosines(world, text)
+    cosines = class_cosines(server, text)
     best = int(cosines.argmax())
     if cosines[best] < MATCH:
         raise UserError(
@@ -77,15 +112,15 @@ def match_class(world: World, text: str) -> int:
 
 
 def parse_request(
-    world: World, clients: Sequence[int], classes: Sequence[str], samples: Path | Sequence[str] | None
+    server: Server, clients: Sequence[str | int], classes: Sequence[str], samples: Path | Sequence[str] | None
 ) -> Request:
     """The request the options name: exactly one kind of thing is forgotten at a time."""
     if sum(map(bool, (clients, classes, samples))) != 1:
         raise UserError("name what to forget with one of --client, --class or --samples")
     if clients:
-        return ClientRequest(clients=tuple(sorted(set(clients))))
+        return ClientRequest(clients=find_clients(server.membership, clients))
     if classes:
-        found = {int(text) if text.isdecimal() else match_class(world, text) for text in classes}
+        found = {int(text) if text.isdecimal() else match_class(server, text) for text in classes}
         return ClassRequest(classes=tuple(sorted(found)), text=", ".join(classes))
     assert samples is not None  # counted above
     ids = read_ids(samples) if isinstance(samples, Path) else set(samples)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ease.config import to_toml, validate
+from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
@@ -17,8 +19,19 @@ from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params
 from ease.runs.config import RunConfig
+from ease.runs.head import Head, Release, read_head
 from ease.runs.world import World
-from ease.storage import exclusive, read_json, remove_leftovers, write_atomic, write_json
+from ease.storage import (
+    exclusive,
+    read_json,
+    read_tensors,
+    remove_leftovers,
+    sha256,
+    write_atomic,
+    write_json,
+    write_tensors,
+)
+from ease.subspace import Held, load_bases
 
 FORMAT = 1
 """Of the run directory; raise it when an older run can no longer be read."""
@@ -77,15 +90,41 @@ class Run:
             remove_leftovers(self.folder)
             yield from self._train(world)
 
-    def check_world(self, world: World) -> None:
-        """Refuse data or weights that are not those of the training: other pairs would be dealt to the clients."""
-        path = self.folder / "world.json"
-        if path.is_file() and read_json(path).get("data") != world.pairs.fingerprint:
-            raise UserError(
-                f"{self.folder}: the data are not those this run was trained on (files were added, removed or "
-                "changed); restore them or train a new run"
-            )
-        self.check_frozen(world.backbone, world.device)
+    def known(self) -> tuple[Membership, np.ndarray] | None:
+        """Who holds what and the centres of the pseudo-classes, as they were when the run was trained; None before."""
+        if not self._membership_path.is_file():
+            return None
+        membership = validate(Membership, read_json(self._membership_path), str(self._membership_path))
+        tensors = read_tensors(self._classes_path)
+        if "centroids" not in tensors:
+            raise UserError(f"{self._classes_path}: holds no centroids; restore it or train again")
+        return membership, tensors["centroids"].numpy()
+
+    def _remember(self, world: World) -> None:
+        """Store what no one may have to find out again: data may change or vanish after the training."""
+        write_tensors(self._classes_path, {"centroids": torch.from_numpy(world.server.centroids)})
+        write_json(self.folder / "world.json", _frozen_parts(world))
+        write_json(self._membership_path, world.server.membership.model_dump(mode="json"))  # last: it makes them count
+
+    @property
+    def _membership_path(self) -> Path:
+        return self.folder / "membership.json"
+
+    @property
+    def _classes_path(self) -> Path:
+        return self.folder / "classes.safetensors"
+
+    @property
+    def head(self) -> Head:
+        return read_head(self.folder / "head.json")
+
+    def model_path(self, release: Release) -> Path:
+        return self.folder / "requests" / release.answer / "model.safetensors"
+
+    def unreleased(self) -> list[str]:
+        """Names of the requests that were answered and whose answers the run does not go on from."""
+        answered = {path.parent.parent.name for path in self.folder.glob("requests/*/*/record.json")}
+        return sorted(answered - {release.answer.partition("/")[0] for release in self.head.releases})
 
     def check_frozen(self, backbone: Backbone, device: torch.device) -> None:
         """Refuse other weights than those of the training under what it has learnt."""
@@ -107,20 +146,29 @@ class Run:
         return exclusive(self.folder / ".lock", busy)
 
     def _train(self, world: World) -> Iterator[dict[str, Any]]:
-        history, config = self.history, self.config
+        history, config, head = self.history, self.config, self.head
         done = history.rounds()
         if done == 0:
-            world.initial().save(history.initial_path)
-            write_json(self.folder / "world.json", _identity(world))
-        self.check_world(world)
+            world.server.initial().save(history.initial_path)
+            self._remember(world)
+        self.check_frozen(world.server.backbone, world.server.device)
         history.verify()
-        state = history.state(done)
-        if _layout(state) != _layout(world.initial()):
-            path = history.state_path(done)
+        if done < config.training.rounds and self.unreleased():
             raise UserError(
-                f"{path}: made by another model than config.toml names; restore it or train again elsewhere"
+                f"{self.folder}: {', '.join(self.unreleased())} was answered here, and more rounds would train on what "
+                f"was forgotten; first say what to go on from: ease release {self.folder} --request "
+                f"{self.unreleased()[0]}"
             )
-        metered = Metered(world.federation)
+        release = head.follows(done)
+        start = history.state_path(done) if release is None else self.model_path(release)
+        if release is not None and sha256(start) != release.model_sha256:
+            raise UserError(f"{start}: not the model that was released; restore it")
+        state = Params.load(start)
+        if _layout(state) != _layout(world.server.initial()):
+            raise UserError(
+                f"{start}: made by another model than config.toml names; restore it or train again elsewhere"
+            )
+        metered = Metered(world.without(*(each for each in head.gone if each not in world.gone)).federation)
         for finished in fedavg(
             state,
             metered,
@@ -128,20 +176,31 @@ class Run:
             config.seed,
             config.model.temperature,
             first_round=done + 1,
+            held=self._held(head),
         ):
             cost, metered.cost = metered.cost, Cost()
-            yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up})
+            yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
+            start = history.state_path(finished.number)
+
+    def _held(self, head: Head) -> tuple[Held, ...]:
+        """Directions that released answers keep down in further rounds."""
+        folders = [self.model_path(release).parent for release in head.releases]
+        return tuple(load_held(folder) for folder in folders if (folder / "bases.safetensors").is_file())
 
 
-def _identity(world: World) -> dict[str, str | None]:
-    """What decides the pairs and what is frozen."""
+def _frozen_parts(world: World) -> dict[str, str | None]:
+    """What is frozen under the training, by hash."""
     adapter = world.config.model.adapter
     return {
-        "data": world.pairs.fingerprint,
-        "backbone": world.backbone.fingerprint,
+        "backbone": world.server.backbone.fingerprint,
         "adapter": adapter_fingerprint(adapter) if adapter else None,
-        "device": world.device.type,
+        "device": world.server.device.type,
     }
+
+
+def load_held(folder: Path) -> Held:
+    """The directions an answer keeps down, and the state it keeps them at."""
+    return Held(load_bases(folder / "bases.safetensors"), Params.load(folder / "held.safetensors"))
 
 
 def _layout(state: Params) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
-"""The world of a run, opened from its configuration: pairs, cached activations, shards, classes and the model."""
+"""The world of a run in three parts: what the server holds, what its clients hold, and what the evaluator may see."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from ease.data.config import check_splits, load_pairs
 from ease.data.dealing import deal
 from ease.data.features import Activations, cached_activations
+from ease.data.membership import Membership, membership_of, positions_of, shards_of
 from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding
 from ease.federation.engines import make_engine
@@ -16,43 +18,105 @@ from ease.federation.loop import Loop
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, first_adapted
 from ease.params import Params
+from ease.requests.request import Request, without
 from ease.runs.config import RunConfig, choose_device
 
 
 @dataclass(frozen=True)
-class World:
-    """What a configuration stands for: pairs, cached activations, shards, classes and the model."""
+class Server:
+    """The recipe, the frozen model, and who holds which pair by its id; no picture, caption or activation."""
 
     config: RunConfig
-    pairs: PairSet
-    activations: Activations
-    shards: tuple[Shard, ...]
+    membership: Membership
     centroids: np.ndarray
     """Pseudo-class centres in the joint frozen space [classes, width]."""
     backbone: Backbone
     model: DualEncoder
     device: torch.device
 
-    @classmethod
-    def open(cls, config: RunConfig) -> "World":
-        device = choose_device(config.device)
-        backbone = load_backbone(config.model.backbone, device)
-        pairs = load_pairs(config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites")
-        check_splits(pairs, config.data)
-        first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
-        activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
-        model = DualEncoder(backbone, config.model, config.seed).to(device)
-        shards, centroids = deal(config.partition, pairs, activations, config.data.seed, config.seed)
-        return cls(config, pairs, activations, shards, centroids, backbone, model, device)
+    def initial(self) -> Params:
+        """w_0, on the CPU."""
+        return self.model.initial().to("cpu")
 
-    @cached_property
-    def federation(self) -> Loop:
-        return make_engine(self.config.engine, self.model, self.shards, self.activations, self.device)
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Every pair with its activations, whoever holds it: for measuring and for simulating, never for the server."""
+
+    pairs: PairSet
+    activations: Activations
+    shards: tuple[Shard, ...]
+    """What each client held when the run was trained, less what has vanished from disk since."""
+    test: np.ndarray
+    """Positions of the test pairs."""
+    spare: np.ndarray
+    """Positions of further pairs that no client holds."""
+    model: DualEncoder
+    centroids: np.ndarray
+    device: torch.device
 
     def classes_of(self, positions: np.ndarray) -> np.ndarray:
         """Nearest pseudo-class of any pairs [pairs]."""
         joint = joint_embedding(self.activations.pooled_image[positions], self.activations.pooled_text[positions])
         return ((joint[:, None] - self.centroids[None]) ** 2).sum(-1).argmin(1)
 
-    def initial(self) -> Params:
-        return self.model.initial().to("cpu")
+
+@dataclass(frozen=True)
+class World:
+    """A server, clients behind a federation, and an evaluator beside them."""
+
+    server: Server
+    evaluator: Evaluator
+    gone: tuple[Request, ...] = ()
+    """Requests that are closed: their pairs are in no client's data any more."""
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        known: tuple[Membership, np.ndarray] | None = None,
+        forgotten: Collection[str] = (),
+    ) -> "World":
+        """Deal the data to clients, or take who holds what, and the class centres, from a run that is `known` already.
+
+        Of a known run, pairs that were `forgotten` may have vanished from disk.
+        """
+        device = choose_device(config.device)
+        backbone = load_backbone(config.model.backbone, device)
+        pairs = load_pairs(
+            config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites", forgotten
+        )
+        check_splits(pairs, config.data)
+        first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
+        activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
+        model = DualEncoder(backbone, config.model, config.seed).to(device)
+        if known is None:
+            shards, centroids = deal(config.partition, pairs, activations, config.data.seed, config.seed)
+            membership = membership_of(pairs, shards)
+        else:
+            membership, centroids = known
+            shards = shards_of(membership, pairs, forgotten)
+        test, spare = (positions_of(ids, pairs) for ids in (membership.test, membership.validation))
+        return cls(
+            Server(config, membership, centroids, backbone, model, device),
+            Evaluator(pairs, activations, shards, test, spare, model, centroids, device),
+        )
+
+    def without(self, *requests: Request) -> "World":
+        """The same world once these requests are closed."""
+        return replace(self, gone=(*self.gone, *requests)) if requests else self
+
+    @property
+    def config(self) -> RunConfig:
+        return self.server.config
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What the clients hold now."""
+        return without(self.evaluator.shards, self.gone)
+
+    @cached_property
+    def federation(self) -> Loop:
+        """The clients, each with its own pairs alone, behind the engine of the configuration."""
+        shards, activations = self.shards, self.evaluator.activations
+        return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device)

@@ -41,7 +41,7 @@ def _request(world: World, scenario: Scenario, seed: int, number: int) -> Reques
         return ClientRequest(clients=(by_size[len(by_size) // 2 - number].client,))
     if scenario == "class":
         counts = np.bincount(
-            np.concatenate([shard.train_classes for shard in world.shards]), minlength=len(world.centroids)
+            np.concatenate([shard.train_classes for shard in world.shards]), minlength=len(world.server.centroids)
         )
         return ClassRequest(classes=(int(counts.argsort(kind="stable")[len(counts) // 2 - number]),))
     ids = [pair_id for shard in world.shards for pair_id in shard.train_ids]

@@ -180,7 +180,9 @@ def validation_recall(world: World, request: Request, state: Params) -> float:
     gone = request.classes if isinstance(request, ClassRequest) else ()
     kept = [s.validation[~np.isin(s.validation_classes, gone)] for s in world.shards if s.client not in leaving]
     positions = {"validation": np.concatenate(kept)}
-    found = recalls(world.model, state, world.activations, positions, world.config.gallery, world.device)
+    found = recalls(
+        world.server.model, state, world.evaluator.activations, positions, world.config.gallery, world.server.device
+    )
     return statistics.mean(found["validation"][f"recall@{k}"].mean for k in (1, 5, 10))
 
 

@@ -166,7 +166,7 @@ def test_a_client_that_keeps_one_pair_measures_like_the_others(world, local_job)
     shard = world.shards[0]
     request = SampleRequest(ids=(*shard.train_ids[1:], world.shards[1].train_ids[0]))
     job = local_job(request=request, objective="levels")
-    found = {update.client: update.values for update in world.federation.run(world.initial(), job, [0, 1])}
+    found = {update.client: update.values for update in world.federation.run(world.server.initial(), job, [0, 1])}
     assert found[0]["forget"].shape == (len(shard.train) - 1, 2) and found[1]["forget"].shape == (1, 2)
     assert len(found[0]["forget_density"]) == len(shard.train) - 1
     assert membership_gap(found) is not None

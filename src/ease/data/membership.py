@@ -1,0 +1,118 @@
+"""Who holds what, by id: stored when a run is trained, so that nothing has to be dealt again from files that change."""
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ease.config import Config
+from ease.data.pairs import PairSet
+from ease.data.partition import Shard
+from ease.errors import UserError
+
+NAMED_IN_MESSAGE = 3
+
+
+class Holding(Config):
+    """One client's pairs by their ids, and the pseudo-class of each."""
+
+    client: int
+    name: str | None = None
+    """What people call it, where the data name their sites."""
+    train_ids: tuple[str, ...]
+    train_classes: tuple[int, ...]
+    validation_ids: tuple[str, ...]
+    validation_classes: tuple[int, ...]
+
+
+class Membership(Config):
+    """Every pair of a run: whose it is, in which split, in which pseudo-class, and a hash of what it holds."""
+
+    format: Literal[1] = 1
+    clients: tuple[Holding, ...]
+    test: tuple[str, ...]
+    validation: tuple[str, ...]
+    """Of no client."""
+    digests: dict[str, str]
+    """Id -> hash of the pair's picture and captions."""
+
+    def named(self, client: int) -> str:
+        """A client as people call it."""
+        found = next(holding.name for holding in self.clients if holding.client == client)
+        return str(client) if found is None else found
+
+
+def membership_of(pairs: PairSet, shards: Sequence[Shard]) -> Membership:
+    """What the dealt shards say, by id."""
+
+    def ids(positions: np.ndarray) -> tuple[str, ...]:
+        return tuple(pairs.ids[position] for position in positions)
+
+    holdings = tuple(
+        Holding(
+            client=shard.client,
+            name=shard.name,
+            train_ids=shard.train_ids,
+            train_classes=tuple(shard.train_classes.tolist()),
+            validation_ids=ids(shard.validation),
+            validation_classes=tuple(shard.validation_classes.tolist()),
+        )
+        for shard in shards
+    )
+    return Membership(
+        clients=holdings,
+        test=ids(pairs.indices("test")),
+        validation=ids(pairs.indices("validation")),
+        digests=dict(zip(pairs.ids, pairs.digests, strict=True)),
+    )
+
+
+def shards_of(membership: Membership, pairs: PairSet, forgotten: Collection[str] = ()) -> tuple[Shard, ...]:
+    """The clients' pairs as positions in what is there now; pairs in `forgotten` may have vanished, others may not.
+
+    Pairs that came after the training belong to no one here.
+    """
+    position = {pair_id: place for place, pair_id in enumerate(pairs.ids)}
+    _check_present(membership, pairs, position, forgotten)
+    shards = []
+    for holding in membership.clients:
+        places = np.array([n for n, each in enumerate(holding.train_ids) if each in position], dtype=np.int64)
+        held_out = [n for n, each in enumerate(holding.validation_ids) if each in position]
+        shards.append(
+            Shard(
+                client=holding.client,
+                train=np.array([position[holding.train_ids[n]] for n in places], dtype=np.int64),
+                validation=np.array([position[holding.validation_ids[n]] for n in held_out], dtype=np.int64),
+                train_ids=tuple(holding.train_ids[n] for n in places),
+                train_classes=np.array(holding.train_classes, dtype=np.int64)[places],
+                validation_classes=np.array(holding.validation_classes, dtype=np.int64)[held_out],
+                name=holding.name,
+                places=places,
+                dealt=len(holding.train_ids),
+            )
+        )
+    return tuple(shards)
+
+
+def positions_of(ids: Sequence[str], pairs: PairSet) -> np.ndarray:
+    """Where some pairs stand, in the order of the pair set; those that are not there are left out."""
+    wanted = set(ids)
+    return np.array([place for place, pair_id in enumerate(pairs.ids) if pair_id in wanted], dtype=np.int64)
+
+
+def _check_present(
+    membership: Membership, pairs: PairSet, position: dict[str, int], forgotten: Collection[str]
+) -> None:
+    """Refuse other data than those of the training: a missing pair that no one asked to forget, or changed content."""
+    may_go = set(forgotten)
+    missing = [each for each in membership.digests if each not in position and each not in may_go]
+    changed = [
+        each for each, told in membership.digests.items() if each in position and pairs.digests[position[each]] != told
+    ]
+    for ids, what in ((missing, "are missing"), (changed, "have changed")):
+        if ids:
+            more = "" if len(ids) <= NAMED_IN_MESSAGE else f" and {len(ids) - NAMED_IN_MESSAGE} more"
+            raise UserError(
+                f"{len(ids)} of the {len(membership.digests)} pairs this run was trained with {what} "
+                f"({', '.join(ids[:NAMED_IN_MESSAGE])}{more}); restore them, or ask for them to be forgotten first"
+            )

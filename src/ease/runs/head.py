@@ -1,0 +1,48 @@
+"""Where a run goes on from: the releases that closed requests made, one after the other."""
+
+from pathlib import Path
+from typing import Literal
+
+from ease.config import Config, validate
+from ease.requests.request import Request
+from ease.storage import read_json, write_json
+
+
+class Release(Config):
+    """An answer that became the run's model. From then on its request is closed and its pairs are gone."""
+
+    request: Request
+    answer: str
+    """REQUEST/METHOD in the run."""
+    model_sha256: str
+    after_round: int
+    """How many rounds had been trained by then."""
+
+
+class Head(Config):
+    """All releases, oldest first."""
+
+    format: Literal[1] = 1
+    releases: tuple[Release, ...] = ()
+
+    def before(self, request: Request) -> "Head":
+        """As it was when a request was answered: without its own release and those that came later."""
+        place = next((n for n, each in enumerate(self.releases) if each.request == request), len(self.releases))
+        return Head(releases=self.releases[:place])
+
+    @property
+    def gone(self) -> tuple[Request, ...]:
+        return tuple(release.request for release in self.releases)
+
+    def follows(self, rounds: int) -> Release | None:
+        """The release that came after so many rounds and before the next one, if there was one: the last of them."""
+        return next((each for each in reversed(self.releases) if each.after_round == rounds), None)
+
+
+def read_head(path: Path) -> Head:
+    """The stored head; a run that released nothing goes on from its training."""
+    return validate(Head, read_json(path), str(path)) if path.is_file() else Head()
+
+
+def write_head(path: Path, head: Head) -> None:
+    write_json(path, head.model_dump(mode="json"))

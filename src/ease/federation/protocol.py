@@ -119,10 +119,6 @@ class Update:
         assert self.delta is not None
         return self.delta
 
-    def message(self) -> dict[str, Tensor]:
-        """The tensors as they are sent."""
-        return {**(self.delta.tensors if self.delta is not None else {}), **self.values}
-
 
 class Federation(Protocol):
     """Runs a job on clients. In-process, metered, journaled or over a network: the caller cannot tell."""

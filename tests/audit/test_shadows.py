@@ -20,7 +20,6 @@ from ease.audit.shadows import (
     shadow_shards,
     train_federations,
     unlearn_shadow,
-    without_forget,
 )
 from ease.data.partition import Shard
 from ease.errors import UserError
@@ -31,7 +30,7 @@ from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, without
 
 
 def deal(*classes: Sequence[int]) -> tuple[Shard, ...]:
@@ -189,7 +188,7 @@ def test_a_shadow_is_asked_to_forget_exactly_the_candidates_it_trained_on(reques
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
 def test_a_retraining_holds_no_forget_pair_and_no_leaving_client(request_: Request) -> None:
-    shards = without_forget(SHARDS, request_)
+    shards = without(SHARDS, [request_])
     assert [shard.client for shard in shards] == ([1, 2] if request_.scope == "client" else [0, 1, 2])
     assert not any(forget_mask(request_, shard).any() for shard in shards)
     assert sum(len(shard.train) for shard in shards) == sum(

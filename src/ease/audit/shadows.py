@@ -20,7 +20,7 @@ from ease.federation.protocol import Update
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
-from ease.requests.request import ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.request import Request, SampleRequest, forget_mask
 from ease.seeding import generator
 
 Enlisted = tuple[int, Shard, LocalTraining]
@@ -120,24 +120,20 @@ def shadow_shards(
 ) -> tuple[Shard, ...]:
     """The clients of a shadow federation: everybody's retained pairs, and the included candidates at their homes."""
     result = []
-    for shard in (_retained(shard, request) for shard in shards):
+    for shard in shards:
+        kept = ~forget_mask(request, shard)
         own = np.flatnonzero(included & (candidates.home == shard.client))
         result.append(
-            replace(
-                shard,
-                train=np.concatenate([shard.train, candidates.positions[own]]),
-                train_ids=(*shard.train_ids, *(candidates.ids[i] for i in own)),
-                train_classes=np.concatenate([shard.train_classes, candidates.classes[own]]),
+            Shard(
+                client=shard.client,
+                train=np.concatenate([shard.train[kept], candidates.positions[own]]),
+                validation=shard.validation,
+                train_ids=(*np.array(shard.train_ids, dtype=object)[kept], *(candidates.ids[i] for i in own)),
+                train_classes=np.concatenate([shard.train_classes[kept], candidates.classes[own]]),
+                validation_classes=shard.validation_classes,
             )
         )
     return tuple(result)
-
-
-def _retained(shard: Shard, request: Request) -> Shard:
-    """The shard without its forget pairs."""
-    kept = ~forget_mask(request, shard)
-    ids = tuple(pair_id for pair_id, keep in zip(shard.train_ids, kept, strict=True) if keep)
-    return replace(shard, train=shard.train[kept], train_ids=ids, train_classes=shard.train_classes[kept])
 
 
 def shadow_request(request: Request, candidates: Candidates, included: np.ndarray) -> Request:
@@ -223,9 +219,3 @@ def unlearn_shadow(
     for step in method.unlearn(trained, request, make_engine("cohort", model, shards, activations, device)):
         state = step.state
     return state
-
-
-def without_forget(shards: Sequence[Shard], request: Request) -> tuple[Shard, ...]:
-    """The federation of a retraining: nobody holds a forget pair, and a client that withdraws is not there."""
-    leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
-    return tuple(_retained(shard, request) for shard in shards if shard.client not in leaving)

@@ -14,12 +14,11 @@ from ease.audit.verdict import EVIDENCE, Measure
 from ease.commands.forget import answer
 from ease.console import labelled, megabytes, status, table, ticks_bar
 from ease.methods.retrain import Retrain
-from ease.runs.answers import find_answer
+from ease.runs.answers import find_answer, open_world
 from ease.runs.attackers import Subjects
 from ease.runs.audit import Audit
 from ease.runs.records import AuditRecord, Price
 from ease.runs.run import Run
-from ease.runs.world import World
 
 PARTS = ("forget", "near", "retain", "test")
 
@@ -102,7 +101,7 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
     run = Run.load(folder)
     _, request, _ = find_answer(run, name)
     with status("preparing data and backbone", quiet):
-        world = World.open(run.config)
+        world = open_world(run, request)
     Subjects.of(world, request, config.pool)  # refuses too large a pool before the long work begins
     if retrain:
         answer(run, world, request, Retrain(), quiet)

@@ -18,7 +18,7 @@ from ease.console import status
 from ease.errors import UserError
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.runs.answers import StoredAnswer, trained_of
+from ease.runs.answers import StoredAnswer, open_world, trained_of
 from ease.runs.audit import current_audit
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.records import AuditRecord, BenchResults, read_record
@@ -136,7 +136,7 @@ def with_thumbnails(
     chosen = {name for _, name in sorted(able)[:MOST_ILLUSTRATED]}
     if not chosen:
         return answers
-    world, trained = World.open(run.config), trained_of(run).final
+    world, trained = open_world(run), trained_of(run).start
     return [
         _illustrated(world, trained, stored, answer) if answer.name in chosen else answer
         for stored, answer in zip(stored_answers, answers, strict=True)

@@ -18,15 +18,16 @@ from ease.audit.shadows import (
     shadow_shards,
     train_federations,
     unlearn_shadow,
-    without_forget,
 )
 from ease.audit.statistic import STATISTICS, Gauge
 from ease.errors import UserError
 from ease.methods.base import Order, Trained, Unlearner
 from ease.params import Params
-from ease.requests.request import Request
+from ease.requests.request import Request, without
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import RunConfig
+from ease.runs.evaluation import evaluation_sets
+from ease.runs.resolve import named_ids
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator, stream_seed
@@ -90,6 +91,12 @@ class Subjects:
     @classmethod
     def of(cls, world: World, request: Request, pool: int) -> "Subjects":
         """Split the pairs of no client into the pool, the matched non-members and the rest."""
+        named, there = len(named_ids(world.server.membership, request)), evaluation_sets(world, request)["forget"]
+        if len(there) < named:
+            raise UserError(
+                f"{named - len(there)} of the {named} photographs of this request have vanished: what a model holds of "
+                "them cannot be measured any more; audit a request before its data are deleted"
+            )
         spare = np.concatenate([world.evaluator.spare, world.evaluator.test])
         if len(spare) < pool + 2:
             raise UserError(
@@ -152,7 +159,7 @@ def _make_group(
     config, start, seen = plan.config, world.server.initial(), world.evaluator
     included = [subjects.candidates.included(shadow, config.seed) for shadow in shadows]
     federations = [shadow_shards(world.shards, plan.request, subjects.candidates, inside) for inside in included]
-    federations += [without_forget(world.shards, plan.request)] * len(orders)
+    federations += [without(world.shards, [plan.request])] * len(orders)
     streams = [f"shadow-{shadow}" for shadow in shadows] + [f"retrain-{order}" for order in orders]
     if not federations:
         return

@@ -90,7 +90,7 @@ class Audit:
 
     @cached_property
     def trained(self) -> Trained:
-        return trained_of(self.run)
+        return trained_of(self.run, self.request)
 
     @cached_property
     def plan(self) -> Plan:

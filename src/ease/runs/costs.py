@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch.utils.flop_counter import FlopCounterMode
 
+from ease.data.examples import examples_at
 from ease.federation.objectives import embed_states
 from ease.model.losses import info_nce
 from ease.runs.records import Price
@@ -26,14 +27,14 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def training_flops(world: World) -> float:
     """Floating-point operations for each pair of a training step, forward and backward, counted by torch."""
-    client = next(iter(world.federation.data.values()))
-    training = world.config.training
-    positions = np.arange(min(len(client.train), training.batch_size))
+    training, seen = world.config.training, world.evaluator
+    examples = examples_at(seen.activations, seen.test[: training.batch_size], seen.device)
+    positions = np.arange(len(examples))
     job = training.job(0, world.config.seed, world.config.model.temperature)
     tensors = {
         name: tensor.to(world.server.device).requires_grad_() for name, tensor in world.server.initial().tensors.items()
     }
-    states = client.train.batch(positions, np.zeros_like(positions))
+    states = examples.batch(positions, np.zeros_like(positions))
     with FlopCounterMode(display=False) as counter:
         info_nce(*embed_states(world.server.model, tensors, states), job.temperature).backward()
     return counter.get_total_flops() / len(positions)

@@ -23,7 +23,7 @@ from ease.errors import Diverged, UserError
 from ease.methods import make_method
 from ease.params import Params
 from ease.requests.request import Request
-from ease.runs.answers import answer_of, trained_of
+from ease.runs.answers import answer_of, open_world, trained_of
 from ease.runs.attackers import QuickAttackers, quick_attackers
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget
@@ -58,7 +58,7 @@ def finish_job(job: Job) -> Iterator[str]:
     if job.done:
         return
     run = Run.create(job.folder, job.config)
-    world = World.open(job.config)
+    world = open_world(run)
     for _ in run.train(world):
         pass
     where = f"{job.config.partition.scheme} run, seed {job.config.seed}"

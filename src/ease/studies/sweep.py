@@ -28,7 +28,7 @@ from ease.methods.base import Trained, Unlearner
 from ease.methods.ease.calibration import Gap, measure_levels, membership_gap
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request
-from ease.runs.answers import answer_of, trained_of
+from ease.runs.answers import answer_of, open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget
 from ease.runs.records import TrialRecord, read_record, write_record
@@ -111,7 +111,7 @@ def searches_for(
 def finish_search(search: Search) -> Iterator[str]:
     """Try everything that has no score yet; a note after each trial."""
     run = Run.create(search.folder, search.config)
-    world = World.open(run.config)
+    world = open_world(run)
     for _ in run.train(world):
         pass
     for scenario in search.scenarios:

@@ -100,6 +100,16 @@ def test_where_a_tower_is_split_changes_nothing(backbone):
             torch.testing.assert_close(output, outputs[0], atol=1e-4, rtol=1e-4)
 
 
+def test_a_picture_is_its_class_token_behind_all_blocks(backbone):
+    tower = backbone.image
+    with torch.no_grad():
+        states, _ = tower.prefix(noise(2), 0)
+        short = tower(states, None, 0)
+        for block in tower.blocks:
+            states = block(states, None)
+    torch.testing.assert_close(short, tower.norm(states)[:, 0], atol=1e-4, rtol=1e-4)
+
+
 def test_batches_and_padding_do_not_change_an_item(backbone):
     long = backbone.tokenize([CAPTIONS[0], "a much longer caption about a great many other things on the shore"])
     with torch.no_grad():

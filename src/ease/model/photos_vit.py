@@ -24,8 +24,8 @@ PRETRAINED_ACROSS = 37
 IMAGE_BLOCKS, IMAGE_HEADS = 12, 6
 FINE_BLOCKS = 8
 """Blocks that see all 16 x 16 patches; they are frozen. Those behind them may carry adapters."""
-GRID = 4
-"""The blocks behind see the patches averaged to this many a side: 17 tokens for a picture instead of 257."""
+GRID = 8
+"""The blocks behind see the patches averaged to this many a side: 65 tokens for a picture instead of 257."""
 TEXT_BLOCKS, TEXT_HEADS = 6, 12
 CONTEXT = 24
 """Longer captions are cut, 1.7% of Flickr8k's; its longest has 42 tokens, and each is padded to the longest."""
@@ -77,8 +77,16 @@ class VisionBlock(nn.Module):
         self.mlp_scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """[n, tokens, 384] -> the same."""
         normed = self.attention_norm(states)
-        states = states + self.attention_scale * self.attention(normed, normed, mask)
+        return self._with_mlp(states + self.attention_scale * self.attention(normed, normed, mask))
+
+    def class_token(self, states: Tensor) -> Tensor:
+        """The first of the tokens alone, for a fraction of the time: [n, tokens, 384] -> [n, 384]."""
+        normed = self.attention_norm(states)
+        return self._with_mlp(states[:, :1] + self.attention_scale * self.attention(normed[:, :1], normed, None))[:, 0]
+
+    def _with_mlp(self, states: Tensor) -> Tensor:
         return states + self.mlp_scale * self.mlp(self.mlp_norm(states))
 
 
@@ -114,13 +122,13 @@ class AdaptableTower(nn.Module):
     def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
         if first == self.depth:
             return states
-        return self.pool(_through(self.blocks[first:], states, mask), mask)
+        return self.pool(_through(self.blocks[first:-1], states, mask), mask)
 
     def states_before(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
-        states = _through(self.blocks[:first], states, mask)
-        return self.pool(states, mask) if first == self.depth else states
+        return self(states, mask, 0) if first == self.depth else _through(self.blocks[:first], states, mask)
 
     def pool(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """The last block and what remains of its tokens: [n, tokens, 384] -> [n, 384]."""
         raise NotImplementedError
 
     def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
@@ -156,7 +164,7 @@ class ImageTower(AdaptableTower):
         self.register_buffer("deviation", torch.ones(3, 1, 1))
 
     def prefix(self, inputs: Tensor, first: int) -> tuple[Tensor, None]:
-        """uint8 [n, height, width, 3] -> [n, 17, 384], or [n, 384] when nothing is left to run."""
+        """uint8 [n, height, width, 3] -> [n, 65, 384], or [n, 384] when nothing is left to run."""
         # Few at once stay within the processor's cache. A graph that is written to a file takes its batch whole.
         whole = inputs.device.type != "cpu" or torch.compiler.is_exporting()
         parts = (inputs,) if whole else inputs.split(CPU_IMAGES_AT_ONCE)
@@ -171,13 +179,15 @@ class ImageTower(AdaptableTower):
         return torch.cat([self.class_token.expand(len(patches), 1, -1), patches], dim=1) + self.positions
 
     def coarse(self, inputs: Tensor) -> Tensor:
-        """The class token and the patches averaged to 4 x 4, behind the fine blocks: [n, 17, 384]."""
+        """The class token and the patches averaged to 8 x 8, behind the fine blocks: [n, 65, 384]."""
         states = _through(self.fine_blocks, self.embed(inputs), None)
         squares = states[:, 1:].unflatten(1, (GRID, ACROSS // GRID, GRID, ACROSS // GRID)).mean(dim=(2, 4))
         return torch.cat([states[:, :1], squares.flatten(1, 2)], dim=1)
 
     def pool(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        return self.norm(states)[:, 1:].mean(dim=1)
+        last = self.blocks[-1]
+        assert isinstance(last, VisionBlock)
+        return self.norm(last.class_token(states))
 
 
 class TextTower(AdaptableTower):
@@ -217,6 +227,7 @@ class TextTower(AdaptableTower):
 
     def pool(self, states: Tensor, mask: Tensor | None) -> Tensor:
         assert mask is not None  # `prefix` always gives one
+        states = self.blocks[-1](states, mask)
         return (states * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
 
 

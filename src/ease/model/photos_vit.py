@@ -30,7 +30,7 @@ TEXT_BLOCKS, TEXT_HEADS = 6, 12
 CONTEXT = 24
 """Longer captions are cut, 1.7% of Flickr8k's; its longest has 42 tokens, and each is padded to the longest."""
 PADDING = 0
-CPU_IMAGES_AT_ONCE = 2
+CPU_IMAGES_AT_ONCE = 4
 CAPTIONS_AT_ONCE = 64
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DINO_SHA256 = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"

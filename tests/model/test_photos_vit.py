@@ -117,9 +117,11 @@ def test_batches_and_padding_do_not_change_an_item(backbone):
             alone = backbone.text(*backbone.text.prefix(backbone.tokenize(CAPTIONS[:1]), first), first)
             beside = backbone.text(*backbone.text.prefix(long, first), first)
             torch.testing.assert_close(alone[0], beside[0], atol=1e-5, rtol=1e-4)
-        together, _ = backbone.image.prefix(noise(3), 1)
-        single, _ = backbone.image.prefix(noise(3)[2:], 1)
-    torch.testing.assert_close(single[0], together[2], atol=1e-4, rtol=1e-4)
+        count = photos_vit.CPU_IMAGES_AT_ONCE + 1
+        together, _ = backbone.image.prefix(noise(count), 1)
+        single, _ = backbone.image.prefix(noise(count)[-1:], 1)
+    assert len(together) == count
+    torch.testing.assert_close(single[0], together[-1], atol=1e-4, rtol=1e-4)
 
 
 def test_long_captions_are_cut(backbone):

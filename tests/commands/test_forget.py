@@ -123,9 +123,9 @@ def test_what_is_shown_does_not_change_what_is_stored(ease, run: Path) -> None:
 
 def test_a_class_can_be_named_in_words(ease, run: Path) -> None:
     world = World.open(Run.load(run).config)
-    word = max(lexicon(), key=lambda word: class_cosines(world, word).max())
+    word = max(lexicon(), key=lambda word: class_cosines(world.server, word).max())
     result = ease("forget", run, "--class", word, "--method", "finetune", "--json")
-    expected = int(class_cosines(world, word).argmax())
+    expected = int(class_cosines(world.server, word).argmax())
     assert json.loads(result.out)["request"] == {"scope": "class", "classes": [expected], "text": word}
 
 
@@ -191,8 +191,8 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(refused, run: Path, arg
 
 def test_words_that_fit_no_class_show_the_nearest(refused, run: Path) -> None:
     world = World.open(Run.load(run).config)
-    word = min(lexicon(), key=lambda word: class_cosines(world, word).max())
-    cosines = class_cosines(world, word)
+    word = min(lexicon(), key=lambda word: class_cosines(world.server, word).max())
+    cosines = class_cosines(world.server, word)
     assert cosines.max() < MATCH, "choose another word"
     nearest = f"the nearest is {cosines.argmax()} (cosine {cosines.max():.2f}"
     refused(run, ["--class", word], f"--class {word!r}: fits no pseudo-class well", nearest, "use other words")

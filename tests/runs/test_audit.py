@@ -91,7 +91,14 @@ def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, mon
 def plan(learnt, **changes: object) -> Plan:
     world = learnt.world
     fields = Plan(
-        world.config, CLIENT, make_method("ease"), "start", world.evaluator.pairs.fingerprint, 16, learnt.run.folder
+        world.config,
+        CLIENT,
+        make_method("ease"),
+        (),
+        "start",
+        world.evaluator.pairs.fingerprint,
+        16,
+        learnt.run.folder,
     )
     return replace(fields, **changes)
 
@@ -104,6 +111,7 @@ def test_whatever_decides_a_shadow_decides_its_key(learnt) -> None:
         plan(learnt, method=make_method("finetune")),
         plan(learnt, method=make_method("ease", ("lock_strength=0.5",))),
         plan(learnt, pool=17),
+        plan(learnt, gone=(ClientRequest(clients=(2,)),)),
         plan(learnt, start_sha256="other"),
         plan(learnt, data="other"),
         plan(learnt, config=config.model_copy(update={"seed": 1})),
@@ -141,7 +149,7 @@ def test_a_short_training_has_every_early_stop(learnt, tmp_path: Path, rounds: i
     training = learnt.world.config.training.model_copy(update={"rounds": rounds, "local_epochs": 1})
     config = learnt.world.config.model_copy(update={"training": training})
     short = plan(learnt, config=config, folder=tmp_path)
-    world = replace(learnt.world, config=config)
+    world = replace(learnt.world, server=replace(learnt.world.server, config=config))
     assert list(make_shadows(short, world, Subjects.of(world, short.request, short.pool), [], [1])) == [1] * rounds
     found = {share: read_tensors(short.retrain_path(1, share)) for share in (*SHARES, 1.0)}
     assert len(list(short.store.iterdir())) == 4

@@ -117,7 +117,7 @@ def test_stopped_between_two_clients_it_asks_only_the_rest(world, run: Run) -> N
     class Tired:
         """Answers a number of times and then pulls the plug."""
 
-        clients = world.federation.clients
+        clients, held = world.federation.clients, world.federation.held
 
         def __init__(self, answers: int) -> None:
             self.left, self.asked = answers, 0
@@ -355,20 +355,29 @@ def test_killed_at_random_moments_a_real_process_ends_with_the_same_bytes(world,
 
 
 def test_an_answer_from_before_further_training_is_refused(small, ease, tmp_path) -> None:
-    """A run may grow; what was answered before does not belong to the grown model."""
+    """A run may grow; what was answered before does not belong to the grown model, but for the answer it grew from."""
     settings = [part for each in small for part in ("--set", each)]
     assert ease("train", "--out", tmp_path / "run", "--quiet", *settings).code == 0
+    for client in (1, 2):
+        assert ease("forget", tmp_path / "run", "--client", client, "--method", "finetune", "--quiet").code == 0
+    more = ("train", "--out", tmp_path / "run", "--quiet", *settings, "--set", "training.rounds=3")
+    assert ease(*more).code == 2
+    assert ease("release", tmp_path / "run", "--request", "client-1/finetune").code == 0
+    shutil.move(tmp_path / "run" / "requests" / "client-2", tmp_path / "kept")
+    assert ease(*more).code == 0
+    shutil.move(tmp_path / "kept", tmp_path / "run" / "requests" / "client-2")
     assert ease("forget", tmp_path / "run", "--client", 1, "--method", "finetune", "--quiet").code == 0
-    assert ease("train", "--out", tmp_path / "run", "--quiet", *settings, "--set", "training.rounds=3").code == 0
-    again = ease("forget", tmp_path / "run", "--client", 1, "--method", "finetune", "--quiet")
+    again = ease("forget", tmp_path / "run", "--client", 2, "--method", "finetune", "--quiet")
     assert again.code == 2 and "trained beyond" in again.err
 
 
 def test_changed_data_are_refused(small, ease, tmp_path) -> None:
-    """Other pairs would be dealt to the clients, and the request would name other pictures."""
+    """The request would name other pictures than those that were trained on."""
     settings = [part for each in small for part in ("--set", each)]
     assert ease("train", "--out", tmp_path / "run", "--quiet", *settings).code == 0
-    world = tmp_path / "run" / "world.json"
-    write_json(world, read_json(world) | {"data": "others"})
+    path = tmp_path / "run" / "membership.json"
+    stored = read_json(path)
+    changed = next(iter(stored["digests"]))
+    write_json(path, stored | {"digests": stored["digests"] | {changed: "other"}})
     answer = ease("forget", tmp_path / "run", "--client", 1, "--method", "finetune", "--quiet")
-    assert answer.code == 2 and "not those this run was trained on" in answer.err
+    assert answer.code == 2 and "have changed" in answer.err and changed in answer.err

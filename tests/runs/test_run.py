@@ -72,7 +72,10 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
         (("trainin.rounds=2",), "--set: trainin: unknown key; known keys here: data, device"),
         (("training.round=2",), "--set: training.round: unknown key; known keys here: batch_size"),
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
-        (("partition.scheme=random",), "--set: partition.scheme: input should be 'iid', 'dirichlet' or 'uniform'"),
+        (
+            ("partition.scheme=random",),
+            "--set: partition.scheme: input should be 'iid', 'dirichlet', 'uniform' or 'sites'",
+        ),
         (("model.lora_rank=0",), r"--set: model.lora_rank: input should be greater than or equal to 1 \(got 0\)"),
         (("data.name=folder",), '--set: data: data.path is needed when data.name = "folder"'),
         (("training.learning_rate=inf",), "--set: training.learning_rate: input should be a finite number"),
@@ -156,10 +159,10 @@ def test_a_descriptor_finds_the_class_it_describes(world: World) -> None:
         for position in world.evaluator.pairs.indices("train")[:20]
         for caption in world.evaluator.pairs.captions[position]
     ]
-    cosines = np.stack([class_cosines(world, text) for text in texts])
+    cosines = np.stack([class_cosines(world.server, text) for text in texts])
     assert cosines.shape == (len(texts), 3) and (np.abs(cosines) <= 1).all()
     best = max(range(len(texts)), key=lambda index: cosines[index].max())
-    assert match_class(world, texts[best]) == cosines[best].argmax()
+    assert match_class(world.server, texts[best]) == cosines[best].argmax()
 
 
 def test_a_descriptor_that_fits_no_class_is_refused_with_the_nearest(world: World, monkeypatch) -> None:
@@ -167,7 +170,7 @@ def test_a_descriptor_that_fits_no_class_is_refused_with_the_nearest(world: Worl
     with pytest.raises(
         UserError, match=r"--class 'boat': fits no pseudo-class well; the nearest is \d \(cosine -?0\.\d"
     ):
-        match_class(world, "boat")
+        match_class(world.server, "boat")
 
 
 # --- training ---

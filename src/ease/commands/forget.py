@@ -1,6 +1,6 @@
 """What `ease forget`, `ease train --after` and `ease demo` do: answer a request and set the answers side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,12 @@ def _comparison_row(method: str, metrics: dict[str, float], retrain: dict[str, f
 
 def _recall_row(name: str, metrics: dict[str, float]) -> list[str]:
     sets = ("forget", "retain", "test")
-    return [name, *(" / ".join(f"{metrics[f'{part}/recall@{k}']:.1f}" for k in (1, 5, 10)) for part in sets)]
+    return [name, *(" / ".join(_told(metrics, f"{part}/recall@{k}") for k in (1, 5, 10)) for part in sets)]
+
+
+def _told(metrics: Mapping[str, float], key: str) -> str:
+    """A figure, or a dash where there is none: photographs that have vanished cannot be looked for."""
+    return f"{metrics[key]:.1f}" if key in metrics else "-"
 
 
 def spectrum_table(found: SpectrumNotes) -> RenderableType:
@@ -182,7 +187,7 @@ def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: b
     total = method.rounds(run.config.training, request)
     with rounds_bar(f"{method.name:9}", total, 0, quiet) as bar:
         for step, metrics in forget(run, world, request, method):
-            bar.step(phase=step.phase, **{"forget R@1": f"{metrics['forget/recall@1']:.1f}"})
+            bar.step(phase=step.phase, **{"forget R@1": _told(metrics, "forget/recall@1")})
 
 
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:
@@ -193,9 +198,7 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
         world = open_world(run, request)
     with rounds_bar("training on", rounds, 0, quiet) as bar:
         for _, metrics in go_on(run, world, after, rounds, locked):
-            bar.step(
-                **{"forget R@1": f"{metrics['forget/recall@1']:.1f}", "test R@1": f"{metrics['test/recall@1']:.1f}"}
-            )
+            bar.step(**{f"{part} R@1": _told(metrics, f"{part}/recall@1") for part in ("forget", "test")})
     record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")
     folder_of = continuation(stored, rounds, locked).folder

@@ -145,6 +145,8 @@ def with_thumbnails(
 
 def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: ReportedAnswer) -> ReportedAnswer:
     sets = evaluation_sets(world, answer.record.request)
+    if not len(sets["forget"]):  # their photographs have vanished
+        return answer
     rng = generator(world.config.seed, "thumbnails")
     forget = np.sort(rng.permutation(sets["forget"])[:MOST_RANKED])
     gallery = np.concatenate([forget, np.sort(rng.permutation(sets["test"])[: len(forget)])])

@@ -48,6 +48,7 @@ class Run:
     def create(cls, folder: Path, config: RunConfig) -> "Run":
         """A new run, or the same run continued; another configuration in the same place is refused."""
         run = cls.plan(folder, config)
+        run.check_released()
         marker = folder / "run.json"
         if not marker.is_file() or cls.load(folder).config != run.config:
             write_json(marker, {"format": FORMAT, "config": run.config.model_dump(mode="json")})
@@ -106,6 +107,15 @@ class Run:
         write_json(self.folder / "world.json", _frozen_parts(world))
         write_json(self._membership_path, world.server.membership.model_dump(mode="json"))  # last: it makes them count
 
+    def check_released(self) -> None:
+        """Refuse more rounds while it is open what to go on from: they would train on what was forgotten."""
+        open_requests = self.unreleased() if self.history.rounds() < self.config.training.rounds else []
+        if open_requests:
+            raise UserError(
+                f"{self.folder}: {', '.join(open_requests)} was answered here, and more rounds would train on what was "
+                f"forgotten; first say what to go on from: ease release {self.folder} --request {open_requests[0]}"
+            )
+
     @property
     def _membership_path(self) -> Path:
         return self.folder / "membership.json"
@@ -153,12 +163,7 @@ class Run:
             self._remember(world)
         self.check_frozen(world.server.backbone, world.server.device)
         history.verify()
-        if done < config.training.rounds and self.unreleased():
-            raise UserError(
-                f"{self.folder}: {', '.join(self.unreleased())} was answered here, and more rounds would train on what "
-                f"was forgotten; first say what to go on from: ease release {self.folder} --request "
-                f"{self.unreleased()[0]}"
-            )
+        self.check_released()
         release = head.follows(done)
         start = history.state_path(done) if release is None else self.model_path(release)
         if release is not None and sha256(start) != release.model_sha256:

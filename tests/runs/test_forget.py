@@ -122,7 +122,7 @@ def test_stopped_between_two_clients_it_asks_only_the_rest(world, run: Run) -> N
     class Tired:
         """Answers a number of times and then pulls the plug."""
 
-        clients = world.federation.clients
+        clients, held = world.federation.clients, world.federation.held
 
         def __init__(self, answers: int) -> None:
             self.left, self.asked = answers, 0

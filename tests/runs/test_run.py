@@ -72,7 +72,10 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
         (("trainin.rounds=2",), "--set: trainin: unknown key; known keys here: data, device"),
         (("training.round=2",), "--set: training.round: unknown key; known keys here: batch_size"),
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
-        (("partition.scheme=random",), "--set: partition.scheme: input should be 'iid', 'dirichlet' or 'uniform'"),
+        (
+            ("partition.scheme=random",),
+            "--set: partition.scheme: input should be 'iid', 'dirichlet', 'uniform' or 'sites'",
+        ),
         (("model.lora_rank=0",), r"--set: model.lora_rank: input should be greater than or equal to 1 \(got 0\)"),
         (("data.name=folder",), '--set: data: data.path is needed when data.name = "folder"'),
         (("training.learning_rate=inf",), "--set: training.learning_rate: input should be a finite number"),

@@ -1,8 +1,10 @@
 """The architecture holds: imports go one way, so that every layer can be read without those above it."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -109,3 +111,44 @@ def test_processes_are_started_in_one_place() -> None:
 def test_no_pickle_is_read_or_written() -> None:
     for module in MODULES:
         assert not {"pickle", "joblib", "dill"} & {name.split(".")[0] for name in imports(module)}, module
+
+
+# --- the pictures of docs/architecture.md ---
+
+PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+
+
+def block(heading: str) -> list[str]:
+    """The first words of the lines in the picture under a heading."""
+    picture = PAGE.split(f"## {heading}\n", 1)[1].split("```\n")[1]
+    return [line.split()[0] for line in picture.splitlines() if line.strip()]
+
+
+def test_the_tree_on_the_page_is_the_order_of_imports() -> None:
+    drawn = [name.removesuffix("/") for name in block("Rooms")[1:]]
+    assert drawn == list(ORDER)
+    assert {part_of(module) for module in MODULES if len(module.parts) > 1} == {
+        name.removesuffix("/") for name in block("Rooms") if name.endswith("/") and name != "src/ease/"
+    }
+
+
+def test_a_request_enters_the_modules_in_the_order_that_is_drawn(ease, small, tmp_path: Path) -> None:
+    settings = [part for change in small for part in ("--set", change)]
+    assert ease("train", "--out", tmp_path / "run", *settings, "--quiet").code == 0
+    drawn = block("A request on its way")
+    entered: list[str] = []
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT):
+            name = f"{file.relative_to(ROOT).with_suffix('').as_posix()}.{frame.f_code.co_name}"
+            if name in drawn and name not in entered:
+                entered.append(name)
+
+    sys.setprofile(watch)
+    try:
+        result = ease("forget", tmp_path / "run", "--client", 1, "--quiet")
+    finally:
+        sys.setprofile(None)
+    assert result.code == 0, result.err
+    assert entered == drawn

@@ -119,17 +119,15 @@ def spectrum_table(found: SpectrumNotes) -> RenderableType:
         ]
         for block in found.blocks
     ]
-    caption = f"delta: {found.delta}"
-    if found.depth is not None:
-        caption += f", depth {found.depth:.2f}"
+    caption = f"reference: {found.reference}, delta: {found.delta}"
+    if found.replaying_clients:
+        caption += f"; {found.replaying_clients} clients replayed {found.replayed_rounds} rounds"
     if found.gap_before is not None:
-        caption += f"; membership gap before {found.gap_before.gap:+.2f}"
-    if found.gap_after is not None:
-        caption += f", after excision {found.gap_after.gap:+.2f} ± {found.gap_after.standard_error:.2f}"
+        caption += f"; membership gap before {found.gap_before.gap:+.2f} ± {found.gap_before.standard_error:.2f}"
     if found.why:
         caption += f"; {found.why}"
-    columns = ["block", "directions", "excised", "cosines", "eta_f", "eta_r"]
-    return table("Entanglement of the forget updates with the retained ones", columns, rows, caption=caption)
+    columns = ["block", "directions", "locked", "cosines", "eta_f", "eta_r"]
+    return table("Entanglement of what the forget pairs wrote with what the others did", columns, rows, caption=caption)
 
 
 def bars(cosines: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 A job names its heavy parts by the hash of their bytes, so that each travels once; the receiver checks the hashes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -23,7 +23,7 @@ from ease.federation.container import (
     unpack,
 )
 from ease.federation.lock import Lock
-from ease.federation.protocol import LocalJob, Optimiser, Update
+from ease.federation.protocol import LocalJob, Optimiser, Replay, Update
 from ease.federation.sparse import Sparse
 from ease.params import Block, Params
 from ease.requests.request import Request
@@ -56,6 +56,13 @@ class SparseHeader(Config):
     seed: int
 
 
+class ReplayHeader(Config):
+    round: int
+    state: Hash
+    weight: float
+    group: int = Field(ge=0)
+
+
 class JobHeader(Config):
     """A job without its tensors: the small ones are the payload, the heavy ones are parts of their own."""
 
@@ -78,6 +85,7 @@ class JobHeader(Config):
     clip: float | None
     radius: float | None
     sparse: SparseHeader | None
+    replays: tuple[ReplayHeader, ...] = ()
 
 
 # --- states ---
@@ -159,13 +167,16 @@ def encode_job(job: LocalJob, state: Params) -> tuple[bytes, dict[str, bytes]]:
     """The job, and its heavy parts by the hash of their bytes."""
     encoded = {part: encode_part(value) for part, value in parts_of(job, state).items()}
     hashes = {part: content_hash(data) for part, data in encoded.items()}
-    return pack(*_job_content(job, hashes)), {hashes[part]: data for part, data in encoded.items()}
+    again = [encode_state(each.state) for each in job.replays]
+    names = [content_hash(data) for data in again]
+    parts = {hashes[part]: data for part, data in encoded.items()} | dict(zip(names, again, strict=True))
+    return pack(*_job_content(job, hashes, names)), parts
 
 
 def job_length(job: LocalJob) -> int:
     """Length of the job's bytes without its parts."""
     present: dict[Part, str] = dict.fromkeys(("state", "lock", "reference", "base"), UNKNOWN)
-    return packed_length(*_job_content(job, present))
+    return packed_length(*_job_content(job, present, [UNKNOWN] * len(job.replays)))
 
 
 def decode_job(
@@ -204,11 +215,22 @@ def decode_job(
         clip=header.clip,
         radius=header.radius,
         sparse=sparse,
+        replays=tuple(
+            Replay(
+                each.round,
+                decode_state(_part(each.state, parts, "replayed state", what), f"{what}: replayed state", limits),
+                each.weight,
+                each.group,
+            )
+            for each in header.replays
+        ),
     )
     return job, state
 
 
-def _job_content(job: LocalJob, hashes: Mapping[Part, str]) -> tuple[JobHeader, dict[str, Tensor]]:
+def _job_content(
+    job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[str]
+) -> tuple[JobHeader, dict[str, Tensor]]:
     sparse = None
     if job.sparse is not None:
         sparse = SparseHeader(
@@ -233,6 +255,10 @@ def _job_content(job: LocalJob, hashes: Mapping[Part, str]) -> tuple[JobHeader, 
         clip=job.clip,
         radius=job.radius,
         sparse=sparse,
+        replays=tuple(
+            ReplayHeader(round=each.round, state=name, weight=each.weight, group=each.group)
+            for each, name in zip(job.replays, replayed, strict=True)
+        ),
     )
     return header, {str(client): values for client, values in job.targets.items()}
 

@@ -259,12 +259,13 @@ class Cohort(Loop):
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
-        if len(groups) == 1 and not _together(next(iter(groups))):
+        if len(groups) == 1 and not self._together(state, next(iter(jobs.values()))):
             yield from super().perform(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}
-        for common, own in groups.items():
-            updates |= self._answers(state, own) if _together(common) else self._alone(state, own)
+        for own in groups.values():
+            shared = self._together(state, next(iter(own.values())))
+            updates |= self._answers(state, own) if shared else self._alone(state, own)
         for client in jobs:
             yield updates[client]
 
@@ -275,37 +276,39 @@ class Cohort(Loop):
         """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
         asked = objective(next(iter(jobs.values())).objective)
         if asked.parts is not None and asked.combine is not None:
-            parts = {client: asked.parts(job) for client, job in jobs.items()}
-            names = list(next(iter(parts.values())))
-            found = {name: self._train(state, {client: parts[client][name] for client in jobs}) for name in names}
-            return {c: asked.combine(self.data[c], {name: found[name][c] for name in names}) for c in jobs}
-        updates = self._train(state, jobs)
+            parts = [(c, name, *part) for c, job in jobs.items() for name, part in asked.parts(state, job).items()]
+            done = self._train([(client, start, part) for client, _, start, part in parts])
+            found: dict[int, dict[str, Update]] = {client: {} for client in jobs}
+            for (client, name, _, _), update in zip(parts, done, strict=True):
+                found[client][name] = update
+            return {client: asked.combine(self.data[client], found[client], job) for client, job in jobs.items()}
+        updates = dict(zip(jobs, self._train([(client, state, job) for client, job in jobs.items()]), strict=True))
         return updates if asked.finish is None else {c: asked.finish(updates[c], job) for c, job in jobs.items()}
 
-    def _train(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
-        """Train clients in one pass for each objective that they decide for."""
+    def _train(self, asked: Sequence[tuple[int, Params, LocalJob]]) -> list[Update]:
+        """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
         able: dict[str, list[tuple[int, int, LocalTraining]]] = {}
-        updates = {client: Update(client, 0, None) for client in jobs}
-        on_device = state.to(self.pool.device).map(promoted)
-        for client, job in jobs.items():
-            assignment = assignment_of(self.model, on_device, self.data[client], job)
-            if assignment is not None:
+        updates = [Update(client, 0, None) for client, _, _ in asked]
+        placed_states: dict[int, Params] = {}
+        for number, (client, state, job) in enumerate(asked):
+            if id(state) not in placed_states:
+                placed_states[id(state)] = state.to(self.pool.device).map(promoted)
+            assignment = assignment_of(self.model, placed_states[id(state)], self.data[client], job)
+            if assignment is not None and assignment.draws:
                 placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in assignment.draws)
-                able.setdefault(assignment.objective, []).append(
-                    (client, assignment.pairs, LocalTraining(state, placed))
-                )
+                training = LocalTraining(state, placed)
+                able.setdefault(assignment.objective, []).append((number, assignment.pairs, training))
         for chosen, entries in able.items():
-            part = replace(job.common, objective=chosen)
+            part = replace(asked[entries[0][0]][2].common, objective=chosen)
             results = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.group_size)
-            for (client, pairs, _), result in zip(entries, results, strict=True):
-                updates[client] = Update(client, pairs, result.delta, {"loss": result.loss})
+            for (number, pairs, _), result in zip(entries, results, strict=True):
+                updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
         return updates
 
-
-def _together(job: LocalJob) -> bool:
-    """Whether `train_together` can do the job: losses of embeddings, and step rules that it knows."""
-    asked = objective(job.objective)
-    if asked.parts is not None:
-        return all(_together(part) for part in asked.parts(job).values())
-    plain = job.lock is None or job.lock.importance is not None or job.lock.dense
-    return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain
+    def _together(self, state: Params, job: LocalJob) -> bool:
+        """Whether `train_together` can do the job: losses of embeddings, and step rules that it knows."""
+        asked = objective(job.objective)
+        if asked.parts is not None:
+            return all(self._together(start, part) for start, part in asked.parts(state, job).values())
+        plain = job.lock is None or job.lock.importance is not None or job.lock.dense
+        return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

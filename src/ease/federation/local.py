@@ -31,6 +31,11 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
 
 
+def _ready(state: Params, like: Params) -> Params:
+    """A state as it is computed with, where another one is."""
+    return state.to(next(iter(like.tensors.values())).device).map(promoted)
+
+
 def promoted(tensor: Tensor) -> Tensor:
     """What is computed with: halves only travel."""
     return tensor.float() if tensor.element_size() < 4 else tensor
@@ -43,7 +48,9 @@ def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
             values = asked.measure(model, params, client, job)
         return Update(client.shard.client, len(client.train), None, values)
     if asked.parts is not None and asked.combine is not None:
-        return asked.combine(client, {name: train(model, params, client, p) for name, p in asked.parts(job).items()})
+        parts = asked.parts(params, job).items()
+        updates = {name: train(model, _ready(start, params), client, part) for name, (start, part) in parts}
+        return asked.combine(client, updates, job)
     update = train(model, params, client, job)
     return update if asked.finish is None else asked.finish(update, job)
 
@@ -51,7 +58,7 @@ def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
 def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     """Local epochs from `params`; the update is the difference of parameters. A client without pairs abstains."""
     assignment = assignment_of(model, params, client, job)
-    if assignment is None:
+    if assignment is None or not assignment.draws:
         return Update(client.shard.client, 0, None)
     device, common = client.train.device, job.common
     tensors = {name: tensor.clone().requires_grad_() for name, tensor in params.tensors.items()}
@@ -89,7 +96,9 @@ class Assignment:
 
 def assignment_of(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Assignment | None:
     """The client's objective and its batches; None when it has too few pairs and abstains."""
-    positions, name = client.select(job), job.objective
+    name = job.objective
+    choose = objective(name).positions
+    positions = client.select(job) if choose is None else choose(client, job)
     if len(positions) < objective(name).fewest:
         return None
     decide = objective(name).decide
@@ -98,9 +107,8 @@ def assignment_of(model: DualEncoder, params: Params, client: ClientData, job: L
     draw = objective(name).draw
     assert draw is not None  # measurements are sent elsewhere
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
-    return Assignment(
-        name, len(positions), tuple(draw(client, chosen, job, rng) for chosen in batches(positions, job, rng))
-    )
+    drawn = (draw(client, chosen, job, rng) for chosen in batches(positions, job, rng))
+    return Assignment(name, len(positions), tuple(each for each in drawn if each is not None))
 
 
 def batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Iterator[np.ndarray]:

@@ -28,9 +28,11 @@ class Cost:
 class Metered:
     """A federation that adds up the encoded length of every message of the one it wraps."""
 
-    def __init__(self, inner: Federation):
+    def __init__(self, inner: Federation, known: Sequence[Params] = ()):
         self.inner = inner
         self.cost = Cost()
+        self._known = known
+        """States that clients have from the training; the rounds of it that they replay began from such."""
         self._kept: dict[int, dict[Part, Params | Lock]] = {}
         """Client -> what it keeps: lock, reference and base of the request, and the last whole state it was sent."""
 
@@ -61,7 +63,7 @@ class Metered:
     def _parts_length(self, client: int, job: LocalJob, state: Params) -> int:
         """Bytes of the job's parts that the client does not have; a part that serves twice is sent once."""
         kept, parts = self._kept.setdefault(client, {}), parts_of(job, state)
-        known, length = list(kept.values()), 0
+        known, length = [*self._known, *kept.values()], 0
         for part in parts.values():
             if part not in known:
                 known.append(part)

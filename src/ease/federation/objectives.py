@@ -49,14 +49,18 @@ class Draw:
         return replace(self, weights=self.weights.to(device), targets=self.targets.to(device))
 
 
-DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator], Draw]
+DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator], Draw | None]
+"""None: nothing of the batch is left to learn from."""
 LossFunction = Callable[[Tensor, Tensor, Draw, LocalJob], Tensor]
 StackedLossFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], Tensor]
 StatesLossFunction = Callable[[DualEncoder, Tensors, States, Draw, LocalJob], Tensor]
 DecideFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], str]
 MeasureFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], dict[str, Tensor]]
-PartsFunction = Callable[[LocalJob], Mapping[str, LocalJob]]
-CombineFunction = Callable[[ClientData, Mapping[str, Update]], Update]
+Assigned = tuple[Params, LocalJob]
+"""A training as a part of a job: where it starts, and what it is."""
+PartsFunction = Callable[[Params, LocalJob], Mapping[str, Assigned]]
+CombineFunction = Callable[[ClientData, Mapping[str, Update], LocalJob], Update]
+PositionsFunction = Callable[[ClientData, LocalJob], np.ndarray]
 FinishFunction = Callable[[Update, LocalJob], Update]
 
 
@@ -76,13 +80,15 @@ class Objective:
     """The same for a stack of batches at once [trainings, pairs, width], with where pairs are real: [trainings]."""
     loss_of_states: StatesLossFunction | None = None
     """The alternative for a loss that embeds more than once."""
+    positions: PositionsFunction | None = None
+    """What batches are drawn from; absent: the pairs that the job speaks of."""
     fewest: int = MINIMUM_PAIRS
     """With fewer pairs a client abstains: one pair has no negatives, unless the objective brings them."""
     decide: DecideFunction | None = None
     """Looks at the state a job starts from and may choose a simpler objective for this client."""
     measure: MeasureFunction | None = None
     parts: PartsFunction | None = None
-    """The trainings that a job is made of, each a job under another objective."""
+    """The trainings that a job is made of, each from a state of its own and under another objective."""
     combine: CombineFunction | None = None
     """The one answer to all parts."""
     finish: FinishFunction | None = None

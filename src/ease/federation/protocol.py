@@ -28,6 +28,21 @@ class Optimiser(Config):
         return Optimiser(kind=self.kind, learning_rate=self.learning_rate * factor, lora_learning_rate=lora)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A round of the training to go through once more, with the random numbers that it had."""
+
+    round: int
+    state: Params
+    """Where it began. A client keeps the states it was sent, so only their hashes travel."""
+    weight: float
+    """What its change counts in the sum that comes back."""
+    group: int
+    """Which of the sums it belongs to."""
+    clients: tuple[int, ...] = ()
+    """Who took part in it; none: everyone who is asked."""
+
+
 @dataclass(frozen=True, eq=False)
 class LocalJob:
     """What a client is asked to do, as data: it can be sent, stored and compared."""
@@ -57,6 +72,8 @@ class LocalJob:
     """How far local training may go from where it starts; beyond, it is projected back."""
     sparse: Sparse | None = None
     """The state that is sent is an adapter over this frozen base, and so is the change that comes back."""
+    replays: tuple[Replay, ...] = ()
+    """Rounds of the training to go through again."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LocalJob):
@@ -78,13 +95,16 @@ class LocalJob:
         request = self.request
         if isinstance(request, SampleRequest):
             request = SampleRequest(ids=tuple(pair_id for pair_id in request.ids if pair_id in ids))
-        return replace(self, targets=targets, request=request)
+        replays = tuple(
+            replace(each, clients=()) for each in self.replays if not each.clients or client in each.clients
+        )
+        return replace(self, targets=targets, request=request, replays=replays)
 
     @property
     def common(self) -> "LocalJob":
         """What is left without that which is a client's own: it is the same for all who are given the job."""
         request = SampleRequest(ids=()) if isinstance(self.request, SampleRequest) else self.request
-        return replace(self, targets={}, request=request)
+        return replace(self, targets={}, request=request, replays=())
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""

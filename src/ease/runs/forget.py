@@ -55,7 +55,8 @@ def forget(
                 "method": method.model_dump(mode="json"),
                 "trained_sha256": start_hash(run, request),
             }
-            yield from _follow(world, stored, request, steps, settings, run.config.seed, observe)
+            known = (trained.start,)  # every client was sent the trained model
+            yield from _follow(world, stored, request, steps, settings, run.config.seed, observe, known)
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
@@ -94,6 +95,7 @@ def _follow(
     settings: dict[str, Any],
     seed: int,
     observe: bool,
+    known: Sequence[Params] = (),
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count."""
     begun = stored.folder / "request.json"
@@ -104,7 +106,7 @@ def _follow(
         remove_leftovers(stored.folder)
     resumed = any((stored.folder / "journal").glob("*.update"))
     forget_peak_memory(world.server.device)
-    metered = Metered(Journal(world.federation, stored.folder / "journal"))
+    metered = Metered(Journal(world.federation, stored.folder / "journal"), known)
     sets = evaluation_sets(world, request)
     rounds: list[RoundRecord] = []
     seconds: dict[str, float] = {}

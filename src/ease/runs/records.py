@@ -107,13 +107,14 @@ class GapNotes(Config):
 class SpectrumNotes(Config):
     """What EASE found when it decomposed the updates."""
 
+    reference: str
     delta: float | str
+    share: float
+    """Of what the forget pairs wrote, subtracted at once; the last round may correct it."""
     blocks: tuple[BlockNotes, ...]
-    depth: float | None = None
     gap_before: GapNotes | None = None
-    gap_after: GapNotes | None = None
-    target_mean: float | None = None
-    """Mean level that the forget pairs are pushed to."""
+    replayed_rounds: int = 0
+    replaying_clients: int = 0
     residuals: dict[str, float] = Field(default_factory=dict)
     """Block -> what truncation to its rank left."""
     why: str = ""

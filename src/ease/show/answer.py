@@ -207,8 +207,7 @@ def _threshold(spectrum: SpectrumNotes, blocks: Sequence[BlockNotes]) -> tuple[f
     done = fmean(block.forget_energy for block in blocks)
     grid = [step / 100 for step in range(101)]
     same = next((delta for delta in grid if charts.forget_energy(blocks, delta) >= done - 1e-9), 1.0)
-    depth = "" if spectrum.depth is None else f", all to a depth of {spectrum.depth:.2f}"
-    used = f"This answer used no threshold: each direction went by 1 − cosine²{depth}, together {done:.2f} of the"
+    used = f"This answer used no threshold: each direction counts by 1 − cosine², together {done:.2f} of the"
     return same, f"{used} forget energy. The slider starts at the threshold that takes as much."
 
 

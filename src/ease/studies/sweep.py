@@ -24,7 +24,7 @@ from scipy.stats import qmc
 from ease.audit.evaluate import recalls
 from ease.errors import Diverged, UserError
 from ease.methods import METHODS, make_method
-from ease.methods.base import Trained, Unlearner
+from ease.methods.base import Trained, Unlearner, forget_holders
 from ease.methods.ease.calibration import Gap, measure_levels, membership_gap
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request
@@ -168,7 +168,9 @@ class Judge:
 
 
 def _gap(world: World, trained: Trained, request: Request, state: Params) -> Gap:
-    found = membership_gap(measure_levels(trained, state, request, world.federation, "sweep"))
+    found = membership_gap(
+        measure_levels(trained, state, request, world.federation, forget_holders(request, world.federation))
+    )
     if found is None:
         raise UserError("partition.validation_share: too few held-out pairs to measure a membership gap; raise it")
     return found

@@ -1,4 +1,4 @@
-"""Where the columns of a decomposition come from: the stored history, or a probe round at an early state."""
+"""The columns of a decomposition, read block by block, and the spectrum they have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ease.errors import UserError
-from ease.federation.eight_bit import from_8bit
 from ease.federation.history import History, read_block
-from ease.federation.protocol import Federation
-from ease.methods.base import Trained
-from ease.methods.ease.probe import PROBE
 from ease.params import Block, Params
-from ease.requests.request import ClientRequest, Request
 from ease.subspace import Basis, Column, Spectrum, decompose, displacement, gram, make_basis
 
 TILE_BYTES = 1 << 29
@@ -44,64 +38,14 @@ class StoredUpdate:
 
 
 @dataclass(frozen=True)
-class ProbedUpdate:
-    """An update that a probe round brought."""
+class Change:
+    """A change from a state, in memory."""
 
     before: Params
     delta: Params
 
     def column(self, block: Block) -> Column:
         return displacement(block, self.before + self.delta, self.before)
-
-
-def from_history(
-    trained: Trained, request: ClientRequest, retain_columns: int
-) -> tuple[list[Evidence], list[Evidence]]:
-    """Client request: the leaving clients' stored updates, and those of everybody else. No communication.
-
-    Updates of neighbouring rounds are much alike, so of the retained clients evenly spaced rounds are enough.
-    """
-    history = trained.history
-    columns = history.columns(trained.training.rounds)
-    forget = [StoredUpdate(history, number, client) for number, client in columns if client in request.clients]
-    others = [(number, client) for number, client in columns if client not in request.clients]
-    rounds = sorted({number for number, _ in others})
-    # With very many clients one round holds more than was asked for, but without it nothing would count as shared.
-    stride = max(1, min(len(rounds), -(-len(others) // retain_columns)))
-    chosen = set(rounds[stride - 1 :: stride])
-    retain = [StoredUpdate(history, number, client) for number, client in others if number in chosen]
-    for update in (*forget, *retain):
-        history.verify_update(update.round, update.client)
-    if not forget:
-        names = ", ".join(map(str, request.clients))
-        raise UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
-    return list(forget), list(retain)
-
-
-def from_probe(
-    trained: Trained, request: Request, federation: Federation, rounds: Sequence[int]
-) -> tuple[list[Evidence], list[Evidence]]:
-    """Class or sample request: one epoch each on forget and on retained pairs, from an early stored state.
-
-    The state travels in half precision and the updates come back in 8 bit: only their directions matter. A client with
-    a single forget pair has no update to give, for InfoNCE over one pair is constant: there may be no forget column.
-    """
-    forget: list[Evidence] = []
-    retain: list[Evidence] = []
-    for number in rounds:
-        early = trained.history.state(number)
-        sent = early.map(torch.Tensor.half)
-        job = trained.training.job(
-            number, trained.seed, trained.temperature, "probe", request=request, objective=PROBE, epochs=1
-        )
-        for update in sorted(federation.run(sent, job, federation.clients), key=lambda update: update.client):
-            for data, columns in (("forget", forget), ("retain", retain)):
-                packed = {
-                    name.removeprefix(f"{data}/"): t for name, t in update.values.items() if name.startswith(f"{data}/")
-                }
-                if packed:
-                    columns.append(ProbedUpdate(early, Params(from_8bit(packed), early.blocks)))
-    return forget, retain
 
 
 def block_spectrum(block: Block, forget: Sequence[Evidence], retain: Sequence[Evidence], energy: float) -> Spectrum:

@@ -1,7 +1,7 @@
-"""EASE: excise what only the forget data taught, in both modalities, and keep it from coming back."""
+"""EASE: take out what the forget data really wrote, in both modalities, recover, and keep it from coming back."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,18 +11,11 @@ from torch import Tensor
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.lock import Lock
-from ease.federation.protocol import Federation, LocalJob
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients
-from ease.methods.ease.calibration import (
-    Gap,
-    choose_depth,
-    density_targets,
-    level_targets,
-    measure_levels,
-    membership_gap,
-)
-from ease.methods.ease.displacement import DISPLACE
-from ease.methods.ease.evidence import Evidence, block_spectrum, canonical_basis, from_history, from_probe
+from ease.federation.protocol import Federation
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of
+from ease.methods.ease.calibration import Gap, Levels, measure_levels, membership_gap, share_to_remove
+from ease.methods.ease.counterfactual import Written, written_by
+from ease.methods.ease.evidence import Change, block_spectrum, canonical_basis
 from ease.methods.ease.lock import client_lock, importance_lock
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request
@@ -32,97 +25,96 @@ Spectra = Mapping[str, Spectrum]
 
 
 class Ease(Unlearner):
-    """Decompose the updates, excise the forget data's own directions in both branches, lock them, recover."""
+    """Subtract what the forget pairs wrote, recover on retained pairs, look again and correct, then lock."""
 
     name: ClassVar[str] = "ease"
     title: ClassVar[str] = "EASE"
     source: ClassVar[str] = "EASE: entanglement-aware subspace excision, as described in docs/method.md"
     needs: ClassVar[frozenset[Need]] = frozenset({"history", "forget data", "leaving client"})
     tuned: ClassVar[Space] = {
-        "delta": ("auto", 0.3, 0.6),
-        "displacement": (0.3, 0.6, 1.2),
-        "energy": (0.9, 0.95, 0.99),
+        "share": ("auto", 0.8, 1.0),
+        "momentum": (0.0, 0.5),
+        "recovery_share": (0.15, 0.2),
     }
     method: Literal["ease"] = "ease"
-    reference: Literal["initial", "trained"] = "initial"
-    """State to which excised directions return: before training, or (the literal reading of the paper) after it."""
-    delta: Annotated[float, Field(ge=0, le=1)] | Literal["auto", "soft"] = "auto"
-    """Directions whose cosine to the retained updates is at most this are excised. `soft` excises each direction by
-    1 - cosine², so that none flips at a threshold; `auto` is `soft` to a depth that closes the membership gap."""
-    energy: float = Field(0.95, gt=0, le=1)
-    """Share of the updates' energy that the compared subspaces hold."""
-    retain_columns: int = Field(60, ge=1)
-    """Client requests: most stored updates of retained clients that are compared, from evenly spaced rounds."""
+    reference: Literal["counterfactual", "initial", "trained"] = "counterfactual"
+    """Where the forget data's directions return to: what the model would be had the pairs never been there, the state
+    before training, or (the literal reading of the paper) the trained state."""
+    share: Annotated[float, Field(ge=0, le=1.2)] | Literal["auto"] = "auto"
+    """How much of what the forget pairs wrote is subtracted. `auto`: all of it, and before the last round as much is
+    given back as brings forget pairs to the level of held-out ones."""
+    replay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Class and sample requests: share of the training rounds that are repeated without the forget pairs. `auto`: all,
+    or 32 of very many rounds unless few clients are concerned."""
+    recovery_share: float = Field(0.2, gt=0)
+    """Rounds of recovery on retained data, as a share of the training rounds."""
+    momentum: float = Field(0.5, ge=0, lt=1)
+    """Of the server in recovery, but for the last round: what later rounds would have made up for comes sooner."""
     modalities: Literal["both", "image", "text"] = "both"
-    """Where to excise; one side alone leaves the other to bring the pair back."""
+    """Where to subtract; one side alone leaves the other to bring the pair back."""
+    delta: Annotated[float, Field(ge=0, le=1)] | Literal["soft"] = "soft"
+    """Weight of a canonical direction: `soft`, 1 - cosine² to what retained data did, so that none flips at a threshold;
+    or a threshold, all of those whose cosine is at most this."""
     entanglement: bool = True
-    """Off: erase the whole forget subspace, directions shared with the retained clients included."""
-    lock: Literal["subspace", "projection", "importance", "off"] = "subspace"
-    """What keeps excised directions down: the Forget Lock, projection before each excision round alone, an
-    axis-aligned penalty (as in EWC), or nothing."""
+    """Off: every direction counts whole, those shared with retained data too."""
+    decompose: bool = False
+    """Subtract along canonical directions by the same weights instead of everything; references `initial` and
+    `trained` always do."""
+    energy: float = Field(0.95, gt=0, le=1)
+    """Share of the contributions' energy that the compared subspaces hold."""
+    lock: Literal["after", "subspace", "importance", "off"] = "after"
+    """What keeps the directions down: the Forget Lock in all later training, the same in recovery too, an axis-aligned
+    penalty in recovery (as in EWC), or nothing."""
     lock_side: Literal["server", "client"] = "server"
-    """`server` contracts after every aggregation and sends nothing; `client` is the penalty in local training."""
+    """In recovery: `server` contracts after every aggregation and sends nothing; `client` is the penalty in local
+    training."""
     lock_strength: float | None = Field(None, gt=0)
-    """Server: share of the drift removed each round, default 1. Client: weight of the penalty, default 0.1."""
-    displacement: float = Field(0.6, ge=0)
-    """Class and sample requests: weight of the push of forget pairs to the level of unseen ones; 0: no push."""
-    targets: Literal["density", "level"] = "density"
-    """Level to push to: predicted for each pair from its neighbourhood, or the mean of held-out pairs."""
-    probe_rounds: tuple[int, ...] = ()
-    """Class and sample requests: rounds whose stored state is probed; empty: the one after 10 % of training."""
-    excision_rounds: int | None = Field(None, ge=1)
-    """Default: 5 % of the training rounds for a client request, 15 % for others."""
-    excision_rate: float = Field(1.5, gt=0)
-    """Learning rate in excision rounds, relative to training: larger steps leave the old optimum sooner."""
-    stabilisation_rounds: int | None = Field(None, ge=0)
-    """Default: 10 % of the training rounds for a client request, 5 % for others."""
+    """In recovery. Server: share of the drift removed each round, default 1. Client: weight of the penalty, default
+    0.1."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         self._check_contraction(trained.training)
         clients = retained_clients(request, federation)
-        reference = trained.initial if self.reference == "initial" else trained.start
+        before = self._look(trained, request, federation, trained.start)
+        counts = {client: len(values["forget"]) for client, values in before.items()}
+        written = written_by(trained, request, federation, counts, self.replay)
+        whole = self._one_side(written.total)
+        spectra, bases = self._directions(trained, written)
+        early = self._look(trained, request, federation, trained.history.state(written.last_early) - written.early)
 
-        forget, retain = self._evidence(trained, request, federation)
-        blocks = [block for block in trained.start.blocks if forget and self.modalities in ("both", block.modality)]
-        spectra = {block.name: block_spectrum(block, forget, retain, self.energy) for block in blocks}
-        canonical = {block.name: canonical_basis(block, forget, spectra[block.name]) for block in blocks}
-        weights = {name: self._weights(spectrum) for name, spectrum in spectra.items()}
-        bases = {name: basis.weighted(weights[name]) for name, basis in canonical.items()}
-        depth, notes = self._calibrate(trained, request, federation, reference, bases)
-        targets, levels = self._targets(trained, request, federation)
-        held, residuals = excise(trained.start, reference, bases, depth)
-        notes |= {**levels, "delta": self.delta, "residuals": residuals, "blocks": describe(spectra, weights)}
-        if not forget:
-            notes["why"] = "no client has two forget pairs to probe: nothing is excised, the pairs are displaced alone"
-        yield Step(held, "decomposition", notes=notes, bases=bases)
+        share = 1.0 if self.share == "auto" else self.share
+        state, residuals = self._excised(trained, whole, bases, share)
+        notes = self._notes(spectra, bases, written, share, residuals, membership_gap(before, early))
+        yield Step(state, "decomposition", notes=notes)
 
-        state, lock = held, self._client_lock(bases, held)
-        excision, stabilisation = self._phases(trained.training, request)
-        for number in range(1, excision + stabilisation + 1):
-            phase = "excision" if number <= excision else "stabilisation"
-            if phase == "excision" and self.lock != "off":
-                state, _ = excise(state, held, bases)
-            job = self._job(trained, request, number, phase, targets, lock)
+        lock, velocity = self._client_lock(bases, state), state.zeros()
+        held, rounds = state, self.rounds(trained.training, request) - 1
+        for number in range(1, rounds + 1):
+            last, told = number == rounds, dict[str, Any]()
+            if last and self._corrects:
+                state, told = self._correct(trained, request, federation, state, whole, share, before, early)
+                held = state
+            job = trained.training.job(
+                number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
+            )
             drawn = participants(clients, trained.training, trained.seed, number)
-            finished = average(state, federation.run(state, job, drawn), trained.training, number)
-            state, notes = finished.state, {"rejected": finished.rejected} if finished.rejected else {}
+            # The state travels in half precision; the changes that come back are added to the whole one.
+            answers = federation.run(state.map(torch.Tensor.half), job, drawn)
+            finished = average(state, answers, trained.training, number)
+            velocity = (0.0 if last else self.momentum) * velocity + (finished.state - state)
+            state = state + velocity
             if self.lock == "subspace" and self.lock_side == "server":
-                state, residuals = excise(state, held, bases, self._strength)
-                notes |= {"residuals": residuals} if residuals else {}
-            yield Step(state, phase, finished.loss, notes)
+                state, _ = excise(state, held, bases, self._strength)
+            told |= {"rejected": finished.rejected} if finished.rejected else {}
+            keep = bases if last and self.lock != "off" else None
+            yield Step(state, "recovery", finished.loss, told, bases=keep)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return 1 + sum(self._phases(training, request))
+        return 1 + share_of(training, self.recovery_share)
 
-    def _phases(self, training: TrainingConfig, request: Request) -> tuple[int, int]:
-        """Rounds of each phase: a client request has excised all at once and recovers, others still displace."""
-        defaults = (0.05, 0.1) if isinstance(request, ClientRequest) else (0.15, 0.05)
-        asked = (self.excision_rounds, self.stabilisation_rounds)
-        excision, stabilisation = (
-            max(1, round(share * training.rounds)) if rounds is None else rounds
-            for share, rounds in zip(defaults, asked, strict=True)
-        )
-        return excision, stabilisation
+    @property
+    def _corrects(self) -> bool:
+        return self.share == "auto" and self.reference == "counterfactual"
 
     @property
     def _strength(self) -> float:
@@ -137,97 +129,107 @@ class Ease(Unlearner):
                     f"lock_strength = {self._strength:g}: on the server it is a share, choose 0 < strength <= 1"
                 )
         elif self.lock in ("subspace", "importance"):
-            rate = max(1.0, self.excision_rate) * max(training.learning_rate, training.lora_learning_rate or 0)
+            rate = max(training.learning_rate, training.lora_learning_rate or 0)
             if rate * self._strength >= 0.5:
                 raise UserError(
                     f"lock_strength = {self._strength:g}: at learning rate {rate:g} the lock cannot contract; "
                     f"choose less than {0.5 / rate:g}"
                 )
 
-    def _evidence(
-        self, trained: Trained, request: Request, federation: Federation
-    ) -> tuple[list[Evidence], list[Evidence]]:
-        trained.history.verify_state(0)
-        trained.history.verify_state(trained.training.rounds)
-        if isinstance(request, ClientRequest):
-            return from_history(trained, request, self.retain_columns)
-        rounds = self.probe_rounds or (max(1, round(0.1 * trained.training.rounds)),)
-        for number in rounds:
-            trained.history.verify_state(number)
-        return from_probe(trained, request, federation, rounds)
+    def _one_side(self, change: Params) -> Params:
+        """What is subtracted of a change, by modality."""
+        kept = {name for b in change.blocks if self.modalities in ("both", b.modality) for name in b.tensors}
+        return change.replace({name: t * 0 for name, t in change.tensors.items() if name not in kept})
 
-    def _calibrate(
-        self, trained: Trained, request: Request, federation: Federation, reference: Params, bases: dict[str, Basis]
-    ) -> tuple[float, dict[str, Any]]:
-        """How deep to excise, and the membership gap before and after.
-
-        Under `auto` the leaving client, as its last task, measures the gap of the trained and of the excised state. If
-        its pairs would fall below held-out ones, they are excised less deep: over-forgetting is a trace too.
-        """
-        if self.delta != "auto" or not isinstance(request, ClientRequest) or self.reference == "trained":
-            return 1.0, {}
-
-        def gap_at(depth: float, label: str) -> Gap | None:
-            state, _ = excise(trained.start, reference, bases, depth)
-            return membership_gap(measure_levels(trained, state, request, federation, label))
-
-        before, after = gap_at(0.0, "trained"), gap_at(1.0, "excised")
-        if before is None or after is None:
-            return 1.0, {"why": "the leaving client has too few held-out pairs to measure a gap"}
-        depth = choose_depth(before, after)
-        if depth < 1:
-            after = gap_at(depth, "calibrated") or after
-        return depth, {"depth": depth, "gap_before": asdict(before), "gap_after": asdict(after)}
+    def _directions(self, trained: Trained, written: Written) -> tuple[dict[str, Spectrum], dict[str, Basis]]:
+        """Canonical directions of what was written against what the others did, each with its weight."""
+        start = trained.start
+        forget = [Change(start - each, each) for each in (written.early, written.late)]
+        retain = [Change(start - each, each) for each in written.retained]
+        blocks = [block for block in start.blocks if self.modalities in ("both", block.modality)]
+        spectra = {block.name: block_spectrum(block, forget, retain, self.energy) for block in blocks}
+        bases = {
+            block.name: canonical_basis(block, forget, spectra[block.name]).weighted(self._weights(spectra[block.name]))
+            for block in blocks
+        }
+        return spectra, bases
 
     def _weights(self, spectrum: Spectrum) -> Tensor:
-        """Share of each canonical direction to excise."""
         if not self.entanglement:
             return torch.ones_like(spectrum.cosines)
-        if isinstance(self.delta, float):
-            return spectrum.unique(self.delta).double()
-        return 1 - spectrum.cosines**2
+        return 1 - spectrum.cosines**2 if self.delta == "soft" else spectrum.unique(self.delta).double()
 
-    def _targets(
-        self, trained: Trained, request: Request, federation: Federation
-    ) -> tuple[dict[int, Tensor], dict[str, Any]]:
-        """Levels the forget pairs are to fall to, and the gap before; a leaving client takes no part in training."""
-        if isinstance(request, ClientRequest) or self.displacement == 0:
-            return {}, {}
-        levels = measure_levels(trained, trained.start, request, federation, "trained")
-        before = membership_gap(levels)
-        targets = density_targets(levels, trained.seed) if self.targets == "density" else level_targets(levels)
-        mean = float(torch.cat(list(targets.values())).mean())
-        return targets, {"gap_before": asdict(before) if before else None, "target_mean": mean}
+    def _excised(
+        self, trained: Trained, whole: Params, bases: dict[str, Basis], share: float
+    ) -> tuple[Params, dict[str, float]]:
+        """The state without what was written, and what truncation of factored blocks left of it."""
+        if self.reference == "counterfactual" and not self.decompose:
+            return trained.start - share * whole, {}
+        goal = {
+            "counterfactual": trained.start - share * whole,
+            "initial": trained.initial,
+            "trained": trained.start,
+        }[self.reference]
+        return excise(trained.start, goal, bases)
+
+    def _look(self, trained: Trained, request: Request, federation: Federation, state: Params) -> Levels:
+        """Levels under a state, of every client's held-out pairs: those of the ones concerned alone may be few."""
+        clients = federation.clients if isinstance(request, ClientRequest) else forget_holders(request, federation)
+        sent = state if state is trained.start else state.map(torch.Tensor.half)  # the trained one is known to all
+        return measure_levels(trained, sent, request, federation, clients)
+
+    def _correct(
+        self,
+        trained: Trained,
+        request: Request,
+        federation: Federation,
+        state: Params,
+        whole: Params,
+        share: float,
+        before: Levels,
+        early: Levels,
+    ) -> tuple[Params, dict[str, Any]]:
+        """Give back, or take, what brings forget pairs to the level of held-out ones after what recovery has done."""
+        now = membership_gap(self._look(trained, request, federation, state), early)
+        first = membership_gap(before, early)
+        slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
+        wanted, weight = share_to_remove(now, share, slope)
+        told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}
+        return state - (wanted - share) * whole, told
 
     def _client_lock(self, bases: Mapping[str, Basis], reference: Params) -> Lock | None:
         if self.lock == "importance":
             return importance_lock(bases, reference, self._strength)
-        return (
-            client_lock(bases, reference, self._strength)
-            if self.lock == "subspace" and self.lock_side == "client"
-            else None
-        )
+        if self.lock == "subspace" and self.lock_side == "client":
+            return client_lock(bases, reference, self._strength)
+        return None
 
-    def _job(
-        self, trained: Trained, request: Request, number: int, phase: str, targets: dict[int, Tensor], lock: Lock | None
-    ) -> LocalJob:
-        job = trained.training.job(
-            number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
-        )
-        if not targets:
-            return job
-        job = replace(job, objective=DISPLACE, targets=targets, settings={"displacement": self.displacement})
-        if phase == "stabilisation":
-            return job
-        push = {"displacement": self.displacement / self.excision_rate}
-        return replace(job, optimiser=job.optimiser.scaled(self.excision_rate), settings=push)
+    def _notes(
+        self,
+        spectra: Spectra,
+        bases: Mapping[str, Basis],
+        written: Written,
+        share: float,
+        residuals: dict[str, float],
+        before: Gap | None,
+    ) -> dict[str, Any]:
+        notes: dict[str, Any] = {
+            "reference": self.reference,
+            "delta": self.delta,
+            "share": share,
+            "gap_before": asdict(before) if before else None,
+            "replayed_rounds": len(written.rounds) if written.clients else 0,
+            "replaying_clients": written.clients,
+            "residuals": residuals,
+            "blocks": describe(spectra, {name: self._weights(spectrum) for name, spectrum in spectra.items()}),
+        }
+        if before is None:
+            notes["why"] = "too few held-out pairs to measure a gap: the usual share is subtracted"
+        return notes
 
 
 def describe(spectra: Spectra, weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """The entanglement spectrum for people and reports: one entry for each block.
-
-    Under a threshold the two shares are eta_f and eta_r; soft weights count each direction by its weight.
-    """
+    """The entanglement spectrum for people and reports: one entry for each block, each direction by its weight."""
     return [
         {
             "block": name,

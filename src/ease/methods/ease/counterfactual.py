@@ -1,0 +1,161 @@
+"""What the forget pairs really wrote into the model: what the rounds did less what they would have done without them.
+
+For clients that leave it comes from the history, for classes and single pairs by replay.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ease.errors import UserError
+from ease.federation.protocol import Federation, Replay
+from ease.methods.base import Trained
+from ease.methods.ease.replay import REPLAY, read_sum
+from ease.params import Params, weighted_mean
+from ease.requests.request import ClientRequest, Request
+
+EARLY = 0.2
+"""Share of the rounds whose contribution is told apart: after so many, what later rounds made up for is still small."""
+MOST_REPLAYED = 32
+"""Rounds that `auto` replays at most where many clients are concerned; the others are stood for by their neighbours."""
+FEW = 1 / 3
+"""Share of the clients up to which every round is replayed: exactness is cheap then."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the forget pairs added to the global state, in two groups of rounds, and what the others did meanwhile."""
+
+    early: Params
+    late: Params
+    retained: tuple[Params, Params]
+    last_early: int
+    """Round at which the first group ends."""
+    rounds: tuple[int, ...]
+    """Rounds it was taken from."""
+    clients: int
+    """Clients that replayed something."""
+
+    @property
+    def total(self) -> Params:
+        """S."""
+        return self.early + self.late
+
+
+def written_by(
+    trained: Trained, request: Request, federation: Federation, forget_pairs: Mapping[int, int], replay: float | str
+) -> Written:
+    """S of a request: D_t = (mean update of round t) - (what it would have been without the forget pairs).
+
+    `forget_pairs` says how many of them each client holds.
+    """
+    rounds = list(range(1, trained.training.rounds + 1))
+    early = max(1, round(EARLY * len(rounds)))
+    if isinstance(request, ClientRequest):
+        parts, concerned, used = _from_history(trained, request, rounds, early), 0, rounds
+    else:
+        kept = {client: len(federation.held[client]) - count for client, count in forget_pairs.items() if count}
+        used = replayed_rounds(rounds, len(kept) / len(federation.clients), replay)
+        parts, concerned = _from_replay(trained, request, federation, kept, used, early), len(kept)
+    (first, first_rest), (second, second_rest) = parts
+    return Written(first, second, (first_rest, second_rest), early, tuple(used), concerned)
+
+
+def replayed_rounds(rounds: Sequence[int], concerned: float, replay: float | str) -> list[int]:
+    """Which rounds are replayed, spread evenly: a share of them, or by `auto` as many as are cheap."""
+    if replay == "auto":
+        count = len(rounds) if concerned <= FEW else min(len(rounds), MOST_REPLAYED)
+    else:
+        count = max(1, round(float(replay) * len(rounds)))
+    if count >= len(rounds):
+        return list(rounds)
+    step = len(rounds) / count
+    return sorted({rounds[int((n + 0.5) * step)] for n in range(count)})
+
+
+def standing_for(rounds: Sequence[int], used: Sequence[int]) -> dict[int, int]:
+    """How many rounds each replayed one stands for: itself and those it is nearest to."""
+    nearest = [min(used, key=lambda each: abs(each - number)) for number in rounds]
+    return {number: nearest.count(number) for number in used}
+
+
+Parts = tuple[tuple[Params, Params], tuple[Params, Params]]
+"""(written, the retained clients' movement) of the early rounds, and of the late ones."""
+
+
+def _from_history(trained: Trained, request: ClientRequest, rounds: Sequence[int], early: int) -> Parts:
+    """Without communication: the mean of a round's stored updates, with and without those of the leaving clients."""
+    history, leaving = trained.history, set(request.clients)
+    sums = _Sums(trained.start)
+    took_part = False
+    for number in rounds:
+        updates = [history.update(number, client) for client in history.clients(number)]
+        weighted = [(_weight(trained, update.pairs), update.client, update.change) for update in updates]
+        mean = weighted_mean((weight, change) for weight, _, change in weighted)
+        rest = [(weight, change) for weight, client, change in weighted if client not in leaving]
+        took_part = took_part or len(rest) < len(weighted)
+        sums.add(number > early, mean, weighted_mean(rest) if rest else mean.zeros())
+    if not took_part:
+        names = ", ".join(map(str, request.clients))
+        raise UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
+    return sums.parts()
+
+
+def _from_replay(
+    trained: Trained,
+    request: Request,
+    federation: Federation,
+    kept: Mapping[int, int],
+    used: Sequence[int],
+    early: int,
+) -> Parts:
+    """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more."""
+    history = trained.history
+    counts = standing_for(range(1, trained.training.rounds + 1), used)
+    replays, sums = [], _Sums(trained.start)
+    for number in used:
+        updates = {client: history.update(number, client) for client in history.clients(number)}
+        mean = weighted_mean((_weight(trained, update.pairs), update.change) for update in updates.values())
+        present = {client: kept.get(client, updates[client].pairs) for client in updates}
+        total = sum(_weight(trained, pairs) for pairs in present.values() if pairs > 0)
+        rest = mean.zeros().map(lambda tensor: tensor.double())
+        for client, update in updates.items():
+            if client not in kept and total:
+                rest = rest + (_weight(trained, present[client]) / total) * update.change.map(lambda t: t.double())
+        sums.add(number > early, counts[number] * mean, counts[number] * rest)
+        history.verify_state(number - 1)
+        weight = counts[number] / total if total else 0.0
+        took_part = tuple(client for client in updates if client in kept)
+        replays.append(Replay(number, history.start(number), weight, int(number > early), took_part))
+    job = trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
+    answers = sorted(federation.run(trained.start, job, sorted(kept)), key=lambda update: update.client)
+    for answer in answers:
+        for group in (0, 1):
+            change = read_sum(answer, group, trained.start)
+            if change is not None:
+                sums.add(bool(group), change.zeros(), _weight(trained, kept[answer.client]) * change)
+    return sums.parts()
+
+
+class _Sums:
+    """Adds up, in double precision, what the rounds did and what they would have done, early and late ones apart."""
+
+    def __init__(self, like: Params) -> None:
+        zeros = like.map(lambda tensor: tensor.double() * 0)
+        self.did, self.would, self.like = [zeros, zeros], [zeros, zeros], like
+
+    def add(self, late: bool, did: Params, would: Params) -> None:
+        self.did[late] = self.did[late] + did.map(lambda tensor: tensor.double())
+        self.would[late] = self.would[late] + would.map(lambda tensor: tensor.double())
+
+    def parts(self) -> Parts:
+        def single(params: Params) -> Params:
+            return params.zip(lambda tensor, like: tensor.to(like.dtype), self.like)
+
+        (first, second) = (
+            (single(did - would), single(would)) for did, would in zip(self.did, self.would, strict=True)
+        )
+        return first, second
+
+
+def _weight(trained: Trained, pairs: int) -> float:
+    return float(pairs) if trained.training.weighting == "pairs" else float(pairs > 0)

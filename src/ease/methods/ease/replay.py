@@ -1,0 +1,83 @@
+"""Replay: a client repeats its local training of earlier rounds, batch for batch, without the pairs to be forgotten."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ease.data.partition import MINIMUM_PAIRS
+from ease.federation.client import ClientData
+from ease.federation.objectives import ALIGN, Assigned, Draw, Objective, register
+from ease.federation.protocol import LocalJob, Update
+from ease.params import Params
+from ease.requests.request import forget_mask
+
+REPLAY = "replay"
+ROUND = "replayed round"
+
+
+def kept_places(client: ClientData, job: LocalJob) -> np.ndarray:
+    """Where retained pairs stood when the run was trained, ascending."""
+    assert job.request is not None  # it says which are left out
+    places = np.arange(len(client.train)) if client.shard.places is None else client.shard.places
+    return places[~forget_mask(job.request, client.shard)]
+
+
+def all_places(client: ClientData, job: LocalJob) -> np.ndarray:
+    """Every place there was, for batches are drawn as they were then; none when too few pairs are left."""
+    dealt = len(client.train) if client.shard.dealt is None else client.shard.dealt
+    return np.arange(dealt if len(kept_places(client, job)) >= MINIMUM_PAIRS else 0)
+
+
+def draw_kept(client: ClientData, places: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw | None:
+    """The batch as it was, captions too, less what is forgotten or gone; None if too little of it is left."""
+    captions = rng.integers(client.train.captions, size=len(places))
+    stood = np.arange(len(client.train)) if client.shard.places is None else client.shard.places
+    kept = np.isin(places, kept_places(client, job))
+    rows = np.searchsorted(stood, places[kept])
+    return Draw(rows, captions[kept]) if len(rows) >= MINIMUM_PAIRS else None
+
+
+def replay_parts(state: Params, job: LocalJob) -> dict[str, Assigned]:
+    """One training for each round, from the state that the round began from."""
+    return {
+        str(each.round): (each.state, replace(job, round=each.round, objective=ROUND, replays=()))
+        for each in job.replays
+    }
+
+
+def summed(client: ClientData, updates: Mapping[str, Update], job: LocalJob) -> Update:
+    """The weighted sum of the replayed changes in each group of rounds, in half precision; one pair is a pair kept."""
+    pairs = len(kept_places(client, job))
+    values: dict[str, torch.Tensor] = {}
+    for group in sorted({each.group for each in job.replays}):
+        total: dict[str, torch.Tensor] = {}
+        for each in job.replays:
+            change = updates[str(each.round)].delta
+            if each.group == group and change is not None:
+                for name, tensor in change.tensors.items():
+                    total[name] = total.get(name, 0) + each.weight * tensor.double()
+        # Scaled to 1 before they are rounded: half precision has a narrow range.
+        for name, tensor in total.items():
+            scale = tensor.abs().max().clamp_min(1e-30)
+            values |= {f"{group}/{name}": (tensor / scale).half(), f"{group}/{name}:scale": scale.float()}
+    return Update(client.shard.client, pairs, None, values)
+
+
+def read_sum(update: Update, group: int, like: Params) -> Params | None:
+    """What a client's answer holds for one group; None when it had nothing to train on."""
+    if f"{group}/{next(iter(like.tensors))}" not in update.values:
+        return None
+    tensors = {
+        name: update.values[f"{group}/{name}"].double() * update.values[f"{group}/{name}:scale"].double()
+        for name in like.tensors
+    }
+    return Params(tensors, like.blocks)
+
+
+register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, positions=all_places))
+register(
+    REPLAY,
+    Objective(parts=replay_parts, combine=summed, reads=frozenset({"retain"}), passes=lambda job: len(job.replays)),
+)

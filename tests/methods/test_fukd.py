@@ -82,8 +82,12 @@ def test_the_loss_is_the_divergence_of_softened_choices(learnt) -> None:
 
 
 @pytest.mark.slow
-def test_distillation_brings_back_what_others_lost(effect) -> None:
-    bare = effect(CLIENT, "fukd", "share=0")
-    taught = effect(CLIENT, "fukd", "share=0.5")
-    assert bare.kept_after < bare.kept_before and taught.kept_after > bare.kept_after
-    assert taught.after < taught.before
+def test_the_student_nears_the_teacher_and_forget_pairs_stay_low(learnt) -> None:
+    first, *taught = make_method("fukd", ("share=0.7", "softness=1")).unlearn(
+        learnt.trained, CLIENT, learnt.world.federation
+    )
+    losses = [step.loss for step in taught]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
+    distances = [(step.state - learnt.trained.final).norm() for step in (first, *taught)]
+    assert distances == sorted(distances, reverse=True)
+    assert learnt.level(taught[-1].state, CLIENT) < learnt.level(learnt.trained.final, CLIENT) - 1

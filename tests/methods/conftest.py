@@ -1,12 +1,16 @@
-"""What tests of several methods share: a request for single pairs, and a method's effect on the small run."""
+"""What tests of several methods share: a request for single pairs, a method's effect on the small run, and rounds that
+were made by hand."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
+from ease.federation.fedavg import TrainingConfig, average
+from ease.federation.history import History
 from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
+from ease.methods.base import Trained
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
 
@@ -65,3 +69,40 @@ def jobs(learnt) -> Callable[..., list[tuple[int, LocalJob]]]:
         return spy.given
 
     return run
+
+
+class Scripted:
+    """Clients that answer with prepared changes, and notes of what they were asked."""
+
+    def __init__(self, changes: dict[int, Params], pairs: dict[int, int], held: dict[int, int] | None = None) -> None:
+        self.changes, self.pairs, self.asked = changes, pairs, []
+        self.clients = sorted(changes)
+        self.held = {client: [f"pair-{client}-{n}" for n in range(count)] for client, count in (held or pairs).items()}
+
+    def run(self, params, job, clients):
+        self.asked.append((job, list(clients), params))
+        yield from (Update(client, self.pairs[client], self.changes[client]) for client in clients)
+
+
+@pytest.fixture
+def scripted() -> type[Scripted]:
+    """A federation without data: {client: change}, {client: pairs} and, where it is more, {client: pairs it holds}."""
+    return Scripted
+
+
+@pytest.fixture
+def past(toy_params, tmp_path):
+    """A history of hand-made rounds: {client: change} each, every client with as many pairs as its number + 1."""
+
+    def make(*rounds: dict[int, Params], **settings) -> Trained:
+        config = TrainingConfig(rounds=len(rounds), local_epochs=4, **settings)
+        history = History(tmp_path / "history")
+        state = toy_params(0.0)
+        state.save(history.initial_path)
+        for number, changes in enumerate(rounds, start=1):
+            finished = average(state, [Update(c, c + 1, delta) for c, delta in changes.items()], config, number)
+            history.append(finished, {})
+            state = finished.state
+        return Trained(history, config, temperature=0.07, seed=0)
+
+    return make

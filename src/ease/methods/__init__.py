@@ -17,9 +17,11 @@ from ease.methods.ease.method import Ease
 from ease.methods.fed_eraser import FedEraser
 from ease.methods.fed_osd import FedOsd
 from ease.methods.fed_recover import FedRecover
+from ease.methods.fed_recovery import FedRecovery
 from ease.methods.ferrari import Ferrari
 from ease.methods.ffmu import Ffmu
 from ease.methods.finetune import Finetune
+from ease.methods.fukd import Fukd
 from ease.methods.fused import Fused
 from ease.methods.grad_ascent import GradAscent
 from ease.methods.multi_delete import MultiDelete
@@ -27,6 +29,7 @@ from ease.methods.neg_grad_plus import NegGradPlus
 from ease.methods.not_ import NoT
 from ease.methods.pgd import Pgd
 from ease.methods.retrain import Retrain
+from ease.methods.rollback import Rollback
 from ease.methods.soul import Soul
 
 GROUP = "ease.methods"
@@ -36,9 +39,11 @@ BUILT_IN: tuple[type[Unlearner], ...] = (
     FedEraser,
     FedOsd,
     FedRecover,
+    FedRecovery,
     Ferrari,
     Ffmu,
     Finetune,
+    Fukd,
     Fused,
     GradAscent,
     MultiDelete,
@@ -46,6 +51,7 @@ BUILT_IN: tuple[type[Unlearner], ...] = (
     NoT,
     Pgd,
     Retrain,
+    Rollback,
     Soul,
 )
 METHODS: dict[str, type[Unlearner]] = {kind.name: kind for kind in BUILT_IN}

@@ -1,0 +1,92 @@
+"""FedRecovery: subtract from the trained model what the leaving client made of each round, by the stored history."""
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from ease.federation.fedavg import Round, TrainingConfig, average
+from ease.federation.protocol import Federation
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients
+from ease.params import Params, weighted_mean
+from ease.requests.request import ClientRequest, Request
+from ease.seeding import torch_generator
+
+
+class FedRecovery(Unlearner):
+    """w_n - sum p_t D_t on the server, without any client: D_t is the mean update of round t less the mean without the
+    leaving clients, and p_t the round's share of the squared norms of all rounds' mean updates.
+
+    Differs from the paper: an update of several local steps stands for a gradient. The weights sum to one, so that of T
+    rounds about one T-th is taken back; `strength` 1 is the paper's. Its noise hides the rest only if a retrained model
+    carries the same noise, and its size follows from constants that are unknown here: by default there is none. Class
+    and sample requests have no residual. Ours for them: each client trains one epoch on retained pairs, which tells how
+    many these are; its stored updates then weigh by the share it keeps, and that one step is added. Where all clients
+    hold the same share of forget pairs, D_t is zero and nothing but the step happens.
+    """
+
+    name: ClassVar[str] = "fed_recovery"
+    title: ClassVar[str] = "FedRecovery"
+    source: ClassVar[str] = "Zhang et al., IEEE TIFS 2023"
+    needs: ClassVar[frozenset[Need]] = frozenset({"history"})
+    tuned: ClassVar[Space] = {"strength": (1.0, 3.0, 5.0, 10.0, 15.0, 20.0)}
+    method: Literal["fed_recovery"] = "fed_recovery"
+    strength: float = Field(1.0, gt=0)
+    """How many times the weighted sum is subtracted; as many as there are rounds: about the whole sum of residuals."""
+    noise: float = Field(0.0, ge=0)
+    """Gaussian noise, its expected norm as a share of that of what is subtracted."""
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        asked, kept = kept_shares(trained, request, federation, self.name)
+        rounds = (residual(trained, number, kept) for number in range(1, trained.training.rounds + 1))
+        correction = self.strength * weighted_mean((mean.dot(mean), part) for mean, part in rounds)
+        rng = torch_generator(trained.seed, self.name)
+        deviation = self.noise * correction.norm() / correction.size**0.5
+        noise = correction.map(lambda tensor: deviation * torch.randn(tensor.shape, generator=rng).to(tensor.dtype))
+        notes = {"rejected": asked.rejected} if asked.rejected else {}
+        yield Step(asked.state - correction + noise, "subtraction", asked.loss, notes)
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 1
+
+
+def kept_shares(
+    trained: Trained, request: Request, federation: Federation, stream: str
+) -> tuple[Round, Mapping[int, float]]:
+    """Client -> which share of its pairs a request leaves, and the round in which that was asked.
+
+    Who withdraws keeps nothing, and no one need be asked. Other requests are told by one epoch on retained pairs; who
+    is refused there counts as whole.
+    """
+    if isinstance(request, ClientRequest):
+        shares = dict.fromkeys(retained_clients(request, federation), 1.0) | dict.fromkeys(request.clients, 0.0)
+        return Round(0, trained.start, ()), shares
+    job = trained.training.job(
+        1, trained.seed, trained.temperature, f"{stream}-ask", request=request, data="retain", epochs=1
+    )
+    asked = average(trained.start, federation.run(trained.start, job, federation.clients), trained.training, 1)
+    left = {update.client: update.pairs / len(federation.held[update.client]) for update in asked.updates}
+    return asked, {client: left.get(client, float(client in asked.rejected)) for client in federation.clients}
+
+
+def residual(trained: Trained, number: int, kept: Mapping[int, float]) -> tuple[Params, Params]:
+    """The mean update of a stored round, and the part of it that is there only for what goes.
+
+    Clients that `kept` does not name are gone since long and count neither way. Without anyone left, all of it goes.
+    """
+    present = {client: each for client, each in stored_updates(trained, number).items() if client in kept}
+
+    def mean(shares: Mapping[int, float]) -> Params:
+        weighed = [(shares[client] * weight, change) for client, (weight, change) in present.items()]
+        return weighted_mean(weighed) if any(weight for weight, _ in weighed) else trained.initial.zeros()
+
+    whole = mean(dict.fromkeys(present, 1.0))
+    return whole, whole - mean(kept)
+
+
+def stored_updates(trained: Trained, number: int) -> dict[int, tuple[float, Params]]:
+    """Client -> its weight in the mean of a round and what it sent."""
+    updates = [trained.history.update(number, client) for client in trained.history.clients(number)]
+    counts = {update.client: update.pairs if trained.training.weighting == "pairs" else 1 for update in updates}
+    return {update.client: (counts[update.client] / sum(counts.values()), update.change) for update in updates}

@@ -33,7 +33,7 @@ class Ease(Unlearner):
     needs: ClassVar[frozenset[Need]] = frozenset({"history", "forget data", "leaving client"})
     tuned: ClassVar[Space] = {
         "share": ("auto", 0.8, 1.0),
-        "momentum": (0.0, 0.5),
+        "momentum": (0.0, 0.3, 0.5),
         "recovery_share": (0.15, 0.2),
     }
     method: Literal["ease"] = "ease"
@@ -48,13 +48,13 @@ class Ease(Unlearner):
     or 32 of very many rounds unless few clients are concerned."""
     recovery_share: float = Field(0.2, gt=0)
     """Rounds of recovery on retained data, as a share of the training rounds."""
-    momentum: float = Field(0.5, ge=0, lt=1)
+    momentum: float = Field(0.3, ge=0, lt=1)
     """Of the server in recovery, but for the last round: what later rounds would have made up for comes sooner."""
     modalities: Literal["both", "image", "text"] = "both"
     """Where to subtract; one side alone leaves the other to bring the pair back."""
     delta: Annotated[float, Field(ge=0, le=1)] | Literal["soft"] = "soft"
-    """Weight of a canonical direction: `soft`, 1 - cosine² to what retained data did, so that none flips at a threshold;
-    or a threshold, all of those whose cosine is at most this."""
+    """Weight of a canonical direction: `soft`, 1 - cosine² to what retained data did, so that none flips; or a
+    threshold, all of those whose cosine is at most this."""
     entanglement: bool = True
     """Off: every direction counts whole, those shared with retained data too."""
     decompose: bool = False

@@ -18,7 +18,7 @@ from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
 from ease.federation.protocol import Federation, LocalJob, Optimiser
 from ease.methods import make_method
-from ease.methods.base import Step, Trained, Unlearner
+from ease.methods.base import Step, Trained, Unlearner, forget_holders
 from ease.methods.ease.calibration import measure_levels
 from ease.methods.retrain import Retrain
 from ease.model.hub import quiet_transformers
@@ -93,7 +93,8 @@ class Learnt:
 
     def level(self, state: Params, request: Request) -> float:
         """Mean log-odds of the pairs a request names."""
-        levels = measure_levels(self.trained, state, request, self.world.federation, "test")
+        clients = forget_holders(request, self.world.federation)
+        levels = measure_levels(self.trained, state, request, self.world.federation, clients)
         return float(torch.cat([values["forget"] for values in levels.values()]).mean())
 
 

@@ -1,4 +1,4 @@
-"""Objectives against naive loops: what is measured, what is pushed, and what the push leaves alone."""
+"""Objectives against naive loops and cases by hand: what log-odds are, and how others forget."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ease.data.density import densities
 from ease.data.examples import Examples
 from ease.data.partition import Shard
 from ease.errors import UserError
@@ -18,33 +17,18 @@ from ease.federation.objectives import (
     OBJECTIVES,
     Objective,
     both_kinds,
-    embed_drawn,
-    embed_states,
     objective,
     own_log_probabilities,
     register,
 )
-from ease.methods.ease import displacement
-from ease.methods.ease.displacement import displace, displace_or_align, draw_pushed
-from ease.model.losses import info_nce, log_odds
+from ease.model.losses import log_odds
 from ease.params import Params
-from ease.requests.request import ClassRequest, ClientRequest, SampleRequest, forget_mask
+from ease.requests.request import ClientRequest, SampleRequest
 
 
 @pytest.fixture(scope="module")
 def client(learnt) -> ClientData:
     return learnt.world.federation.data[1]
-
-
-@pytest.fixture(scope="module")
-def one_caption(client) -> ClientData:
-    """The same client with the first caption alone, so that no draw changes an embedding."""
-
-    def first(examples):
-        mask = None if examples.text_mask is None else examples.text_mask[:, :1]
-        return replace(examples, text=examples.text[:, :1], text_mask=mask)
-
-    return replace(client, train=first(client.train), validation=first(client.validation))
 
 
 def unit(count: int, seed: int, width: int = 5) -> Tensor:
@@ -84,13 +68,6 @@ def test_a_negative_of_weight_zero_is_left_out_of_value_and_gradient() -> None:
     assert image.grad is not None and torch.isfinite(image.grad).all()
 
 
-def embedded(learnt, examples) -> tuple[Tensor, Tensor]:
-    state = learnt.trained.final
-    rng = np.random.default_rng(0)
-    with torch.no_grad():
-        return embed_drawn(learnt.world.server.model, state.tensors, examples, np.arange(len(examples)), rng)
-
-
 def batch_loss(objective: Objective, model, tensors, client: ClientData, positions: np.ndarray, job) -> Tensor:
     assert objective.draw is not None
     draw = objective.draw(client, positions, job, np.random.default_rng(0))
@@ -105,186 +82,6 @@ def test_an_unknown_objective_is_one_line_and_a_name_is_given_once() -> None:
         objective("magic")
     with pytest.raises(ValueError, match="align: an objective of this name exists already"):
         register("align", Objective())
-
-
-# --- levels ---
-
-
-def test_a_withdrawing_client_measures_against_its_held_out_pairs_less_the_pair_itself(
-    learnt, one_caption, local_job
-) -> None:
-    job = local_job(request=ClientRequest(clients=(1,)), objective="levels", batch_size=16)
-    values = work(learnt.world.server.model, learnt.trained.final, one_caption, job).values
-    train, held_out = embedded(learnt, one_caption.train), embedded(learnt, one_caption.validation)
-    count = len(one_caption.validation)
-    everyone = torch.ones(len(one_caption.train), count)
-    forget = naive_log_odds(*train, *held_out, everyone, job.temperature)
-    others = naive_log_odds(*held_out, *held_out, 1 - torch.eye(count), job.temperature)
-    full = math.log(count / 16), math.log((count - 1) / 16)  # levels are stated for a full batch of negatives
-    np.testing.assert_allclose(values["forget"].mean(-1), np.array(forget) + full[0], atol=1e-3)
-    np.testing.assert_allclose(values["held_out"].mean(-1), np.array(others) + full[1], atol=1e-3)
-    assert torch.equal(values["held_out"], values["kin"])
-
-
-@pytest.mark.parametrize("scope", ["sample", "class"])
-def test_levels_against_all_retained_pairs_equal_a_naive_loop(learnt, one_caption, local_job, scope: str) -> None:
-    """With a batch of at least all retained pairs, every draw has the same pool."""
-    shard = one_caption.shard
-    request = SampleRequest(ids=shard.train_ids[3:9]) if scope == "sample" else ClassRequest(classes=(2,))
-    named = forget_mask(request, shard)
-    job = local_job(request=request, objective="levels", batch_size=1000)
-    values = work(learnt.world.server.model, learnt.trained.final, one_caption, job).values
-    image, text = embedded(learnt, one_caption.train)
-    retained = int((~named).sum())
-    weights = torch.zeros(int(named.sum()), len(named))
-    held_weights = torch.zeros(len(one_caption.validation), len(named))
-    weights[:, ~named] = held_weights[:, ~named] = 1
-    if scope == "class":  # pairs of the same class count, together, as much as all the retained ones
-        for row, own in enumerate(np.flatnonzero(named)):
-            peers = np.flatnonzero((shard.train_classes == shard.train_classes[own]) & named)
-            peers = peers[peers != own]
-            weights[row, peers] = retained / len(peers)
-        for row, label in enumerate(shard.validation_classes):
-            peers = np.flatnonzero(shard.train_classes == label)
-            held_weights[row, peers] += retained / len(peers)
-    shift = math.log(retained / 1000)
-    found = naive_log_odds(image[named], text[named], image, text, weights, job.temperature)
-    np.testing.assert_allclose(values["forget"].mean(-1), np.array(found) + shift, atol=1e-3)
-    held = embedded(learnt, one_caption.validation)
-    levels = np.array(naive_log_odds(*held, image, text, held_weights, job.temperature)) + shift
-    same = np.isin(shard.validation_classes, request.classes) if scope == "class" else None
-    np.testing.assert_allclose(values["held_out"].mean(-1), levels if same is None else levels[~same], atol=1e-3)
-    np.testing.assert_allclose(values["kin"].mean(-1), levels if same is None else levels[same], atol=1e-3)
-
-
-def test_densities_count_retained_pairs_alone(learnt, client, local_job) -> None:
-    request = SampleRequest(ids=client.shard.train_ids[:7])
-    values = work(
-        learnt.world.server.model, learnt.trained.final, client, local_job(request=request, objective="levels")
-    ).values
-    retained = client.train.take(np.arange(7, len(client.train)))
-    torch.testing.assert_close(values["forget_density"], densities(client.train.take(np.arange(7)), retained))
-    torch.testing.assert_close(values["held_out_density"], densities(client.validation, retained))
-
-
-def test_measuring_changes_nothing_and_repeats(learnt, client, local_job) -> None:
-    job = local_job(request=SampleRequest(ids=client.shard.train_ids[:7]), objective="levels")
-    one, two = (work(learnt.world.server.model, learnt.trained.final, client, job) for _ in range(2))
-    assert one.delta is None
-    assert all(torch.equal(one.values[name], two.values[name]) for name in one.values)
-    assert all(torch.isfinite(value).all() for value in one.values.values())
-
-
-@pytest.mark.parametrize("scope", ["class", "sample"])
-def test_a_client_without_forget_pairs_answers_with_empty_levels(learnt, client, local_job, scope: str) -> None:
-    request = ClassRequest(classes=(99,)) if scope == "class" else SampleRequest(ids=("elsewhere",))
-    values = work(
-        learnt.world.server.model, learnt.trained.final, client, local_job(request=request, objective="levels")
-    ).values
-    assert len(values["forget"]) == 0 and len(values["forget_density"]) == 0
-    assert len(values["held_out"]) == len(client.validation)
-
-
-def test_a_client_with_forget_pairs_alone_and_none_held_out_answers(learnt, client, local_job) -> None:
-    bare = replace(client, validation=client.validation.take(np.arange(0)))
-    bare = replace(bare, shard=replace(client.shard, validation_classes=client.shard.validation_classes[:0]))
-    for request in (ClientRequest(clients=(1,)), SampleRequest(ids=client.shard.train_ids[:4])):
-        job = local_job(request=request, objective="levels")
-        values = work(learnt.world.server.model, learnt.trained.final, bare, job).values
-        assert len(values["held_out"]) == len(values["kin"]) == 0
-        assert all(torch.isfinite(value).all() for value in values.values())
-
-
-# --- the push ---
-
-
-def pushing(client: ClientData, local_job, target: float, forget: int = 6, **changes):
-    ids = client.shard.train_ids[:forget]
-    return local_job(
-        request=SampleRequest(ids=ids), data="retain", objective="displace", settings={"displacement": 0.7},
-        targets={1: torch.full((forget,), target)}, batch_size=16, **changes,
-    )  # fmt: skip
-
-
-def gradients(learnt, loss_of) -> tuple[float, dict[str, Tensor]]:
-    tensors = {name: tensor.clone().requires_grad_() for name, tensor in learnt.trained.final.tensors.items()}
-    loss = loss_of(tensors)
-    loss.backward()
-    return float(loss.detach()), {name: tensor.grad for name, tensor in tensors.items()}
-
-
-def test_below_the_target_the_push_has_no_gradient(learnt, one_caption, local_job) -> None:
-    """It stops by itself: with every pair below its level, only the retained pairs are learnt from."""
-    job = pushing(one_caption, local_job, target=100.0)
-    positions = np.arange(6, 22)
-    model = learnt.world.server.model
-    loss, found = gradients(learnt, lambda t: batch_loss(OBJECTIVES["displace"], model, t, one_caption, positions, job))
-    plain, expected = gradients(
-        learnt, lambda t: batch_loss(OBJECTIVES["align"], model, t, one_caption, positions, job)
-    )
-    assert loss == pytest.approx(plain, rel=1e-5)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3)
-
-
-def test_the_push_is_the_huber_loss_of_the_excess_with_fixed_negatives(learnt, one_caption, local_job) -> None:
-    """Hand-built: retained embeddings serve as constants, so the push cannot move them."""
-    job = pushing(one_caption, local_job, target=-2.0)
-    positions = np.arange(6, 22)
-    model = learnt.world.server.model
-
-    def by_hand(t):
-        rows = np.concatenate([positions, np.arange(6)])
-        image, text = embed_states(model, t, one_caption.train.batch(rows, np.zeros_like(rows)))
-        pool = image[:16].detach(), text[:16].detach()
-        phi = log_odds(image[16:], text[16:], *pool, torch.ones(6, 16), job.temperature)
-        excess = (phi + 2.0).clamp_min(0)
-        push = torch.where(excess < 1, excess**2 / 2, excess - 0.5).mean()
-        return info_nce(image[:16], text[:16], job.temperature) + 0.7 * push
-
-    loss, found = gradients(learnt, lambda t: batch_loss(OBJECTIVES["displace"], model, t, one_caption, positions, job))
-    expected_loss, expected = gradients(learnt, by_hand)
-    assert loss == pytest.approx(expected_loss, rel=1e-4)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-3)
-
-
-def test_the_push_gives_retained_embeddings_no_gradient(learnt, one_caption, local_job, monkeypatch) -> None:
-    job = pushing(one_caption, local_job, target=-2.0)
-    monkeypatch.setattr(displacement, "info_nce", lambda image, text, temperature: image.new_zeros(()))
-    draw = draw_pushed(one_caption, np.arange(6, 22), job, np.random.default_rng(0))
-    states = one_caption.train.batch(draw.rows, draw.captions)
-    image, text = (
-        each.detach().requires_grad_()
-        for each in embed_states(learnt.world.server.model, learnt.trained.final.tensors, states)
-    )
-    displace(image, text, draw, job).backward()
-    for embedding in (image, text):
-        assert embedding.grad is not None
-        assert not embedding.grad[:16].any() and embedding.grad[16:].any()
-
-
-def test_clients_push_only_while_their_pairs_are_held_too_strongly(learnt, one_caption, local_job) -> None:
-    decide = OBJECTIVES["displace"].decide
-    assert decide is displace_or_align
-    model, state = learnt.world.server.model, learnt.trained.final
-    assert decide(model, state, one_caption, pushing(one_caption, local_job, target=-50.0)) == "displace"
-    assert decide(model, state, one_caption, pushing(one_caption, local_job, target=50.0)) == "align"
-    elsewhere = replace(pushing(one_caption, local_job, target=-50.0), request=SampleRequest(ids=("elsewhere",)))
-    assert decide(model, state, one_caption, elsewhere) == "align"
-    untold = replace(pushing(one_caption, local_job, target=-50.0), targets={})
-    assert decide(model, state, one_caption, untold) == "align"
-
-
-def test_a_round_of_pushing_lowers_the_forget_pairs_and_keeps_the_others(learnt, client, local_job) -> None:
-    job = pushing(client, local_job, target=-1.0, epochs=3)
-    request = SampleRequest(ids=client.shard.train_ids[:6])
-    update = work(learnt.world.server.model, learnt.trained.final, client, job)
-    assert update.delta is not None and update.pairs == len(client.train) - 6
-    after = learnt.trained.final + update.delta
-    others = SampleRequest(ids=client.shard.train_ids[6:20])
-    assert learnt.level(after, request) < learnt.level(learnt.trained.final, request) - 1
-    assert learnt.level(after, others) > learnt.level(after, request) + 1
 
 
 # --- forgetting by other objectives ---

@@ -1,15 +1,13 @@
 """Who is asked what, and when: forget data is read only in the phases that may read it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 
-from ease.federation.codec import encode_job
 from ease.federation.loop import Loop
-from ease.federation.metered import Metered
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Step
@@ -77,107 +75,113 @@ def same(one: Params, two: Params) -> bool:
 # --- client requests ---
 
 
-@pytest.mark.parametrize("settings", [(), ("delta=0.5",), ("lock_side=client",)], ids=str)
-def test_a_leaving_client_is_only_asked_to_measure_and_never_after_the_decomposition(learnt, settings) -> None:
-    asked, steps = watch(learnt, CLIENT, "ease", *settings)
+@pytest.mark.parametrize(
+    "settings", [(), ("share=1",), ("lock=subspace", "lock_side=client"), ("decompose=true", "delta=0.5")], ids=str
+)
+def test_a_leaving_client_is_only_asked_to_measure(learnt, settings) -> None:
+    """Before the first step, and once more before the last round if the share may still be corrected."""
+    asked, steps = watch(learnt, CLIENT, "ease", *settings, "recovery_share=0.34")
     leaving = [each for each in asked if each.client == 1]
-    assert {each.job.objective for each in leaving} <= {"levels"}
-    assert all(each.steps == 0 for each in leaving)
-    assert bool(leaving) == ("delta=0.5" not in settings)
+    assert {each.job.objective for each in leaving} == {"levels"}
+    assert [each.steps for each in leaving] == ([0, 0] if "share=1" in settings else [0, 0, 2])
     training = [each for each in asked if each.job.objective != "levels"]
-    assert {each.client for each in training} == {0, 2, 3} and len(training) == 3 * (len(steps) - 1)
+    assert [each.client for each in training] == [0, 2, 3] * (len(steps) - 1)
+    assert all(each.steps > 0 for each in training)
     assert {each.job.data for each in training} == {"retain"} and {each.job.objective for each in training} == {"align"}
 
 
 def test_several_leaving_clients_are_all_left_alone(learnt) -> None:
+    """The others are asked for levels too: of held-out pairs, for they have nothing to forget."""
     asked, _ = watch(learnt, ClientRequest(clients=(0, 3)), "ease")
     assert {each.client for each in asked if each.job.objective != "levels"} == {1, 2}
-    assert {each.client for each in asked if each.job.objective == "levels"} == {0, 3}
+    assert {each.client for each in asked if each.job.objective == "levels"} == {0, 1, 2, 3}
 
 
-def test_a_fixed_threshold_needs_nothing_from_the_leaving_client(learnt) -> None:
+def test_a_fixed_share_needs_nothing_from_the_leaving_client(learnt) -> None:
     """It may already be gone: the federation does not know it any more."""
     gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
-    method = make_method("ease", ("delta=0.5",))
+    method = make_method("ease", ("share=1",))
     alone = [step.state for step in method.unlearn(learnt.trained, CLIENT, gone)]
     together = [step.state for step in method.unlearn(learnt.trained, CLIENT, learnt.world.federation)]
     assert all(same(one, two) for one, two in zip(alone, together, strict=True))
 
 
-def test_the_server_side_lock_sends_no_directions(learnt) -> None:
+def test_without_the_leaving_client_the_usual_share_goes(learnt) -> None:
+    gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
+    steps = list(make_method("ease").unlearn(learnt.trained, CLIENT, gone))
+    assert steps[-1].notes["share"] == 0.9 and steps[-1].notes["measured_weight"] == 0
+
+
+def test_the_lock_sends_no_directions_but_in_its_client_side_form(learnt) -> None:
     """Directions are made of the leaving client's gradients; only the paper's form shows them to others."""
-    assert all(each.job.lock is None for each in watch(learnt, CLIENT, "ease")[0])
-    asked, _ = watch(learnt, CLIENT, "ease", "lock_side=client")
+    for settings in ((), ("lock=subspace",)):
+        assert all(each.job.lock is None for each in watch(learnt, CLIENT, "ease", *settings)[0])
+    asked, _ = watch(learnt, CLIENT, "ease", "lock=subspace", "lock_side=client", "recovery_share=0.34")
     locks = [each.job.lock for each in asked if each.job.objective == "align"]
     assert locks and all(lock is not None and lock.packed for lock in locks)
     assert len({lock.key for lock in locks if lock is not None}) == 1  # so each client is sent it once
+
+
+def test_states_travel_in_half_precision_but_the_one_that_all_know(learnt, samples) -> None:
+    for request in (CLIENT, samples):
+        for each in watch(learnt, request, "ease")[0]:
+            known = each.state is learnt.trained.start
+            halves = {tensor.dtype == torch.float16 for tensor in each.state.tensors.values()}
+            assert halves == {not known}
 
 
 # --- class and sample requests ---
 
 
 @pytest.mark.parametrize("request_", [CLASS, "samples"], ids=["class", "samples"])
-def test_forget_pairs_are_probed_and_measured_before_the_decomposition_alone(learnt, samples, request_) -> None:
+def test_holders_replay_before_the_first_step_and_everyone_recovers(learnt, samples, request_) -> None:
     request = samples if request_ == "samples" else request_
-    asked, steps = watch(learnt, request, "ease")
-    assert {each.job.objective for each in asked if each.steps == 0} == {"probe", "levels"}
-    later = [each for each in asked if each.steps > 0]
-    assert {each.job.objective for each in later} == {"displace"}
-    assert {each.job.data for each in later} == {"retain"}
-    assert len(later) == 4 * (len(steps) - 1)
+    asked, steps = watch(learnt, request, "ease", "recovery_share=0.34")
+    holders = [0, 1, 2] if request_ == "samples" else [0, 1, 2, 3]
+    assert [each.client for each in asked if each.job.objective == "replay"] == holders
+    assert {each.job.objective for each in asked if each.steps == 0} == {"levels", "replay"}
+    later = [each for each in asked if each.steps > 0 and each.job.objective != "levels"]
+    assert [each.client for each in later] == [0, 1, 2, 3] * (len(steps) - 1)
+    assert {(each.job.objective, each.job.data) for each in later} == {("align", "retain")}
+    assert [each.steps for each in asked if each.job.objective == "levels"] == [0] * 8 + [len(steps) - 1] * 4
 
 
-@pytest.mark.parametrize("request_", [CLASS, "samples"], ids=["class", "samples"])
-def test_without_the_push_forget_data_is_not_read_after_the_decomposition(learnt, samples, poisoned, request_) -> None:
+@pytest.mark.parametrize("request_", [CLIENT, CLASS, "samples"], ids=["client", "class", "samples"])
+def test_forget_pairs_are_read_to_measure_alone(learnt, samples, poisoned, request_) -> None:
+    """Whatever else is asked, at any time, is answered by clients whose forget pairs cannot be read."""
     request = samples if request_ == "samples" else request_
-    asked, plain = watch(learnt, request, "ease", "displacement=0")
+    _, plain = watch(learnt, request, "ease", "recovery_share=0.34")
+
+    class Divided(Spy):
+        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+            inner = learnt.world.federation if job.objective == "levels" else poisoned(request)
+            return inner.run(params, job, clients)
+
+    spy = Divided(learnt.world.federation)
+    steps = list(make_method("ease", ("recovery_share=0.34",)).unlearn(learnt.trained, request, spy))
+    assert all(same(one.state, two.state) for one, two in zip(steps, plain, strict=True))
+
+
+@pytest.mark.parametrize("request_", [CLIENT, CLASS, "samples"], ids=["client", "class", "samples"])
+def test_with_a_fixed_share_forget_pairs_are_not_read_after_the_first_step(learnt, samples, poisoned, request_) -> None:
+    request = samples if request_ == "samples" else request_
+    asked, plain = watch(learnt, request, "ease", "share=1")
     assert {each.job.objective for each in asked if each.steps > 0} == {"align"}
     spy = Spy(learnt.world.federation)
     states = []
-    for step in make_method("ease", ("displacement=0",)).unlearn(learnt.trained, request, spy):
+    for step in make_method("ease", ("share=1",)).unlearn(learnt.trained, request, spy):
         states.append(step.state)
         spy.inner = poisoned(request)  # from the first step on
     assert all(same(state, step.state) for state, step in zip(states, plain, strict=True))
 
 
-def test_a_leaving_clients_data_is_not_read_after_the_decomposition(learnt, poisoned) -> None:
-    _, plain = watch(learnt, CLIENT, "ease")
-    spy = Spy(learnt.world.federation)
-    states = []
-    for step in make_method("ease").unlearn(learnt.trained, CLIENT, spy):
-        states.append(step.state)
-        spy.inner = poisoned(CLIENT)
-    assert all(same(state, step.state) for state, step in zip(states, plain, strict=True))
-
-
-def test_targets_go_to_their_own_client_alone(learnt, samples) -> None:
-    """The meter counts the bytes that each client is sent: another client's targets change nothing of them."""
+def test_a_client_learns_of_its_own_pairs_and_rounds_alone(learnt, samples) -> None:
     asked, _ = watch(learnt, samples, "ease")
-    job = next(each.job for each in asked if each.job.objective == "displace")
-    state = asked[-1].state
-    assert {client: len(values) for client, values in job.targets.items()} == {0: 6, 1: 6, 2: 6, 3: 0}
-
-    class Silent:
-        clients, held = learnt.world.federation.clients, learnt.world.federation.held
-
-        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-            return iter(())
-
-    def sent(job: LocalJob, client: int) -> int:
-        metered = Metered(Silent())
-        list(metered.run(state, job, [client]))
-        return metered.cost.bytes_down
-
-    bare = replace(job, targets={})
-    grown = replace(job, targets={**job.targets, 1: torch.zeros(5000)})
-    for client in (0, 2):
+    job = next(each.job for each in asked if each.job.objective == "replay")
+    for client in (0, 1, 2):
         own = job.own(client, learnt.world.federation.held[client])
-        mine = samples.ids[:6] if client == 0 else samples.ids[12:]
-        assert list(own.targets) == [client] and own.request == SampleRequest(ids=mine)
-        alone, without = (encode_job(each, state)[0] for each in (own, replace(own, targets={})))
-        assert sent(job, client) - sent(bare, client) == len(alone) - len(without)
-        assert sent(grown, client) == sent(job, client)
-    assert sent(grown, 1) > sent(job, 1) + 15_000
+        assert own.request == SampleRequest(ids=samples.ids[6 * client : 6 * client + 6])
+        assert all(each.clients == () for each in own.replays) and len(own.replays) == 6
 
 
 # --- the references ---

@@ -1,23 +1,16 @@
-"""Where columns come from: the stored history without communication, or one probe round."""
+"""Columns of a decomposition, stored or in memory, and the spectrum they have."""
 
-from dataclasses import dataclass
-
-import pytest
 import torch
 
-from ease.errors import UserError
-from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import History
-from ease.methods.base import Trained
 from ease.methods.ease import evidence
-from ease.methods.ease.evidence import StoredUpdate, block_spectrum, canonical_basis, from_history, from_probe
+from ease.methods.ease.evidence import Change, StoredUpdate, block_spectrum, canonical_basis
 from ease.params import Block, Params
-from ease.requests.request import ClientRequest, SampleRequest
 from ease.subspace import decompose, displacement, gram
 
 
-def test_history_columns_are_the_stored_updates(learnt) -> None:
-    forget, retain = from_history(learnt.trained, ClientRequest(clients=(1,)), 60)
+def test_stored_columns_are_the_stored_updates(learnt) -> None:
+    forget, retain = columns_of(learnt, 1)
     assert len(forget) == 6 and len(retain) == 18
     block = learnt.trained.final.blocks[0]
     for number, column in enumerate(forget, start=1):
@@ -43,63 +36,26 @@ def test_a_stored_update_of_trained_factors_is_the_change_of_their_product(tmp_p
     torch.testing.assert_close((column.left @ column.right).float(), dense, atol=1e-5, rtol=1e-5)
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """A history that only says who took part, round by round."""
-
-    drawn: tuple[tuple[int, ...], ...]
-
-    def columns(self, rounds: int) -> list[tuple[int, int]]:
-        return [(number, client) for number in range(1, rounds + 1) for client in self.drawn[number - 1]]
-
-    def verify_update(self, number: int, client: int) -> None:
-        pass
+def columns_of(learnt, leaving: int) -> tuple[list[StoredUpdate], list[StoredUpdate]]:
+    """Every stored update of a client, and those of the others."""
+    history = learnt.run.history
+    updates = [StoredUpdate(history, number, client) for number, client in history.columns(6)]
+    return [u for u in updates if u.client == leaving], [u for u in updates if u.client != leaving]
 
 
-def chosen(drawn, leaving: tuple[int, ...], most: int) -> list[tuple[int, int]]:
-    trained = Trained(Ledger(tuple(drawn)), TrainingConfig(rounds=len(drawn)), 0.07, 0)
-    _, retain = from_history(trained, ClientRequest(clients=leaving), most)
-    return [(update.round, update.client) for update in retain]
-
-
-def test_retained_columns_come_from_evenly_spaced_rounds() -> None:
-    everyone = [tuple(range(4))] * 20
-    assert chosen(everyone, (0,), 60) == [(n, c) for n in range(1, 21) for c in (1, 2, 3)]
-    assert chosen(everyone, (0,), 30) == [(n, c) for n in range(2, 21, 2) for c in (1, 2, 3)]
-    assert len(chosen(everyone, (0, 1), 12)) <= 12
-
-
-@pytest.mark.parametrize("most", [1, 5, 60])
-def test_many_clients_in_few_rounds_still_leave_something_to_compare_with(most: int) -> None:
-    """Without any retained column every direction would pass as the leaving client's own."""
-    assert chosen([tuple(range(100))] * 3, (0,), most)
-    assert chosen([(0, 1), (2,), (0,)], (0,), 1)
-
-
-def test_a_client_that_never_took_part_is_refused() -> None:
-    with pytest.raises(UserError, match="client 2 never took part in a training round"):
-        chosen([(0, 1), (1, 3)], (2,), 60)
-    assert chosen([(0, 1), (1, 3)], (0, 2), 60) == [(1, 1), (2, 1), (2, 3)]
-
-
-def test_probed_columns_come_from_holders_alone(learnt) -> None:
-    shards = learnt.world.shards
-    request = SampleRequest(ids=(*shards[0].train_ids[:5], *shards[2].train_ids[:1]))
-    forget, retain = from_probe(learnt.trained, request, learnt.world.federation, (1, 2))
-    assert len(forget) == 2 and len(retain) == 8  # one pair alone teaches nothing
-    for update in (*forget, *retain):
-        for block in learnt.trained.final.blocks:
-            assert float(update.column(block).norm()) > 0
-
-
-def test_a_single_pair_gives_no_forget_column(learnt) -> None:
-    request = SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
-    forget, retain = from_probe(learnt.trained, request, learnt.world.federation, (1,))
-    assert forget == [] and len(retain) == len(learnt.world.shards)
+def test_a_change_in_memory_is_read_as_the_stored_one(learnt) -> None:
+    """In blocks that are trained whole and, with both factors trained, as the change of the product."""
+    history = learnt.run.history
+    before, delta = history.state(2), history.update(3, 1).change
+    for block in delta.blocks:
+        assert torch.equal(Change(before, delta).column(block), displacement(block, before + delta, before))
+        torch.testing.assert_close(
+            Change(before, delta).column(block), StoredUpdate(history, 3, 1).column(block), atol=1e-6, rtol=0
+        )
 
 
 def test_tiles_do_not_change_the_spectrum(learnt, monkeypatch) -> None:
-    forget, retain = from_history(learnt.trained, ClientRequest(clients=(1,)), 60)
+    forget, retain = columns_of(learnt, 1)
     block = learnt.trained.final.blocks[0]
     columns = [[update.column(block) for update in part] for part in (forget, retain)]
     f, r = columns
@@ -112,7 +68,7 @@ def test_tiles_do_not_change_the_spectrum(learnt, monkeypatch) -> None:
 
 
 def test_canonical_directions_are_orthonormal_and_span_the_forget_updates(learnt) -> None:
-    forget, retain = from_history(learnt.trained, ClientRequest(clients=(1,)), 60)
+    forget, retain = columns_of(learnt, 1)
     for block in learnt.trained.final.blocks:
         spectrum = block_spectrum(block, forget, retain, 1.0)
         basis = canonical_basis(block, forget, spectrum)

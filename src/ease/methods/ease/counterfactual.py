@@ -6,6 +6,7 @@ For clients that leave it comes from the history, for classes and single pairs b
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
 from ease.federation.protocol import Federation, Replay
 from ease.methods.base import Trained
@@ -116,7 +117,7 @@ def _from_replay(
         updates = {client: history.update(number, client) for client in history.clients(number)}
         mean = weighted_mean((_weight(trained, update.pairs), update.change) for update in updates.values())
         present = {client: kept.get(client, updates[client].pairs) for client in updates}
-        total = sum(_weight(trained, pairs) for pairs in present.values() if pairs > 0)
+        total = sum(_weight(trained, pairs) for pairs in present.values() if pairs >= MINIMUM_PAIRS)
         rest = mean.zeros().map(lambda tensor: tensor.double())
         for client, update in updates.items():
             if client not in kept and total:

@@ -53,13 +53,8 @@ class Ease(Unlearner):
     modalities: Literal["both", "image", "text"] = "both"
     """Where to subtract; one side alone leaves the other to bring the pair back."""
     delta: Annotated[float, Field(ge=0, le=1)] | Literal["soft"] = "soft"
-<<<<<<< HEAD
     """Weight of a canonical direction: `soft`, 1 - cosine² to what retained data did, so that none flips; or a
     threshold, all of those whose cosine is at most this."""
-=======
-    """Weight of a canonical direction: `soft`, 1 - cosine² to what retained data did, so that none flips at a
-    threshold; or a threshold, all of those whose cosine is at most this."""
->>>>>>> t13
     entanglement: bool = True
     """Off: every direction counts whole, those shared with retained data too."""
     decompose: bool = False

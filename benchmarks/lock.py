@@ -56,16 +56,16 @@ def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
     steps = max(1, round(len(client.train) / plain.batch_size))
     rows = []
     for delta in ("soft", 0.3):
-        first = next(Ease(delta=delta).unlearn(trained, request, world.federation))
-        assert first.bases is not None
-        bases = first.bases
-        lock = client_lock(bases, trained.initial, 0.1)
+        *_, last = Ease(delta=delta).unlearn(trained, request, world.federation)
+        assert last.bases is not None
+        bases = last.bases
+        lock = client_lock(bases, last.state, 0.1)
         locked = replace(plain, lock=lock)
         turns = in_turns(
             [
-                partial(train, world.server.model, first.state, client, plain),
-                partial(train, world.server.model, first.state, client, locked),
-                partial(excise, trained.final, trained.initial, bases),
+                partial(train, world.server.model, last.state, client, plain),
+                partial(train, world.server.model, last.state, client, locked),
+                partial(excise, trained.final, last.state, bases),
             ],
             repeats,
         )

@@ -155,7 +155,10 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
                 own = job.own(client, self.held[client])
                 data, parts = encode_job(own, params)
                 mine = kept.setdefault(client, {})
-                down += len(data) + sum(len(part) for name, part in parts.items() if name not in mine.values())
+                # A client keeps the states of the training that it took part in.
+                had = {hashlib.sha256(encode_state(each.state)).hexdigest() for each in own.replays}
+                had |= set(mine.values())
+                down += len(data) + sum(len(part) for name, part in parts.items() if name not in had)
                 for role, part in parts_of(own, params).items():
                     if role != "state" or own.sparse is None:
                         content = part.encode() if isinstance(part, Lock) else encode_state(part)

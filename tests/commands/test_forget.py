@@ -75,7 +75,7 @@ def test_a_request_ends_with_a_spectrum_and_recalls(ease, run: Path) -> None:
     result = ease("forget", run, "--client", 1)
     assert result.code == 0
     for part in (
-        "Entanglement of the forget updates",
+        "Entanglement of what the forget pairs wrote",
         "eta_f",
         "eta_r",
         "projector.0",
@@ -346,6 +346,6 @@ def test_the_demo_prints_one_object_with_every_row(ease, small, scenario: str) -
 def test_the_demo_shows_people_the_same(ease, small, tmp_path: Path) -> None:
     result = ease("demo", "--out", tmp_path / "run", *settings(*small))
     assert result.code == 0
-    for part in ("gap", "rho", "retrain", "finetune", "ease", "Entanglement of the forget updates"):
+    for part in ("gap", "rho", "retrain", "finetune", "ease", "Entanglement of what the forget pairs wrote"):
         assert part in result.out
     assert result.err

@@ -75,7 +75,7 @@ def test_a_request_ends_with_a_spectrum_and_recalls(ease, run: Path) -> None:
     result = ease("forget", run, "--client", 1)
     assert result.code == 0
     for part in (
-        "Entanglement of the forget updates",
+        "Entanglement of what the forget pairs wrote",
         "eta_f",
         "eta_r",
         "projector.0",
@@ -84,7 +84,7 @@ def test_a_request_ends_with_a_spectrum_and_recalls(ease, run: Path) -> None:
         "model and record in",
     ):
         assert part in result.out
-    assert "3/3" in result.err and "forget R@1" in result.err
+    assert "2/2" in result.err and "forget R@1" in result.err
     assert (run / "requests" / "client-1" / "ease" / "model.safetensors").is_file()
 
 
@@ -98,15 +98,15 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
         "classes": ["--class", "1", "--class", "2"],
         "samples": ["--samples", ids_file(tmp_path, *chosen, "", chosen[0])],
     }[kind]
-    result = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
+    result = ease("forget", run, *arguments, "--json", "--set", "momentum=0")
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     summary = json.loads(result.out)
     assert summary["request"]["scope"] == {"clients": "client", "class": "class", "classes": "class"}.get(
         kind, "sample"
     )
-    assert summary["method"]["stabilisation_rounds"] == 0 and Path(summary["folder"]).is_dir()
+    assert summary["method"]["momentum"] == 0 and Path(summary["folder"]).is_dir()
     assert 0 <= summary["metrics"]["forget/recall@1"] <= 100
-    again = ease("forget", run, *arguments, "--json", "--set", "stabilisation_rounds=0")
+    again = ease("forget", run, *arguments, "--json", "--set", "momentum=0")
     assert json.loads(again.out) == summary
 
 
@@ -179,9 +179,8 @@ def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str],
         (["--client", "1", "--set", "delta=-0.5"], ["delta: input should be greater than or equal to 0"]),
         (["--client", "1", "--set", "delta=often"], ["delta: input should be"]),
         (["--client", "1", "--set", "delta"], ["write it as key=value"]),
-        (["--client", "1", "--set", "lock_strength=2"], ["on the server it is a share"]),
-        (["--client", "1", "--set", "lock_side=client", "--set", "lock_strength=2"], ["cannot contract"]),
-        (["--class", "1", "--set", "probe_rounds=[7]"], ["rounds/00007", "missing from the history"]),
+        (["--client", "1", "--set", "lock=subspace", "--set", "lock_strength=2"], ["on the server it is a share"]),
+        (["--client", "1", "--set", "lock=importance", "--set", "lock_strength=2"], ["cannot contract"]),
         (["--samples", "nowhere.txt"], ["--samples nowhere.txt: cannot be read", "one a line"]),
     ],
 )
@@ -264,7 +263,7 @@ def test_a_damaged_record_of_a_round_is_one_line(refused, run: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["--class", "1"], ["--client", "1"]])
 def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, arguments) -> None:
-    """A class request probes round 1; a client request reads the retained clients' updates."""
+    """A class request replays round 2 from it; a client request reads the retained clients' updates."""
     name = "rounds/00001/state.safetensors" if "--class" in arguments else "rounds/00002/client-00002.safetensors"
     content = bytearray((run / name).read_bytes())
     content[-1] ^= 1
@@ -290,10 +289,13 @@ def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:
     refused(tmp_path, ["--client", "1"], "not a run that this version knows")
 
 
-def test_without_held_out_pairs_a_push_is_one_line(refused, small, tmp_path: Path) -> None:
-    """The level of unseen pairs cannot be known where every pair was trained on."""
+def test_without_held_out_pairs_the_usual_share_goes(ease, small, tmp_path: Path) -> None:
+    """The level of unseen pairs cannot be known where every pair was trained on; the record says so."""
     train_run(load_config(None, (*small, "partition.validation_share=0")), tmp_path / "run", quiet=True)
-    refused(tmp_path / "run", ["--class", "1"], "held-out", "displacement=0")
+    assert ease("forget", tmp_path / "run", "--class", "1", "--quiet").code == 0
+    record = json.loads((tmp_path / "run" / "requests" / "class-1" / "ease" / "record.json").read_text())
+    assert "too few held-out pairs" in record["rounds"][0]["spectrum"]["why"]
+    assert record["rounds"][-1]["notes"]["share"] == 0.9
 
 
 def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:
@@ -344,6 +346,6 @@ def test_the_demo_prints_one_object_with_every_row(ease, small, scenario: str) -
 def test_the_demo_shows_people_the_same(ease, small, tmp_path: Path) -> None:
     result = ease("demo", "--out", tmp_path / "run", *settings(*small))
     assert result.code == 0
-    for part in ("gap", "rho", "retrain", "finetune", "ease", "Entanglement of the forget updates"):
+    for part in ("gap", "rho", "retrain", "finetune", "ease", "Entanglement of what the forget pairs wrote"):
         assert part in result.out
     assert result.err

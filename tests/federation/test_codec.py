@@ -319,7 +319,7 @@ def test_a_client_gets_its_own_targets_and_its_own_pairs(local_job) -> None:
 def test_what_was_narrowed_changes_no_byte_of_an_answer(world, local_job) -> None:
     """Each client does the whole job and its own part of it: the numbers it draws are the same."""
     ids = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[:4])
-    for objective, data in (("align", "retain"), ("align", "forget"), ("probe", "all")):
+    for objective, data in (("align", "retain"), ("align", "forget"), ("levels", "all")):
         job = local_job(request=SampleRequest(ids=ids), objective=objective, data=data)
         whole = list(world.federation.perform(world.server.initial(), dict.fromkeys((0, 1), job)))
         assert list(world.federation.run(world.server.initial(), job, [0, 1])) == whole

@@ -14,7 +14,7 @@ from ease.federation.cohort import Cohort, GroupSize, train_in_groups, train_tog
 from ease.federation.local import train
 from ease.federation.lock import Lock, pack_directions
 from ease.federation.loop import Loop
-from ease.federation.protocol import LocalJob, Optimiser
+from ease.federation.protocol import LocalJob, Optimiser, Replay
 from ease.requests.request import SampleRequest
 from ease.seeding import generator
 from ease.subspace import Basis
@@ -66,7 +66,6 @@ def test_pupils_do_not_touch_each_other(world, local_job) -> None:
 def jobs(learnt, local_job) -> dict[str, LocalJob]:
     shards = learnt.world.shards
     request = SampleRequest(ids=tuple(pair_id for shard in shards for pair_id in shard.train_ids[:5]))
-    targets = {shard.client: torch.full((5,), -1.0) for shard in shards[:-1]}  # the last has nothing to push
     final = learnt.trained.final
     rng = torch.Generator().manual_seed(0)
     bases = {}
@@ -80,25 +79,28 @@ def jobs(learnt, local_job) -> dict[str, LocalJob]:
     lock = Lock(0.2, reference, pack_directions(bases))
     common = {"request": request, "data": "retain"}
     return {
-        "displace": local_job(objective="displace", targets=targets, settings={"displacement": 0.7}, **common),
         "difference": local_job(
             objective="difference", request=request, data="forget", settings={"retain": 0.5, "forget": 0.5}, clip=0.1
         ),
         "unlearning": local_job(objective="unlearning cross-entropy", request=request, data="forget", radius=0.05),
         "lock": local_job(lock=lock, **common),
         "importance": local_job(lock=Lock(0.2, reference, importance=importance), **common),
-        "probe": local_job(objective="probe", request=request),
+        "replay": local_job(
+            objective="replay",
+            request=request,
+            replays=(Replay(1, final, 0.5, 0), Replay(2, reference, 0.5, 0, (0, 1)), Replay(3, final, 1.0, 1)),
+        ),
         "ternary": local_job(objective="ternary", settings={"threshold": 0.5, "noise": 0.3}, **common),
         "streamed": local_job(**common),
     }
 
 
-NAMES = ("displace", "difference", "unlearning", "lock", "importance", "probe", "ternary", "streamed")
+NAMES = ("difference", "unlearning", "lock", "importance", "replay", "ternary", "streamed")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, name: str) -> None:
-    """Federated for real: displacing and plain clients in one round, abstaining ones, shards of unequal size."""
+    """Federated for real: shards of unequal size, and clients that replay different rounds."""
     world, job = learnt.world, replace(jobs(learnt, local_job)[name], epochs=2)
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
@@ -119,7 +121,7 @@ def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, n
             else:
                 torch.testing.assert_close(mine[key], value, rtol=2e-3, atol=2e-4)
     assert any(update.delta is not None and update.delta.norm() > 0.01 for update in apart) or name in (
-        "probe",
+        "replay",
         "ternary",
     )
 

@@ -160,34 +160,6 @@ def test_eight_bits_lose_at_most_half_a_step(scale: float) -> None:
     assert all(torch.allclose(again[name], received[name], rtol=1e-6, atol=0) for name in received)
 
 
-def test_a_probe_brings_one_update_of_each_kind(world, client, local_job) -> None:
-    """Each is what training on those pairs alone gives, in 8 bit."""
-    request = SampleRequest(ids=client.shard.train_ids[:5])
-    job = local_job(request=request, objective="probe", stream="probe")
-    answer = work(world.server.model, world.server.initial(), client, job)
-    assert answer.delta is None and answer.pairs == len(client.train)
-    for data in ("forget", "retain"):
-        alone = train(
-            world.server.model,
-            world.server.initial(),
-            client,
-            replace(job, objective="align", data=data, stream=f"probe-{data}"),
-        ).delta
-        packed = {n.removeprefix(f"{data}/"): t for n, t in answer.values.items() if n.startswith(f"{data}/")}
-        assert alone is not None
-        for name, tensor in from_8bit(packed).items():
-            assert float((tensor - alone[name]).abs().max()) <= float(alone[name].abs().max()) / 127 / 2 * 1.001
-        assert from_8bit(packed).keys() == alone.tensors.keys()
-
-
-@pytest.mark.parametrize(("named", "kinds"), [(0, {"retain"}), (1, {"retain"}), (-1, {"forget"})])
-def test_a_probe_leaves_out_what_a_client_has_too_little_of(world, client, local_job, named: int, kinds) -> None:
-    ids = client.shard.train_ids if named < 0 else client.shard.train_ids[:named]
-    job = local_job(request=SampleRequest(ids=(*ids, "elsewhere")), objective="probe")
-    values = work(world.server.model, world.server.initial(), client, job).values
-    assert {name.partition("/")[0] for name in values} == kinds
-
-
 def test_zeros_survive_packing() -> None:
     assert not from_8bit(to_8bit({"x": torch.zeros(3)}))["x"].any()
 

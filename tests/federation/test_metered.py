@@ -12,7 +12,7 @@ from ease.federation.codec import encode_job, encode_state, encode_update, parts
 from ease.federation.eight_bit import to_8bit
 from ease.federation.lock import Lock
 from ease.federation.metered import Metered
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.protocol import LocalJob, Replay, Update
 from ease.methods import make_method
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
@@ -155,7 +155,10 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
                 own = job.own(client, self.held[client])
                 data, parts = encode_job(own, params)
                 mine = kept.setdefault(client, {})
-                down += len(data) + sum(len(part) for name, part in parts.items() if name not in mine.values())
+                # A client keeps the states of the training that it took part in.
+                had = {hashlib.sha256(encode_state(each.state)).hexdigest() for each in own.replays}
+                had |= set(mine.values())
+                down += len(data) + sum(len(part) for name, part in parts.items() if name not in had)
                 for role, part in parts_of(own, params).items():
                     if role != "state" or own.sparse is None:
                         content = part.encode() if isinstance(part, Lock) else encode_state(part)
@@ -174,7 +177,7 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
     [
         ("finetune", ()),
         ("ease", ()),
-        ("ease", ("lock_side=client",)),
+        ("ease", ("lock=subspace", "lock_side=client")),
         ("ease", ("lock=importance",)),
         ("fused", ()),
         ("ffmu", ()),
@@ -191,14 +194,18 @@ def test_every_message_of_a_method_is_counted_as_long_as_it_is(learnt, name: str
     assert (metered.cost.bytes_down, metered.cost.bytes_up) == (down, up) and min(down, up) > 0
 
 
-def test_probes_and_measurements_are_not_free(world, local_job) -> None:
-    """A probe passes every pair once; levels pass them forward alone, twice, which counts 2/3; epochs count."""
+def test_replays_and_measurements_are_not_free(world, local_job) -> None:
+    """A replay passes the pairs that stay once a round; levels pass forward alone, which counts 1/3; epochs count."""
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
     pairs = len(world.shards[0].train)
     passed = {}
-    for objective, epochs in (("probe", 1), ("levels", 1), ("align", 3)):
+    start = world.server.initial()
+    replays = (Replay(1, start, 1.0, 0), Replay(2, start, 1.0, 1))
+    for objective, epochs in (("replay", 3), ("levels", 1), ("align", 3)):
         metered = Metered(world.federation)
-        job = local_job(request=request, objective=objective, epochs=epochs)
+        job = local_job(
+            request=request, objective=objective, epochs=epochs, replays=replays if objective == "replay" else ()
+        )
         list(metered.run(world.server.initial(), job, [world.shards[0].client]))
         passed[objective] = metered.cost.pairs_passed
-    assert passed == {"probe": pairs, "levels": pytest.approx(2 / 3 * pairs), "align": 3 * pairs}
+    assert passed == {"replay": 2 * 3 * (pairs - 4), "levels": pytest.approx(pairs / 3), "align": 3 * pairs}

@@ -22,12 +22,15 @@ BLOCK = {
 }
 
 
+NOTES = {"reference": "counterfactual", "delta": "soft", "share": 0.9}
+
+
 def answer(**changes: Any) -> AnswerRecord:
-    rounds = [RoundRecord.of(0, "decomposition", None, {}, {"delta": "auto", "blocks": [BLOCK], "depth": 0.9})]
-    rounds += [RoundRecord.of(1, "excision", 0.5, {"forget/recall@1": 20.0}, {"rejected": [2]})]
+    rounds = [RoundRecord.of(0, "decomposition", None, {}, NOTES | {"blocks": [BLOCK]})]
+    rounds += [RoundRecord.of(1, "recovery", 0.5, {"forget/recall@1": 20.0}, {"rejected": [2]})]
     fields: dict[str, Any] = {
         "request": ClientRequest(clients=(1,)),
-        "method": {"method": "ease", "delta": "auto"},
+        "method": {"method": "ease", "delta": "soft"},
         "trained_sha256": "ab",
         "seed": 0,
         "resumed": False,
@@ -46,10 +49,10 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_spectrum_is_told_from_other_notes() -> None:
     """EASE's own notes have their model; what else a round notes stays as it is, beside a spectrum too."""
     first, second = answer().rounds
-    assert first.spectrum is not None and first.spectrum.depth == 0.9 and first.notes == {}
+    assert first.spectrum is not None and first.spectrum.share == 0.9 and first.notes == {}
     assert first.spectrum.blocks[0].cosines == (0.6, 0.2) and first.spectrum.blocks[0].short_name == "image.2.q"
     assert second.spectrum is None and second.notes == {"rejected": [2]}
-    both = RoundRecord.of(0, "x", None, {}, {"delta": 0.5, "blocks": [], "rejected": [1]})
+    both = RoundRecord.of(0, "x", None, {}, NOTES | {"blocks": [], "rejected": [1]})
     assert both.spectrum is not None and both.notes == {"rejected": [1]}
 
 

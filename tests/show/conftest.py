@@ -25,7 +25,7 @@ def make_record(method: str = "ease", delta: float | str = "auto", blocks: bool 
         {"round": n, "phase": "excision", "loss": None, "metrics": found} for n, found in enumerate(recalls)
     ]
     if blocks:
-        rounds[0]["spectrum"] = {"delta": delta, "depth": 0.9, "blocks": spectrum}
+        rounds[0]["spectrum"] = {"reference": "counterfactual", "delta": delta, "share": 0.9, "blocks": spectrum}
     costs = {"cost/bytes_down": 10.0, "cost/bytes_up": 10.0, "cost/seconds": 4.0}
     if method == "retrain":
         costs = {name: 4 * value for name, value in costs.items()}

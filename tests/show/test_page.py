@@ -119,7 +119,7 @@ def test_the_threshold_starts_where_as_much_goes_as_went(contents: Make) -> None
     """Both blocks lost 0.7 of their energy. At 0.5 the mean that goes is (0.6 + 0.8) / 2 = 0.7, just below it 0.55."""
     text = text_of(page(contents()))
     assert "At δ = 0.50, 3 of 5 directions go: ηf = 0.70, ηr = 0.25." in text
-    assert "each direction went by 1 − cosine², all to a depth of 0.90, together 0.70 of the forget energy" in text
+    assert "each direction counts by 1 − cosine², together 0.70 of the forget energy" in text
 
 
 def test_a_threshold_that_was_used_is_where_the_slider_starts(contents: Make) -> None:

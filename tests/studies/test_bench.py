@@ -60,7 +60,11 @@ def test_a_band_needs_retrainings_of_one_run() -> None:
 
 
 def test_a_method_that_refuses_is_named(small_experiment, tmp_path) -> None:
-    changes = ['methods=[{ method = "ease", settings = { lock_strength = 2 } }]', "seeds=[0]", 'scenarios=["client"]']
+    changes = [
+        'methods=[{ method = "ease", settings = { lock = "subspace", lock_strength = 2 } }]',
+        "seeds=[0]",
+        'scenarios=["client"]',
+    ]
     with pytest.raises(UserError, match="client request, seed 0, EASE: lock_strength = 2"):
         list(bench(load_experiment(small_experiment, changes), tmp_path, 1))
 

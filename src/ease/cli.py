@@ -112,7 +112,7 @@ def forget(
     """Forget clients, a class or single pairs, and write the new model and its record into the run.
 
     Examples: `ease forget runs/first --client 3`, `ease forget runs/first --class "on the beach"`,
-    `ease forget runs/first --samples ids.txt --set displacement=0.4`
+    `ease forget runs/first --samples ids.txt --set replay=0.5`
     """
     from ease.commands.forget import forget_run
     from ease.methods import make_method

@@ -90,10 +90,10 @@ def test_an_unknown_layer_is_refused_with_what_there_is(learnt) -> None:
 
 def test_without_projectors_layers_must_be_named(full) -> None:
     """As with model.projector = "none"; a model with one projector has that one negated."""
-    blocks = [block for block in full[0].initial().blocks if block.kind == "lora"]
+    blocks = [block for block in full[0].server.initial().blocks if block.kind == "lora"]
     with pytest.raises(UserError, match=r"has no projector; name layers to negate, of: image\."):
         make_method("not")._tensors(blocks)
     factor = blocks[0].tensors[0]
     assert make_method("not", table={"layers": [factor]})._tensors(blocks) == [factor]
-    one_side = [block for block in full[0].initial().blocks if block.kind == "lora" or block.modality == "text"]
+    one_side = [block for block in full[0].server.initial().blocks if block.kind == "lora" or block.modality == "text"]
     assert make_method("not")._tensors(one_side) == [name for name in FIRST if name.startswith("text")]

@@ -79,11 +79,11 @@ def same(one: Params, two: Params) -> bool:
     "settings", [(), ("share=1",), ("lock=subspace", "lock_side=client"), ("decompose=true", "delta=0.5")], ids=str
 )
 def test_a_leaving_client_is_only_asked_to_measure(learnt, settings) -> None:
-    """Before the first step, and once more before the last round if the share may still be corrected."""
+    """Before the first step and once more before the last round; with a fixed share it may be gone already."""
     asked, steps = watch(learnt, CLIENT, "ease", *settings, "recovery_share=0.34")
     leaving = [each for each in asked if each.client == 1]
-    assert {each.job.objective for each in leaving} == {"levels"}
-    assert [each.steps for each in leaving] == ([0, 0] if "share=1" in settings else [0, 0, 2])
+    assert {each.job.objective for each in leaving} <= {"levels"}
+    assert [each.steps for each in leaving] == ([] if "share=1" in settings else [0, 0, 2])
     training = [each for each in asked if each.job.objective != "levels"]
     assert [each.client for each in training] == [0, 2, 3] * (len(steps) - 1)
     assert all(each.steps > 0 for each in training)

@@ -10,7 +10,7 @@ from ease.methods.base import Order, Trained
 from ease.requests.request import ClientRequest
 
 CLIENT = ClientRequest(clients=(1,))
-AFRESH = {"retrain", "fed_eraser", "fed_recover"}
+AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback"}
 """Methods that begin again from the start of training."""
 
 

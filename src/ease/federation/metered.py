@@ -55,8 +55,9 @@ class Metered:
             self.cost.bytes_up += update_length(update)
             self.cost.pairs_passed += asked.passes_of(job) * update.pairs * job.epochs
             if update.pairs > 0 and (update.delta is not None or asked.answers_in_values):
-                self.cost.pairs_trained += update.pairs * job.epochs
-                self.cost.client_steps += job.batch_count(update.pairs) * job.epochs
+                epochs = job.epochs * max(1, len(job.replays))
+                self.cost.pairs_trained += update.pairs * epochs
+                self.cost.client_steps += job.batch_count(update.pairs) * epochs
             yield update
             started = time.perf_counter()
 

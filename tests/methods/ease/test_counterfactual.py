@@ -153,7 +153,7 @@ def test_what_a_class_wrote_is_the_sum_over_rounds(learnt, replay) -> None:
     """Every round by hand, from the state that it began from; a round that was left out is stood for by another."""
     request, trained, federation = ClassRequest(classes=(2,)), learnt.trained, learnt.world.federation
     written = written_by(trained, request, federation, held_of(request, federation), replay)
-    counts = dict.fromkeys(range(1, 7), 1) if replay == "auto" else {2: 3, 4: 2, 6: 1}  # of two neighbours the earlier
+    counts = dict.fromkeys(range(1, 7), 1) if replay == "auto" else {1: 2, 3: 2, 5: 2}  # of two neighbours the earlier
     early, late = trained.initial.zeros(), trained.initial.zeros()
     for number, count in counts.items():
         state, after = trained.history.state(number - 1), trained.history.state(number)
@@ -216,7 +216,6 @@ def test_a_client_left_with_one_pair_counts_no_more(learnt) -> None:
     close(written.total, expected.total, 1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="what an earlier request took is in the stored mean and is subtracted again")
 def test_a_second_request_does_not_subtract_the_first_again(learnt) -> None:
     """What both wrote together is what the first wrote and then the second."""
     federation, trained = learnt.world.federation, learnt.trained
@@ -252,6 +251,6 @@ def test_replayed_rounds_are_rounds_and_stand_for_all(rounds: int, replay, conce
 
 
 def test_replayed_rounds_are_spread_evenly() -> None:
-    assert replayed_rounds(range(1, 11), 1.0, 0.2) == [3, 8]
+    assert replayed_rounds(range(1, 11), 1.0, 0.2) == [1, 6]  # the first is always among them
     assert standing_for(range(1, 11), [3, 8]) == {3: 5, 8: 5}  # round 5 is nearer to 3, round 6 to 8
     assert standing_for(range(1, 5), [2]) == {2: 4}

@@ -3,7 +3,7 @@
 For clients that leave it comes from the history, for classes and single pairs by replay.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ease.data.partition import MINIMUM_PAIRS
@@ -12,7 +12,7 @@ from ease.federation.protocol import Federation, Replay
 from ease.methods.base import Trained
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.params import Params, weighted_mean
-from ease.requests.request import ClientRequest, Request
+from ease.requests.request import ClientRequest, Request, SampleRequest
 
 EARLY = 0.2
 """Share of the rounds whose contribution is told apart: after so many, what later rounds made up for is still small."""
@@ -52,7 +52,7 @@ def written_by(
     rounds = list(range(1, trained.training.rounds + 1))
     early = max(1, round(EARLY * len(rounds)))
     if isinstance(request, ClientRequest):
-        parts, concerned, used = _from_history(trained, request, rounds, early), 0, rounds
+        parts, concerned, used = _from_history(trained, request, federation, rounds, early), 0, rounds
     else:
         kept = {client: len(federation.held[client]) - count for client, count in forget_pairs.items() if count}
         used = replayed_rounds(rounds, len(kept) / len(federation.clients), replay)
@@ -69,8 +69,8 @@ def replayed_rounds(rounds: Sequence[int], concerned: float, replay: float | str
         count = max(1, round(float(replay) * len(rounds)))
     if count >= len(rounds):
         return list(rounds)
-    step = len(rounds) / count
-    return sorted({rounds[int((n + 0.5) * step)] for n in range(count)})
+    step = len(rounds) / count  # from the first round on: the early ones wrote most
+    return sorted({rounds[int(n * step)] for n in range(count)})
 
 
 def standing_for(rounds: Sequence[int], used: Sequence[int]) -> dict[int, int]:
@@ -83,18 +83,21 @@ Parts = tuple[tuple[Params, Params], tuple[Params, Params]]
 """(written, the retained clients' movement) of the early rounds, and of the late ones."""
 
 
-def _from_history(trained: Trained, request: ClientRequest, rounds: Sequence[int], early: int) -> Parts:
+def _from_history(
+    trained: Trained, request: ClientRequest, federation: Federation, rounds: Sequence[int], early: int
+) -> Parts:
     """Without communication: the mean of a round's stored updates, with and without those of the leaving clients."""
-    history, leaving = trained.history, set(request.clients)
+    history, leaving, here = trained.history, set(request.clients), set(federation.clients) | set(request.clients)
     sums = _Sums(trained.start)
     took_part = False
     for number in rounds:
-        updates = [history.update(number, client) for client in history.clients(number)]
+        there = [client for client in history.clients(number) if not trained.gone or client in here]
+        updates = [history.update(number, client) for client in there]
         weighted = [(_weight(trained, update.pairs), update.client, update.change) for update in updates]
         mean = weighted_mean((weight, change) for weight, _, change in weighted)
         rest = [(weight, change) for weight, client, change in weighted if client not in leaving]
         took_part = took_part or len(rest) < len(weighted)
-        sums.add(number > early, mean, weighted_mean(rest) if rest else mean.zeros())
+        sums.add(number > early, did=mean, would=weighted_mean(rest) if rest else mean.zeros())
     if not took_part:
         names = ", ".join(map(str, request.clients))
         raise UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
@@ -109,32 +112,59 @@ def _from_replay(
     used: Sequence[int],
     early: int,
 ) -> Parts:
-    """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more."""
+    """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more.
+
+    Once earlier requests are closed, what the rounds did is not what is stored: holders repeat that too, without the
+    pairs that are gone.
+    """
+    sums = _Sums(trained.start)
+    now = {client: len(ids) for client, ids in federation.held.items()}
+    nothing = SampleRequest(ids=())
+    did = _moved(trained, nothing, federation, now, kept if trained.gone else (), used, early)
+    would = _moved(trained, request, federation, {**now, **kept}, kept, used, early)
+    for late in (False, True):
+        sums.add(late, did[late], would[late])
+    return sums.parts()
+
+
+def _moved(
+    trained: Trained,
+    request: Request,
+    federation: Federation,
+    pairs: Mapping[int, int],
+    holders: Collection[int],
+    used: Sequence[int],
+    early: int,
+) -> tuple[Params, Params]:
+    """What the rounds add up to, early and late ones, when holders repeat theirs without what a request names.
+
+    `pairs` says how many each client trains on.
+    """
     history = trained.history
     counts = standing_for(range(1, trained.training.rounds + 1), used)
-    replays, sums = [], _Sums(trained.start)
+    zeros = trained.start.map(lambda tensor: tensor.double() * 0)
+    total, replays = [zeros, zeros], []
     for number in used:
-        updates = {client: history.update(number, client) for client in history.clients(number)}
-        mean = weighted_mean((_weight(trained, update.pairs), update.change) for update in updates.values())
-        present = {client: kept.get(client, updates[client].pairs) for client in updates}
-        total = sum(_weight(trained, pairs) for pairs in present.values() if pairs >= MINIMUM_PAIRS)
-        rest = mean.zeros().map(lambda tensor: tensor.double())
-        for client, update in updates.items():
-            if client not in kept and total:
-                rest = rest + (_weight(trained, present[client]) / total) * update.change.map(lambda t: t.double())
-        sums.add(number > early, counts[number] * mean, counts[number] * rest)
+        updates = {client: history.update(number, client) for client in history.clients(number) if client in pairs}
+        weights = {c: _weight(trained, pairs[c]) for c in updates if pairs[c] >= MINIMUM_PAIRS}
+        share = counts[number] / sum(weights.values()) if weights else 0.0
+        for client, weight in weights.items():
+            if client not in holders:
+                change = updates[client].change.map(lambda tensor: tensor.double())
+                total[number > early] = total[number > early] + (share * weight) * change
         history.verify_state(number - 1)
-        weight = counts[number] / total if total else 0.0
-        took_part = tuple(client for client in updates if client in kept)
-        replays.append(Replay(number, history.start(number), weight, int(number > early), took_part))
-    job = trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
-    answers = sorted(federation.run(trained.start, job, sorted(kept)), key=lambda update: update.client)
-    for answer in answers:
-        for group in (0, 1):
-            change = read_sum(answer, group, trained.start)
-            if change is not None:
-                sums.add(bool(group), change.zeros(), _weight(trained, kept[answer.client]) * change)
-    return sums.parts()
+        took_part = tuple(client for client in weights if client in holders)
+        if took_part:
+            replays.append(Replay(number, history.start(number), share, int(number > early), took_part))
+    if replays:
+        job = trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
+        answers = federation.run(trained.start, job, sorted(holders))
+        for answer in sorted(answers, key=lambda update: update.client):
+            for group in (0, 1):
+                summed = read_sum(answer, group, trained.start)
+                if summed is not None:
+                    total[group] = total[group] + _weight(trained, pairs[answer.client]) * summed
+    return total[0], total[1]
 
 
 class _Sums:

@@ -75,16 +75,19 @@ class Ease(Unlearner):
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         self._check_contraction(trained.training)
         clients = retained_clients(request, federation)
-        before = self._look(trained, request, federation, trained.start)
+        before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
         counts = {client: len(values["forget"]) for client, values in before.items()}
         written = written_by(trained, request, federation, counts, self.replay)
         whole = self._one_side(written.total)
         spectra, bases = self._directions(trained, written)
-        early = self._look(trained, request, federation, trained.history.state(written.last_early) - written.early)
+        nobody = trained.history.state(written.last_early) - written.early
+        early = self._look(trained, request, federation, nobody) if self._corrects else {}
 
         share = 1.0 if self.share == "auto" else self.share
         state, residuals = self._excised(trained, whole, bases, share)
-        notes = self._notes(spectra, bases, written, share, residuals, membership_gap(before, early))
+        notes = self._notes(
+            spectra, bases, written, share, residuals, membership_gap(before, early) if self._corrects else None
+        )
         yield Step(state, "decomposition", notes=notes)
 
         lock, velocity = self._client_lock(bases, state), state.zeros()
@@ -99,7 +102,7 @@ class Ease(Unlearner):
             )
             drawn = participants(clients, trained.training, trained.seed, number)
             # The state travels in half precision; the changes that come back are added to the whole one.
-            answers = federation.run(state.map(torch.Tensor.half), job, drawn)
+            answers = federation.run(halved(state), job, drawn)
             finished = average(state, answers, trained.training, number)
             velocity = (0.0 if last else self.momentum) * velocity + (finished.state - state)
             state = state + velocity
@@ -111,6 +114,10 @@ class Ease(Unlearner):
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return 1 + share_of(training, self.recovery_share)
+
+    def _asks(self, request: Request) -> bool:
+        """Whether levels are wanted, or how many forget pairs each client holds; of a client that left, neither."""
+        return self._corrects or not isinstance(request, ClientRequest)
 
     @property
     def _corrects(self) -> bool:
@@ -175,7 +182,7 @@ class Ease(Unlearner):
     def _look(self, trained: Trained, request: Request, federation: Federation, state: Params) -> Levels:
         """Levels under a state, of every client's held-out pairs: those of the ones concerned alone may be few."""
         clients = federation.clients if isinstance(request, ClientRequest) else forget_holders(request, federation)
-        sent = state if state is trained.start else state.map(torch.Tensor.half)  # the trained one is known to all
+        sent = state if state is trained.start else halved(state)  # the trained one is known to all
         return measure_levels(trained, sent, request, federation, clients)
 
     def _correct(
@@ -223,9 +230,14 @@ class Ease(Unlearner):
             "residuals": residuals,
             "blocks": describe(spectra, {name: self._weights(spectrum) for name, spectrum in spectra.items()}),
         }
-        if before is None:
+        if before is None and self._corrects:
             notes["why"] = "too few held-out pairs to measure a gap: the usual share is subtracted"
         return notes
+
+
+def halved(state: Params) -> Params:
+    """A state as it travels where half precision is enough."""
+    return state.map(lambda tensor: tensor.half() if tensor.dtype == torch.float32 else tensor)
 
 
 def describe(spectra: Spectra, weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, trained_of
+from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.forget import forget, go_on
@@ -278,12 +278,12 @@ def test_training_goes_on_with_the_directions_locked_or_free(world, run: Run, lo
     outcome = answer_of(run, CLIENT, method)
     name = f"client-1/{outcome.folder.name}"
     bases = load_bases(outcome.folder / "bases.safetensors")
-    initial = trained_of(run).initial
+    held = outcome.model()
     drift = []
     for step, metrics in go_on(run, world, name, 2, locked):
         assert step.phase == "further training" and "forget/recall@1" in metrics
         components = [
-            bases[block.name].components(displacement(block, step.state, initial)).norm() for block in initial.blocks
+            bases[block.name].components(displacement(block, step.state, held)).norm() for block in held.blocks
         ]
         drift.append(float(torch.stack(components).norm()))
     assert len(drift) == 2

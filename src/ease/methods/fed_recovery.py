@@ -30,7 +30,7 @@ class FedRecovery(Unlearner):
     title: ClassVar[str] = "FedRecovery"
     source: ClassVar[str] = "Zhang et al., IEEE TIFS 2023"
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
-    tuned: ClassVar[Space] = {"strength": (1.0, 3.0, 5.0, 10.0, 15.0, 20.0)}
+    tuned: ClassVar[Space] = {"strength": (1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0)}
     method: Literal["fed_recovery"] = "fed_recovery"
     strength: float = Field(1.0, gt=0)
     """How many times the weighted sum is subtracted; as many as there are rounds: about the whole sum of residuals."""

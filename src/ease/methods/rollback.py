@@ -27,7 +27,7 @@ class Rollback(Unlearner):
     title: ClassVar[str] = "Rollback"
     source: ClassVar[str] = "after Crab: Jiang et al., IEEE TIFS 2025"
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
-    tuned: ClassVar[Space] = {"influence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)}
+    tuned: ClassVar[Space] = {"influence": (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)}
     method: Literal["rollback"] = "rollback"
     influence: float = Field(0.3, ge=0, lt=1)
     """Share of the forget data's influence over all rounds that may stay in the state to go back to."""

@@ -74,6 +74,7 @@ class Ease(Unlearner):
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         self._check_contraction(trained.training)
+        trained.history.verify_state(0)
         clients = retained_clients(request, federation)
         before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
         counts = {client: len(values["forget"]) for client, values in before.items()}

@@ -225,10 +225,10 @@ def test_no_caption_becomes_a_script(show: Open, contents: Make) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_an_experiment_is_for_everyone_too(show: Open, results: dict[str, Any], scheme: str) -> None:
+def test_an_experiment_is_for_everyone_too(show: Open, results: dict[str, Any], bench, scheme: str) -> None:
     """Its figure is drawn, on white and at its own size, and scrolls by itself on a phone."""
-    results["header"]["kind"] = "bars"
-    opened = show(Contents("main", "results/main", results=results), width=360, scheme=scheme)
+    results["header"]["experiment"]["kind"] = "bars"
+    opened = show(Contents("main", "results/main", results=bench(results)), width=360, scheme=scheme)
     assert opened.locator(".drawn img").evaluate("image => image.complete && image.naturalWidth > 200")
     assert opened.evaluate("document.documentElement.scrollWidth") == 360
     assert opened.evaluate(NAMELESS) == []

@@ -27,7 +27,7 @@ from ease.federation.journal import Journal
 from ease.federation.loop import Loop
 from ease.federation.metered import Cost, Metered
 from ease.federation.objectives import objective
-from ease.federation.protocol import Engine, Federation, LocalJob, Update, own_jobs
+from ease.federation.protocol import Engine, Federation, LocalJob, Update, Wrapped, own_jobs
 from ease.methods.base import Step, Trained, Unlearner
 from ease.params import Params, layout_of
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
@@ -66,27 +66,17 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 """Any two of: the engine, what LoRA trains, and who takes part, meet in one of these."""
 
 
-@dataclass
-class Spy:
+class Spy(Wrapped):
     """A federation that notes every job of every client, and each answer."""
 
-    inner: Federation
-
-    def __post_init__(self) -> None:
+    def __init__(self, inner: Federation):
+        super().__init__(inner)
         self.asked: list[tuple[int, LocalJob]] = []
         self.answers: list[Update] = []
 
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.inner.clients
-
-    @property
-    def held(self) -> Mapping[int, Collection[str]]:
-        return self.inner.held
-
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         self.asked += [(client, job) for client in clients]
-        for update in self.inner.run(params, job, clients):
+        for update in super().run(params, job, clients):
             self.answers.append(update)
             yield update
 
@@ -106,23 +96,14 @@ class Failing(Spy):
             yield update
 
 
-@dataclass
-class Posted:
+class Posted(Wrapped):
     """A federation between whose server and clients there is nothing but bytes."""
 
-    inner: Engine
-
-    def __post_init__(self) -> None:
+    def __init__(self, engine: Engine):
+        super().__init__(engine)
+        self.engine = engine
         self.altered: list[str] = []
         """What did not arrive as it was sent."""
-
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.inner.clients
-
-    @property
-    def held(self) -> Mapping[int, Collection[str]]:
-        return self.inner.held
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         arrived, state = {}, params
@@ -130,7 +111,7 @@ class Posted:
             arrived[client], state = decode_job(*encode_job(own, params))
             if arrived[client] != own or state != params:
                 self.altered.append(f"the job {own.objective!r} of round {own.round} to client {client}")
-        for update in self.inner.perform(state, arrived):
+        for update in self.engine.perform(state, arrived):
             received = decode_update(encode_update(update))
             if received != update:
                 self.altered.append(f"the answer of client {update.client} to {job.objective!r}")

@@ -9,26 +9,19 @@ from ease.errors import UserError
 from ease.federation.eight_bit import to_8bit
 from ease.federation.journal import Journal, read_update, write_update
 from ease.federation.metered import Metered
-from ease.federation.protocol import Update
+from ease.federation.protocol import Update, Wrapped
 
 
-class Counting:
+class Counting(Wrapped):
     """A federation that notes every client it is really asked for."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.asked = inner, []
-
-    @property
-    def clients(self):
-        return self.inner.clients
-
-    @property
-    def held(self):
-        return self.inner.held
+        super().__init__(inner)
+        self.asked = []
 
     def run(self, params, job, clients):
         self.asked += [(job.round, client) for client in clients]
-        yield from self.inner.run(params, job, clients)
+        return super().run(params, job, clients)
 
 
 def same(one: Update, two: Update) -> bool:

@@ -12,7 +12,7 @@ from ease.federation.codec import encode_job, encode_state, encode_update, parts
 from ease.federation.eight_bit import to_8bit
 from ease.federation.lock import Lock
 from ease.federation.metered import Metered
-from ease.federation.protocol import LocalJob, Replay, Update
+from ease.federation.protocol import LocalJob, Replay, Update, Wrapped
 from ease.methods import make_method
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
@@ -146,9 +146,7 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
     kept: dict[int, dict[str, str]] = {}
     down = up = 0
 
-    class Post:
-        clients, held = federation.clients, federation.held
-
+    class Post(Wrapped):
         def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
             nonlocal down, up
             for client in clients:
@@ -163,11 +161,11 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
                     if role != "state" or own.sparse is None:
                         content = part.encode() if isinstance(part, Lock) else encode_state(part)
                         mine[role] = hashlib.sha256(content).hexdigest()
-            for update in federation.run(params, job, clients):
+            for update in super().run(params, job, clients):
                 up += len(encode_update(update))
                 yield update
 
-    metered = Metered(Post())
+    metered = Metered(Post(federation))
     list(method.unlearn(trained, request, metered))
     return down, up, metered
 

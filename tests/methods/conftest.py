@@ -1,7 +1,7 @@
 """What tests of several methods share: a request for single pairs, a method's effect on the small run, and rounds that
 were made by hand."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +13,7 @@ from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
+from ease.testing import Spy
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,10 @@ def effect(learnt) -> Callable[..., Effect]:
 def jobs(learnt) -> Callable[..., list[tuple[int, LocalJob]]]:
     """Run a method with some settings to its end and say which client was given which job, in order."""
 
-    class Spy:
-        clients, held = learnt.world.federation.clients, learnt.world.federation.held
-
-        def __init__(self) -> None:
-            self.given: list[tuple[int, LocalJob]] = []
-
-        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-            self.given += [(client, job) for client in clients]
-            return learnt.world.federation.run(params, job, clients)
-
     def run(request: Request, name: str, *settings: str) -> list[tuple[int, LocalJob]]:
-        spy = Spy()
+        spy = Spy(learnt.world.federation)
         list(make_method(name, settings).unlearn(learnt.trained, request, spy))
-        return spy.given
+        return spy.asked
 
     return run
 

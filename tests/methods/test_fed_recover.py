@@ -6,7 +6,7 @@ import torch
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.history import History
-from ease.federation.protocol import Update
+from ease.federation.protocol import Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.fed_recover import Limits, estimate
@@ -130,17 +130,18 @@ def test_a_correction_that_can_only_be_noise_is_dropped(toy_params, correction: 
 def test_asked_clients_take_the_data_order_of_training(learnt) -> None:
     """From w_0 a retained client then sends its stored update again: later differences are the state's doing."""
 
-    class Kept:
-        clients = learnt.world.federation.clients
-
+    class Kept(Wrapped):
         def run(self, params, job, clients):
-            for update in learnt.world.federation.run(params, job, clients):
+            for update in super().run(params, job, clients):
                 if job.round == 1:
                     stored = learnt.trained.history.update(1, update.client).change
                     assert all(torch.equal(stored[name], update.change[name]) for name in stored.tensors)
                 yield update
 
-    assert next(make_method("fed_recover").unlearn(learnt.trained, CLIENT, Kept())).phase == "warm-up"
+    assert (
+        next(make_method("fed_recover").unlearn(learnt.trained, CLIENT, Kept(learnt.world.federation))).phase
+        == "warm-up"
+    )
 
 
 def test_a_refused_answer_teaches_nothing(toy_params, tmp_path) -> None:

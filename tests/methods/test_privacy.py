@@ -1,6 +1,6 @@
 """Who is asked what, and when: forget data is read only in the phases that may read it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ease.federation.loop import Loop
-from ease.federation.protocol import Federation, LocalJob, Update
+from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.params import Params
@@ -27,24 +27,17 @@ class Asked:
     """Steps the method had yielded by then."""
 
 
-class Spy:
+class Spy(Wrapped):
     """A federation that notes every job of every client, and whose inner federation may be exchanged."""
 
     def __init__(self, inner: Federation) -> None:
-        self.inner, self.asked, self.steps = inner, list[Asked](), 0
-
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.inner.clients
-
-    @property
-    def held(self) -> Mapping[int, Collection[str]]:
-        return self.inner.held
+        super().__init__(inner)
+        self.asked, self.steps = list[Asked](), 0
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         for client in clients:
             self.asked.append(Asked(client, job, params, self.steps))
-            yield from self.inner.run(params, job, [client])
+            yield from super().run(params, job, [client])
 
 
 def watch(learnt, request: Request, method: str, *settings: str) -> tuple[list[Asked], list[Step]]:

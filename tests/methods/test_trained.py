@@ -8,6 +8,7 @@ from ease.federation.fedavg import fedavg
 from ease.methods import METHODS, make_method
 from ease.methods.base import Order, Trained
 from ease.requests.request import ClientRequest
+from ease.testing import Spy
 
 CLIENT = ClientRequest(clients=(1,))
 AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback"}
@@ -22,36 +23,20 @@ def test_a_training_that_nothing_was_forgotten_of(learnt) -> None:
 
 def test_the_training_job_is_the_job_of_that_round(learnt) -> None:
     """Of a shadow too, which was trained with another stream than the method's own numbers come from."""
-    federation = learnt.world.federation
-    asked = []
-
-    class Spy:
-        clients, held = federation.clients, federation.held
-
-        def run(self, params, job, clients):
-            asked.append(job)
-            return federation.run(params, job, clients)
-
+    spy = Spy(learnt.world.federation)
     training = learnt.trained.training.model_copy(update={"rounds": 2})
-    list(fedavg(learnt.trained.initial, Spy(), training, 5, 0.07, stream="shadow-4"))
+    list(fedavg(learnt.trained.initial, spy, training, 5, 0.07, stream="shadow-4"))
     shadow = Trained(learnt.trained.history, training, 0.07, seed=99, trained_with=Order(5, "shadow-4"))
-    assert [shadow.training_job(1), shadow.training_job(2)] == asked
+    each = len(spy.clients)
+    assert [shadow.training_job(1)] * each + [shadow.training_job(2)] * each == [job for _, job in spy.asked]
 
 
 def test_fed_recover_asks_in_the_order_of_the_training(learnt, jobs) -> None:
     assert {(job.seed, job.stream) for _, job in jobs(CLIENT, "fed_recover")} == {(learnt.trained.seed, "train")}
     shadow = replace(learnt.trained, seed=8, trained_with=Order(5, "shadow-4"))
-    asked = []
-
-    class Spy:
-        clients, held = learnt.world.federation.clients, learnt.world.federation.held
-
-        def run(self, params, job, clients):
-            asked.append((job.seed, job.stream))
-            return learnt.world.federation.run(params, job, clients)
-
-    next(make_method("fed_recover").unlearn(shadow, CLIENT, Spy()))
-    assert asked == [(5, "shadow-4")]
+    spy = Spy(learnt.world.federation)
+    next(make_method("fed_recover").unlearn(shadow, CLIENT, spy))
+    assert [(client, job.seed, job.stream) for client, job in spy.asked] == [(c, 5, "shadow-4") for c in (0, 2, 3)]
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - AFRESH))

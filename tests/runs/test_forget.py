@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ease.errors import UserError
+from ease.federation.protocol import Wrapped
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
@@ -114,12 +115,11 @@ def test_stopped_after_any_step_it_ends_with_the_same_bytes(world, run: Run, tmp
 def test_stopped_between_two_clients_it_asks_only_the_rest(world, run: Run) -> None:
     request = samples(world)
 
-    class Tired:
+    class Tired(Wrapped):
         """Answers a number of times and then pulls the plug."""
 
-        clients, held = world.federation.clients, world.federation.held
-
         def __init__(self, answers: int) -> None:
+            super().__init__(world.federation)
             self.left, self.asked = answers, 0
 
         def run(self, params, job, clients):
@@ -127,7 +127,7 @@ def test_stopped_between_two_clients_it_asks_only_the_rest(world, run: Run) -> N
                 if self.left == 0:
                     raise KeyboardInterrupt
                 self.left, self.asked = self.left - 1, self.asked + 1
-                yield from world.federation.run(params, job, [client])
+                yield from super().run(params, job, [client])
 
     def attempt(answers: int) -> Tired:
         tired = Tired(answers)

@@ -4,7 +4,7 @@ Methods are deterministic functions of the answers they get. Keeping the answers
 resumable without a line of its own.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,28 +12,20 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.codec import decode_update, encode_update
-from ease.federation.protocol import Federation, LocalJob, Update
+from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
 from ease.params import Params
 from ease.storage import write_atomic
 
 SUFFIX = ".update"
 
 
-class Journal:
+class Journal(Wrapped):
     """A federation that answers from its folder where it can, and asks the one it wraps where it cannot."""
 
     def __init__(self, inner: Federation, folder: Path):
-        self.inner = inner
+        super().__init__(inner)
         self.folder = folder
         self._calls = 0
-
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.inner.clients
-
-    @property
-    def held(self) -> Mapping[int, Collection[str]]:
-        return self.inner.held
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         call, self._calls = self._calls, self._calls + 1

@@ -1,13 +1,13 @@
 """Counts what really crosses between server and clients: bytes both ways, messages and client steps."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ease.federation.codec import Part, job_length, part_length, parts_of, update_length
 from ease.federation.lock import Lock
 from ease.federation.objectives import objective
-from ease.federation.protocol import Federation, LocalJob, Update, own_jobs
+from ease.federation.protocol import Federation, LocalJob, Update, Wrapped, own_jobs
 from ease.params import Params
 
 
@@ -25,24 +25,16 @@ class Cost:
     client_seconds: float = 0.0
 
 
-class Metered:
+class Metered(Wrapped):
     """A federation that adds up the encoded length of every message of the one it wraps."""
 
     def __init__(self, inner: Federation, known: Sequence[Params] = ()):
-        self.inner = inner
+        super().__init__(inner)
         self.cost = Cost()
         self._known = known
         """States that clients have from the training; the rounds of it that they replay began from such."""
         self._kept: dict[int, dict[Part, Params | Lock]] = {}
         """Client -> what it keeps: lock, reference and base of the request, and the last whole state it was sent."""
-
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.inner.clients
-
-    @property
-    def held(self) -> Mapping[int, Collection[str]]:
-        return self.inner.held
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         asked = objective(job.objective)

@@ -164,6 +164,24 @@ class Engine(Federation, Protocol):
         ...
 
 
+class Wrapped:
+    """A federation that is another one, but for what a subclass changes."""
+
+    def __init__(self, inner: Federation):
+        self.inner = inner
+
+    @property
+    def clients(self) -> Sequence[int]:
+        return self.inner.clients
+
+    @property
+    def held(self) -> Mapping[int, Collection[str]]:
+        return self.inner.held
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        return self.inner.run(params, job, clients)
+
+
 def own_jobs(federation: Federation, job: LocalJob, clients: Sequence[int]) -> dict[int, LocalJob]:
     """Client -> the job as it gets it."""
     held = federation.held

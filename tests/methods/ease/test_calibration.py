@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ease.federation.protocol import Wrapped
 from ease.methods.ease.calibration import (
     USUAL_SHARE,
     USUAL_SPREAD,
@@ -120,17 +121,16 @@ def test_the_share_never_leaves_its_range(gap: float, error: float) -> None:
 
 
 def test_the_state_goes_to_those_who_are_named_and_answers_come_in_their_order(learnt) -> None:
-    class Backwards:
-        clients, held = learnt.world.federation.clients, learnt.world.federation.held
-
-        def __init__(self) -> None:
+    class Backwards(Wrapped):
+        def __init__(self, inner) -> None:
+            super().__init__(inner)
             self.calls: list[tuple] = []
 
         def run(self, params, job, clients):
             self.calls.append((params, job, list(clients)))
-            yield from reversed(list(learnt.world.federation.run(params, job, clients)))
+            yield from reversed(list(super().run(params, job, clients)))
 
-    asked, request = Backwards(), ClassRequest(classes=(0,))
+    asked, request = Backwards(learnt.world.federation), ClassRequest(classes=(0,))
     levels = measure_levels(learnt.trained, learnt.trained.final, request, asked, [1, 3, 2])
     ((state, job, clients),) = asked.calls
     assert state is learnt.trained.final and clients == [1, 3, 2] and list(levels) == [1, 2, 3]

@@ -20,8 +20,8 @@ from ease.audit.membership import (
 )
 from ease.audit.statistic import STATISTICS, features, statistics
 from ease.data.examples import Examples
-from ease.federation.cohort import train_together, training_of
 from ease.federation.protocol import LocalJob, Optimiser
+from ease.federation.together import train_together, training_of
 from ease.params import Block, Params
 from ease.seeding import generator, torch_generator
 

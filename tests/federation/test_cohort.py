@@ -10,11 +10,12 @@ from ease.data import examples as examples_module
 from ease.data.examples import Streamed, examples_at
 from ease.errors import UserError
 from ease.federation import cohort as cohort_module
-from ease.federation.cohort import Cohort, GroupSize, train_in_groups, train_together, training_of
+from ease.federation.cohort import Cohort
 from ease.federation.local import train
 from ease.federation.lock import Lock, pack_directions
 from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Optimiser, Replay
+from ease.federation.together import GroupSize, train_in_groups, train_together, training_of
 from ease.requests.request import SampleRequest
 from ease.seeding import generator
 from ease.subspace import Basis
@@ -105,7 +106,7 @@ def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, n
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
     cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
-    assert isinstance(cohort.pool.image, Streamed) is (name == "streamed")
+    assert isinstance(cohort.pool.examples.image, Streamed) is (name == "streamed")
     alone = Loop(world.server.model, world.federation.data)
     clients = alone.clients
     together, apart = (list(each.run(learnt.trained.final, job, clients)) for each in (cohort, alone))

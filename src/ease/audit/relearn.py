@@ -7,9 +7,9 @@ import numpy as np
 
 from ease.audit.statistic import Gauge
 from ease.data.examples import examples_at
-from ease.federation.cohort import LocalTraining, train_together
 from ease.federation.objectives import Draw
 from ease.federation.protocol import LocalJob
+from ease.federation.together import LocalTraining, train_together
 from ease.params import Params
 
 CHECKPOINTS = (2, 8, 32, 64)

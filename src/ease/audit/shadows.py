@@ -12,11 +12,11 @@ from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.errors import UserError
-from ease.federation.cohort import GroupSize, LocalTraining, train_in_groups, training_of
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.protocol import Update
+from ease.federation.together import GroupSize, LocalTraining, train_in_groups, training_of
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params

@@ -1,244 +1,28 @@
-"""Many local trainings in one pass: clients, shadows or seeds share every forward and backward pass.
-
-The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each training.
-"""
+"""All clients of a round in one pass wherever the job allows it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ease.data.examples import Examples, States, examples_at
+from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
-from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.local import assignment_of, batches, learning_rates, promoted
-from ease.federation.lock import Hold, lock_pulls
 from ease.federation.loop import Loop
-from ease.federation.objectives import Draw, Objective, embed_states, objective
 from ease.federation.protocol import LocalJob, Update
+from ease.federation.together import GroupSize, Pool, answers_together, can_share
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
-TOGETHER = {"cpu": 16, "cuda": 512}
-"""Most models in one pass; more no longer help, for the passes are busy already."""
-
-
-@dataclass(frozen=True)
-class LocalTraining:
-    """One local training: where it starts and the batches it will see, in order."""
-
-    start: Params
-    draws: tuple[Draw, ...]
-
-
-@dataclass(frozen=True)
-class LocalResult:
-    """What a training learnt, on the CPU."""
-
-    delta: Params
-    loss: Tensor
-    """Mean over its batches."""
-
-
-def training_of(
-    start: Params, positions: np.ndarray, captions: int, job: LocalJob, rng: np.random.Generator
-) -> LocalTraining:
-    """The same draws as training alone: an epoch is shuffled, then each pair of each batch gets a caption."""
-    drawn = ((chosen, rng.integers(captions, size=len(chosen))) for chosen in batches(positions, job, rng))
-    return LocalTraining(start, tuple(Draw(*batch) for batch in drawn))
-
-
-def train_together(
-    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob
-) -> list[LocalResult]:
-    """Train every training from its own start on its own batches, all in the same passes.
-
-    Pupils with fewer batches leave early: the longest come first, so those still at work are a leading slice.
-    """
-    device, minimised, common = examples.device, objective(job.objective), job.common
-    order = sorted(range(len(trainings)), key=lambda i: len(trainings[i].draws), reverse=True)
-    ranked = [trainings[i] for i in order]
-    blocks = ranked[0].start.blocks
-    stack = {
-        name: torch.stack([promoted(one.start[name]) for one in ranked]).to(device) for name in ranked[0].start.tensors
-    }
-    before = {name: tensor.clone() for name, tensor in stack.items()}
-    rates = learning_rates(job.optimiser, ranked[0].start)
-    hold = None if job.lock is None else job.lock.on(device)
-    adam = job.optimiser.kind == "adam"
-    moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
-    losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
-    steps = _steps(ranked, device)
-    feed = examples.feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
-    for number, (step, states) in enumerate(zip(steps, feed, strict=True), start=1):
-        tensors = {name: tensor[: step.active].detach().requires_grad_() for name, tensor in stack.items()}
-        loss = _losses(model, minimised, tensors, states, step, common)
-        losses[: step.active] += loss.detach()
-        found = torch.autograd.grad(loss.sum(), list(tensors.values()))
-        with torch.no_grad():
-            gradients = dict(zip(stack, found, strict=True))
-            if hold is not None:
-                for name, pull in _lock_pulls(tensors, hold).items():
-                    gradients[name].add_(pull, alpha=2 * hold.strength)
-            if job.clip is not None:
-                gradients = _clipped(gradients, job.clip)
-            for name, gradient in gradients.items():
-                change = gradient
-                if adam:
-                    first, second = (moment[: step.active] for moment in moments[name])
-                    change = _adam_direction(first, second, gradient, number)
-                stack[name][: step.active].sub_(change, alpha=rates[name])
-            if job.radius is not None:
-                _project_to_balls(stack, before, step.active, job.radius)
-    changes = {name: (stack[name] - before[name]).cpu() for name in stack}  # one copy for all trainings
-    counts = torch.tensor([max(1, len(one.draws)) for one in ranked])
-    means = losses.cpu() / counts
-    results = {
-        index: LocalResult(Params({name: changes[name][rank] for name in stack}, blocks), means[rank])
-        for rank, index in enumerate(order)
-    }
-    return [results[index] for index in range(len(trainings))]
-
-
-@dataclass
-class GroupSize:
-    """How many models share a pass. It shrinks where memory does not suffice, and stays so for the next rounds."""
-
-    models: int
-
-    @classmethod
-    def on(cls, device: torch.device) -> "GroupSize":
-        return cls(TOGETHER[device.type])
-
-
-def train_in_groups(
-    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
-) -> Iterator[LocalResult]:
-    """Train trainings in groups that keep the device busy, and in smaller ones where its memory does not suffice.
-
-    One that does not fit alone is tried once more with the activations inside of blocks computed twice.
-    """
-    done = 0
-    while done < len(trainings):
-        group = trainings[done : done + group_size.models]
-        try:
-            results = train_together(model, examples, group, job)
-        except torch.OutOfMemoryError as error:
-            if len(group) == 1 and not model.save_memory():
-                raise UserError(
-                    f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
-                    f"{examples.device}; choose a smaller one"
-                ) from error
-            results = []
-        if not results:  # outside of the handler, which would keep the failed attempt's tensors alive
-            group_size.models = (len(group) + 1) // 2
-            torch.cuda.empty_cache()
-        yield from results
-        done += len(results)
-
-
-@dataclass(frozen=True)
-class StackedBatch:
-    """A batch of each training that still works, filled up to the widest [active, pairs]."""
-
-    rows: np.ndarray
-    captions: np.ndarray
-    draws: tuple[Draw, ...]
-    valid: Tensor | None
-    """Where a pair is real; None when all are."""
-
-    @property
-    def active(self) -> int:
-        return len(self.rows)
-
-
-def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[StackedBatch]:
-    """All steps of a training. What losses need goes to the device now, so that no step waits for the host."""
-    found = []
-    for number in range(len(ranked[0].draws)):
-        draws = [one.draws[number] for one in ranked if number < len(one.draws)]
-        sizes = np.array([len(draw.rows) for draw in draws])
-        rows, captions = (np.zeros((len(draws), sizes.max()), dtype=np.int64) for _ in range(2))
-        for place, draw in enumerate(draws):
-            rows[place] = draw.rows[0]  # filled up with a pair of its own: no training looks at another's data
-            rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
-        real = np.arange(sizes.max()) < sizes[:, None]
-        valid = None if real.all() else torch.from_numpy(real).to(device)
-        found.append(StackedBatch(rows, captions, tuple(draw.to(device) for draw in draws), valid))
-    return found
-
-
-def _losses(
-    model: DualEncoder,
-    minimised: Objective,
-    tensors: dict[str, Tensor],
-    states: States,
-    step: StackedBatch,
-    job: LocalJob,
-) -> Tensor:
-    """The loss of each training over its own batch [trainings]."""
-    image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, tensors, states))
-    if minimised.stacked is not None:
-        return minimised.stacked(image, text, step.valid, job)
-    assert minimised.loss is not None  # `_together` lets no other through
-    sizes = [len(draw.rows) for draw in step.draws]
-    parts = zip(image, text, sizes, step.draws, strict=True)
-    return torch.stack([minimised.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
-
-
-def _lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
-    """What the Forget Lock adds to every training's gradient."""
-    own = {name: tensor.detach() for name, tensor in tensors.items()}
-    return torch.func.vmap(lambda values: lock_pulls(values, hold))(own)
-
-
-def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
-    """Each training's gradient, scaled down to a norm of at most `most`; torch's own clips them all as one."""
-    factors = (most / (_norms(gradients) + 1e-6)).clamp(max=1.0)
-    return {name: _each(factors, gradient) * gradient for name, gradient in gradients.items()}
-
-
-def _project_to_balls(stack: Mapping[str, Tensor], centres: Mapping[str, Tensor], active: int, radius: float) -> None:
-    """Move each training back, in place, to the nearest point of the ball around its start."""
-    moved = {name: stack[name][:active] - centres[name][:active] for name in stack}
-    factors = (radius / _norms(moved).clamp_min(1e-30)).clamp(max=1.0)
-    outside = factors < 1
-    for name, change in moved.items():
-        nearest = centres[name][:active] + _each(factors, change) * change
-        stack[name][:active] = torch.where(_each(outside, change), nearest, stack[name][:active])
-
-
-def _norms(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Norm over all tensors, for each training."""
-    return torch.stack([tensor.flatten(1).square().sum(1) for tensor in tensors.values()]).sum(0).sqrt()
-
-
-def _each(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each training, shaped to multiply a stack."""
-    return values.view(-1, *[1] * (like.dim() - 1))
-
-
-def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) -> Tensor:
-    """Adam's direction with its usual constants; by hand, for torch's own cannot let single models of a stack stop."""
-    first.lerp_(gradient, 0.1)
-    second.lerp_(gradient.square(), 0.001)
-    return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-
 
 class Cohort(Loop):
-    """All clients of a round in one pass wherever the job allows it; any other job one client after the other."""
+    """Jobs that cannot share a pass are done one client after the other."""
 
-    def __init__(
-        self, model: DualEncoder, pool: Examples, clients: Mapping[int, ClientData], offsets: Mapping[int, int]
-    ):
-        super().__init__(model, clients)
+    def __init__(self, model: DualEncoder, pool: Pool):
+        super().__init__(model, pool.clients)
         self.pool = pool
-        self.offsets = offsets
-        self.group_size = GroupSize.on(pool.device)
+        self.group_size = GroupSize.on(pool.examples.device)
 
     @classmethod
     def of(
@@ -252,63 +36,21 @@ class Cohort(Loop):
             offsets[shard.client] = end - len(shard.train)
             held_out = examples_at(activations, shard.validation, device)
             clients[shard.client] = ClientData(shard, pool.part(offsets[shard.client], end), held_out)
-        return cls(model, pool, clients, offsets)
+        return cls(model, Pool(pool, clients, offsets))
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
         """Clients whose jobs differ only in what is their own share their passes."""
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
-        if len(groups) == 1 and not self._together(state, next(iter(jobs.values()))):
+        if len(groups) == 1 and not can_share(state, next(iter(jobs.values()))):
             yield from super().perform(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}
         for own in groups.values():
-            shared = self._together(state, next(iter(own.values())))
-            updates |= self._answers(state, own) if shared else self._alone(state, own)
+            if can_share(state, next(iter(own.values()))):
+                updates |= answers_together(self.model, self.pool, state, own, self.group_size)
+            else:
+                updates |= {update.client: update for update in super().perform(state, own)}
         for client in jobs:
             yield updates[client]
-
-    def _alone(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
-        return {update.client: update for update in super().perform(state, jobs)}
-
-    def _answers(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
-        """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
-        asked = objective(next(iter(jobs.values())).objective)
-        if asked.parts is not None and asked.combine is not None:
-            parts = [(c, name, *part) for c, job in jobs.items() for name, part in asked.parts(state, job).items()]
-            done = self._train([(client, start, part) for client, _, start, part in parts])
-            found: dict[int, dict[str, Update]] = {client: {} for client in jobs}
-            for (client, name, _, _), update in zip(parts, done, strict=True):
-                found[client][name] = update
-            return {client: asked.combine(self.data[client], found[client], job) for client, job in jobs.items()}
-        updates = dict(zip(jobs, self._train([(client, state, job) for client, job in jobs.items()]), strict=True))
-        return updates if asked.finish is None else {c: asked.finish(updates[c], job) for c, job in jobs.items()}
-
-    def _train(self, asked: Sequence[tuple[int, Params, LocalJob]]) -> list[Update]:
-        """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
-        able: dict[str, list[tuple[int, int, LocalTraining]]] = {}
-        updates = [Update(client, 0, None) for client, _, _ in asked]
-        placed_states: dict[int, Params] = {}
-        for number, (client, state, job) in enumerate(asked):
-            if id(state) not in placed_states:
-                placed_states[id(state)] = state.to(self.pool.device).map(promoted)
-            assignment = assignment_of(self.model, placed_states[id(state)], self.data[client], job)
-            if assignment is not None and assignment.draws:
-                placed = tuple(replace(draw, rows=self.offsets[client] + draw.rows) for draw in assignment.draws)
-                training = LocalTraining(state, placed)
-                able.setdefault(assignment.objective, []).append((number, assignment.pairs, training))
-        for chosen, entries in able.items():
-            part = replace(asked[entries[0][0]][2].common, objective=chosen)
-            results = train_in_groups(self.model, self.pool, [one for _, _, one in entries], part, self.group_size)
-            for (number, pairs, _), result in zip(entries, results, strict=True):
-                updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
-        return updates
-
-    def _together(self, state: Params, job: LocalJob) -> bool:
-        """Whether `train_together` can do the job: losses of embeddings, and step rules that it knows."""
-        asked = objective(job.objective)
-        if asked.parts is not None:
-            return all(self._together(start, part) for start, part in asked.parts(state, job).values())
-        plain = job.lock is None or job.lock.importance is not None or job.lock.dense
-        return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

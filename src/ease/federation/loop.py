@@ -5,7 +5,9 @@ from functools import cached_property
 
 from ease.federation.client import ClientData
 from ease.federation.local import work
+from ease.federation.objectives import objective
 from ease.federation.protocol import LocalJob, Update, own_jobs
+from ease.federation.together import GroupSize, Pool, answers_together, can_share
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
@@ -27,6 +29,12 @@ class Loop:
         yield from self.perform(params, own_jobs(self, job, clients))
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
-        """Do jobs that are each client's own already."""
+        """Do jobs that are each client's own already. One that is made of many trainings shares its passes."""
         for client, job in jobs.items():
-            yield work(self.model, state, self.data[client], job)
+            data = self.data[client]
+            if objective(job.objective).parts is not None and can_share(state, job):
+                own = Pool(data.train, {client: data}, {client: 0})
+                size = GroupSize.on(data.train.device)
+                yield from answers_together(self.model, own, state, {client: job}, size).values()
+            else:
+                yield work(self.model, state, data, job)

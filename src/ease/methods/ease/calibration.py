@@ -16,8 +16,8 @@ Levels = Mapping[int, Mapping[str, Tensor]]
 """Client -> log-odds of its forget pairs and of the held-out pairs that resemble them [pairs]."""
 USUAL_SHARE = 0.9
 """Later rounds make up for some of what is missing, so a little less than all of it has to go."""
-USUAL_SPREAD = 0.1
-"""How far from the usual share a measurement may pull, against its own error."""
+USUAL_SPREAD = 0.05
+"""How much the right share differs between requests and worlds; a measurement is weighed against it by its error."""
 FEWEST = 3
 """With fewer pairs on either side nothing is measured."""
 

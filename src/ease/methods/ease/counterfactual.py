@@ -5,6 +5,7 @@ For clients that leave it comes from the history, for classes and single pairs b
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
@@ -16,8 +17,8 @@ from ease.requests.request import ClientRequest, Request, SampleRequest
 
 EARLY = 0.2
 """Share of the rounds whose contribution is told apart: after so many, what later rounds made up for is still small."""
-MOST_REPLAYED = 32
-"""Rounds that `auto` replays at most where many clients are concerned; the others are stood for by their neighbours."""
+USUAL_REPLAY, MOST_REPLAYED = 0.5, 32
+"""Share and number of the rounds that `auto` replays where many clients are concerned; others stand for the rest."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -49,34 +50,48 @@ def written_by(
 
     `forget_pairs` says how many of them each client holds.
     """
-    rounds = list(range(1, trained.training.rounds + 1))
+    rounds = range(1, trained.training.rounds + 1)
     early = max(1, round(EARLY * len(rounds)))
     if isinstance(request, ClientRequest):
-        parts, concerned, used = _from_history(trained, request, federation, rounds, early), 0, rounds
+        parts, concerned, used = _from_history(trained, request, federation, rounds, early), 0, tuple(rounds)
     else:
         kept = {client: len(federation.held[client]) - count for client, count in forget_pairs.items() if count}
-        used = replayed_rounds(rounds, len(kept) / len(federation.clients), replay)
-        parts, concerned = _from_replay(trained, request, federation, kept, used, early), len(kept)
+        count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
+        states = map(trained.history.state, range(len(rounds) + 1))
+        weights = standing_for([(after - before).norm() for before, after in pairwise(states)], early, count)
+        parts, concerned = _from_replay(trained, request, federation, kept, weights, early), len(kept)
+        used = tuple(weights)
     (first, first_rest), (second, second_rest) = parts
-    return Written(first, second, (first_rest, second_rest), early, tuple(used), concerned)
+    return Written(first, second, (first_rest, second_rest), early, used, concerned)
 
 
-def replayed_rounds(rounds: Sequence[int], concerned: float, replay: float | str) -> list[int]:
-    """Which rounds are replayed, spread evenly: a share of them, or by `auto` as many as are cheap."""
-    if replay == "auto":
-        count = len(rounds) if concerned <= FEW else min(len(rounds), MOST_REPLAYED)
-    else:
-        count = max(1, round(float(replay) * len(rounds)))
-    if count >= len(rounds):
-        return list(rounds)
-    step = len(rounds) / count  # from the first round on: the early ones wrote most
-    return sorted({rounds[int(n * step)] for n in range(count)})
+def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
+    """How many rounds are replayed: a share of them, or by `auto` as many as are cheap."""
+    if replay != "auto":
+        return max(1, round(float(replay) * rounds))
+    return rounds if concerned <= FEW else min(max(1, round(USUAL_REPLAY * rounds)), MOST_REPLAYED)
 
 
-def standing_for(rounds: Sequence[int], used: Sequence[int]) -> dict[int, int]:
-    """How many rounds each replayed one stands for: itself and those it is nearest to."""
-    nearest = [min(used, key=lambda each: abs(each - number)) for number in rounds]
-    return {number: nearest.count(number) for number in used}
+def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, float]:
+    """The rounds that are replayed, and how many like itself each stands for.
+
+    The early ones one by one, for levels are compared after them. The later ones are parted into stretches in which the
+    model `moved` equally far, each stood for by its middle round: rounds that moved it more wrote more.
+    """
+    if count >= len(moved):
+        return {number: 1.0 for number in range(1, len(moved) + 1)}
+    exact = early if count > early else 0
+    way, stretches, length = 0.0, dict[int, list[int]](), sum(moved[exact:])
+    for number, step in enumerate(moved[exact:], start=exact + 1):
+        place = int((count - exact) * way / length + 1e-9) if length else 0
+        stretches.setdefault(place, []).append(number)
+        way += step
+    weights = {number: 1.0 for number in range(1, exact + 1)}
+    for stretch in stretches.values():
+        middle = stretch[(len(stretch) - 1) // 2]
+        far = sum(moved[number - 1] for number in stretch)
+        weights[middle] = far / moved[middle - 1] if far else float(len(stretch))
+    return weights
 
 
 Parts = tuple[tuple[Params, Params], tuple[Params, Params]]
@@ -109,7 +124,7 @@ def _from_replay(
     request: Request,
     federation: Federation,
     kept: Mapping[int, int],
-    used: Sequence[int],
+    used: Mapping[int, float],
     early: int,
 ) -> Parts:
     """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more.
@@ -133,21 +148,20 @@ def _moved(
     federation: Federation,
     pairs: Mapping[int, int],
     holders: Collection[int],
-    used: Sequence[int],
+    used: Mapping[int, float],
     early: int,
 ) -> tuple[Params, Params]:
     """What the rounds add up to, early and late ones, when holders repeat theirs without what a request names.
 
-    `pairs` says how many each client trains on.
+    `pairs` says how many each client trains on, `used` how many rounds each of them stands for.
     """
     history = trained.history
-    counts = standing_for(range(1, trained.training.rounds + 1), used)
     zeros = trained.start.map(lambda tensor: tensor.double() * 0)
     total, replays = [zeros, zeros], []
-    for number in used:
+    for number, stands_for in used.items():
         updates = {client: history.update(number, client) for client in history.clients(number) if client in pairs}
         weights = {c: _weight(trained, pairs[c]) for c in updates if pairs[c] >= MINIMUM_PAIRS}
-        share = counts[number] / sum(weights.values()) if weights else 0.0
+        share = stands_for / sum(weights.values()) if weights else 0.0
         for client, weight in weights.items():
             if client not in holders:
                 change = updates[client].change.map(lambda tensor: tensor.double())

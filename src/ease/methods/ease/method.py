@@ -34,7 +34,7 @@ class Ease(Unlearner):
     tuned: ClassVar[Space] = {
         "share": ("auto", 0.8, 1.0),
         "momentum": (0.0, 0.3, 0.5),
-        "recovery_share": (0.15, 0.2),
+        "recovery_share": ("auto", 0.25),
     }
     method: Literal["ease"] = "ease"
     reference: Literal["counterfactual", "initial", "trained"] = "counterfactual"
@@ -44,10 +44,11 @@ class Ease(Unlearner):
     """How much of what the forget pairs wrote is subtracted. `auto`: all of it, and before the last round as much is
     given back as brings forget pairs to the level of held-out ones."""
     replay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
-    """Class and sample requests: share of the training rounds that are repeated without the forget pairs. `auto`: all,
-    or 32 of very many rounds unless few clients are concerned."""
-    recovery_share: float = Field(0.2, gt=0)
-    """Rounds of recovery on retained data, as a share of the training rounds."""
+    """Class and sample requests: share of the training rounds that are repeated without the forget pairs. `auto`: all
+    where at most a third of the clients is concerned, else half of them, at most 32."""
+    recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Rounds of recovery on retained data, as a share of the training rounds. `auto`: 0.15 when clients leave, 0.2 for
+    other requests, for replayed rounds that stand for others disturb more."""
     momentum: float = Field(0.3, ge=0, lt=1)
     """Of the server in recovery, but for the last round: what later rounds would have made up for comes sooner."""
     modalities: Literal["both", "image", "text"] = "both"
@@ -114,7 +115,8 @@ class Ease(Unlearner):
             yield Step(state, "recovery", finished.loss, told, bases=keep)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return 1 + share_of(training, self.recovery_share)
+        usual = 0.15 if isinstance(request, ClientRequest) else 0.2
+        return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
     def _asks(self, request: Request) -> bool:
         """Whether levels are wanted, or how many forget pairs each client holds; of a client that left, neither."""

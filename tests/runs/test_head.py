@@ -198,6 +198,38 @@ def test_a_later_request_starts_from_the_release(ease, trained: Path) -> None:
     assert ease("release", trained, "--request", "client-1").code == 2  # closed already
 
 
+def test_an_answer_that_a_release_overtook_says_so_and_what_to_do(ease, trained: Path) -> None:
+    """It stands in the way of more rounds until it is answered again from the release, or discarded."""
+    for client in (1, 2):
+        answered(ease, trained, "--client", client)
+    release(Run.load(trained), "client-1")
+    overtaken = trained / "requests" / "client-2" / "ease"
+    told = (
+        f"{overtaken}: this answer began from the model before client-1/ease was released, and the run goes on from "
+        "that release; delete the folder, and run `ease forget` again if the request still stands"
+    )
+    for result in (
+        more_rounds(ease, trained, 3),
+        ease("release", trained, "--request", "client-2"),
+        ease("forget", trained, "--client", 2),
+    ):
+        assert result.code == 2 and told in " ".join(result.err.split()) and "trained beyond" not in result.err
+    shutil.rmtree(overtaken)
+    record = answered(ease, trained, "--client", 2)
+    assert record["trained_sha256"] == start_hash(Run.load(trained))
+    assert more_rounds(ease, trained, 3).code == 0
+    assert Run.load(trained).history.clients(3) == [0]
+
+
+def test_a_discarded_answer_is_in_no_ones_way(ease, trained: Path) -> None:
+    for client in (1, 2):
+        answered(ease, trained, "--client", client)
+    release(Run.load(trained), "client-1")
+    shutil.rmtree(trained / "requests" / "client-2")
+    assert more_rounds(ease, trained, 3).code == 0
+    assert Run.load(trained).history.clients(3) == [0, 2]
+
+
 def test_a_closed_request_can_be_answered_by_another_method_from_where_it_began(ease, trained: Path) -> None:
     first = answered(ease, trained, "--client", 1)
     release(Run.load(trained), "client-1")

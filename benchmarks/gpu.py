@@ -74,8 +74,7 @@ def draw_examples(model: DualEncoder, backbone: HubBackbone, pairs: int, device:
             states["text"].append(text)
             states["mask"] += [] if mask is None else [mask]
     mask = torch.cat(states["mask"])[:, None] if states["mask"] else None
-    nothing = torch.zeros(pairs, 1, device=device)
-    return Examples(torch.cat(states["image"]), torch.cat(states["text"])[:, None], mask, nothing, nothing)
+    return Examples(torch.cat(states["image"]), torch.cat(states["text"])[:, None], mask)
 
 
 def on_host(examples: Examples) -> Examples:

@@ -190,7 +190,7 @@ def poison() -> Callable[[World, Request], Loop]:
     def spoil(client: ClientData, request: Request) -> ClientData:
         named = torch.from_numpy(forget_mask(request, client.shard))
         spoilt = {}
-        for name in ("image", "text", "pooled_image", "pooled_text"):
+        for name in ("image", "text"):
             spoilt[name] = getattr(client.train, name).clone()
             spoilt[name][named] = torch.nan
         return replace(client, train=replace(client.train, **spoilt))

@@ -64,7 +64,8 @@ def test_a_configuration_file_and_settings_go_together(ease, small, tmp_path: Pa
     assert "seed = 5" in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_the_demo_leaves_nothing_unless_asked(ease, small, tmp_path: Path, monkeypatch) -> None:
+def test_the_demo_leaves_nothing_unless_asked(ease, small, cache: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own folder, made by the first who needs it
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = ease("demo", "--quiet", *settings(*small))
     assert result.code == 0 and "kept in" not in result.out

@@ -11,14 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ease.errors import UserError
 from ease.params import Block, Params
 from ease.storage import read_tensors, write_tensors
 
 NULL = 1e-6
 """Singular values below this share of the largest are rounding, not directions."""
-ROUNDING = 1e-9
-"""Slack when energies are compared: more than all the null directions together can hold."""
 CHUNK_VALUES = 1 << 16
 
 
@@ -119,16 +116,6 @@ class Spectrum:
         """eta_r: largest share of a retained direction that excision can take, max kappa² over the unique set."""
         chosen = self.cosines[self.unique(delta)]
         return float(chosen.max() ** 2) if len(chosen) else 0.0
-
-    def smallest_delta(self, wanted: float) -> float:
-        """The smallest threshold whose unique directions hold the wanted forget energy; it is one of the cosines."""
-        for cosine in self.cosines.flip(0).tolist():
-            if self.forget_energy(cosine) >= wanted - ROUNDING:
-                return cosine
-        reached = self.forget_energy(1.0)
-        raise UserError(
-            f"forget energy {wanted:g} cannot be reached: the kept directions hold {reached:.3f}; raise `energy`"
-        )
 
 
 def decompose(forget: Tensor, cross: Tensor, retain: Tensor, energy: float) -> Spectrum:

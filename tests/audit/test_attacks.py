@@ -1,6 +1,7 @@
 """The bench of attacks on synthetic models whose leakage is known in closed form."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ def readings(log_odds: np.ndarray) -> dict[str, np.ndarray]:
     return {"log_odds": log_odds, "cosine": np.tanh(log_odds / 20), "loss": np.logaddexp(0, -log_odds)}
 
 
+@cache
 def make(
     pairs: int = 600,
     shadows: int = 32,

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from scipy.stats import entropy, ks_2samp, norm
+from scipy.stats import ks_2samp, norm
 
-from ease.audit.distribution import klom, ks_distance, retrain_yardstick, ulira
+from ease.audit.distribution import ks_distance, retrain_yardstick, ulira
 from ease.audit.membership import auc, unscored
 from ease.errors import UserError
 from ease.seeding import generator
@@ -72,10 +72,6 @@ def test_broken_samples_are_refused():
         ulira(np.array([[0.0, np.inf]]), np.zeros((1, 2)), np.zeros(1))
     with pytest.raises(UserError, match=r"not \[2, 3\], \[1, 3\], \[2\]"):
         ulira(np.zeros((2, 3)), np.zeros((1, 3)), np.zeros(2))
-    with pytest.raises(UserError, match="same pairs"):
-        klom(np.zeros((2, 3)), np.zeros((1, 3)))
-    with pytest.raises(UserError, match="1 are not finite"):
-        klom(np.zeros((1, 3)), np.array([[0.0, np.inf]]))
 
 
 def test_ulira_is_the_naive_loop_and_counts_what_it_cannot_score():
@@ -112,28 +108,3 @@ def test_ulira_sees_both_incomplete_and_excessive_forgetting_and_nothing_after_a
         found = strength(left_over)
         assert found.low > 0.65
         assert found.value == pytest.approx(norm.cdf(1 / np.sqrt(2)), abs=0.06)
-
-
-def naive_klom(p: np.ndarray, q: np.ndarray) -> float:
-    p, q = p.clip(-100, 100), q.clip(-100, 100)
-    low, high = min(p.min(), q.min()), max(p.max(), q.max())
-    first, second = (np.histogram(side, 20, (low, high if high > low else low + 1))[0] / len(side) for side in (p, q))
-    return float(entropy(first, np.where(first > 0, np.maximum(second, 1e-5), second)))
-
-
-def test_klom_is_the_naive_histogram():
-    rng = generator(0, "klom")
-    unlearned, retrained = rng.normal(0.7, 1.3, (50, 100)), rng.normal(0, 1, (50, 80))
-    unlearned[0] = retrained[0] = 3.0  # no range at all
-    unlearned[1, 0] = 1e6  # clipped
-    expected = [naive_klom(p, q) for p, q in zip(unlearned, retrained, strict=True)]
-    np.testing.assert_allclose(klom(unlearned, retrained), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_klom_knows_equal_from_apart():
-    rng = generator(1, "klom")
-    retrained = rng.normal(size=(100, 200))
-    np.testing.assert_allclose(klom(retrained, retrained), 0, atol=1e-12)
-    near, far = klom(rng.normal(size=(100, 200)), retrained), klom(np.full((100, 200), 30.0), retrained)
-    assert np.median(near) < 0.3
-    np.testing.assert_allclose(far, np.log(1e5), rtol=1e-5)  # a bin no retrained model is in

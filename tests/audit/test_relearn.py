@@ -19,17 +19,15 @@ def curve(*levels: float, lost: float = 4.0) -> Curve:
     return Curve(tuple(range(len(levels))), levels, lost)
 
 
-def test_steps_and_share_by_hand() -> None:
+def test_the_share_that_is_back_by_hand() -> None:
     """4 were lost from a start of 1: half is back at 3, all at 5."""
-    assert curve(1, 2, 2.9, 3, 5).steps_back == 3
     assert curve(1, 2, 2.9, 3, 5).share_back == 1.0
-    assert curve(1, 2, 2.5).steps_back is None and curve(1, 2, 2.5).share_back == pytest.approx(0.375)
-    assert curve(1, 3, 0).steps_back == 1 and curve(1, 3, 0).share_back == pytest.approx(-0.25)
+    assert curve(1, 2, 2.5).share_back == pytest.approx(0.375)
+    assert curve(1, 3, 0).share_back == pytest.approx(-0.25)
 
 
 @pytest.mark.parametrize("lost", [0.0, -1.0])
 def test_what_lost_nothing_is_back_at_once(lost: float) -> None:
-    assert curve(5, 4, 3, lost=lost).steps_back == 0
     assert curve(5, 4, 3, lost=lost).share_back == 1.0
 
 
@@ -58,7 +56,7 @@ def test_equal_states_have_equal_curves_and_the_trained_one_lost_nothing(laborat
     one, other, trained = run(hidden, hidden, final)
     assert one.steps == (0, *CHECKPOINTS)
     np.testing.assert_allclose(one.levels, other.levels, atol=2e-3)
-    assert trained.lost == 0 and trained.steps_back == 0
+    assert trained.lost == 0 and trained.share_back == 1
     (alone,) = run(hidden)
     np.testing.assert_allclose(one.levels, alone.levels, atol=2e-3)
 

@@ -48,7 +48,7 @@ def toy() -> tuple[dict[str, np.ndarray], np.ndarray]:
         normalize(meaning + 0.5 * torch.randn(meaning.shape, generator=rng), dim=-1) * WIDTH**0.5 / 4 for _ in range(2)
     )
     members = generator(0, "toy").random((PAIRS, MODELS)).argsort(1) < MODELS // 2
-    examples = Examples(image, text[:, None], None, image, text)
+    examples = Examples(image, text[:, None], None)
     job = LocalJob(1, 0, "toy", Optimiser(kind="adam", learning_rate=0.01), 10, 64, TEMPERATURE)
     trainings = []
     for model in range(MODELS):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ease.errors import UserError
 from ease.federation.codec import (
+    JobHeader,
     decode_job,
     decode_state,
     decode_update,
@@ -21,8 +22,7 @@ from ease.federation.codec import (
     state_length,
     update_length,
 )
-from ease.federation.container import PREFIX, Limits
-from ease.federation.eight_bit import to_8bit
+from ease.federation.container import LIMITS, PREFIX, Limits, pack, unpack
 from ease.federation.lock import Lock, pack_directions
 from ease.federation.protocol import LocalJob, Optimiser, Update
 from ease.federation.sparse import Sparse
@@ -64,12 +64,11 @@ def jobs(toy_params, local_job) -> dict[str, tuple[LocalJob, Params]]:
     sparse = Sparse(state, state.blocks[1:], 0.5, 7)
     sample = SampleRequest(ids=("käse", "b/c:d", ""))
     sophia = Optimiser(kind="sophia", learning_rate=0.1, lora_learning_rate=1 / 3)
-    targets = {3: torch.tensor([0.5, -torch.inf]), 0: torch.zeros(0)}
     return {
         "plain": (local_job(), state),
         "client": (local_job(request=ClientRequest(clients=(1, 2)), data="retain", clip=0.1, radius=2), state),
         "class": (local_job(request=ClassRequest(classes=(2,), text="a dog")), state.map(torch.Tensor.half)),
-        "sample": (local_job(request=sample, targets=targets, settings={"a": 3, "b": 0.1}), nan),
+        "sample": (local_job(request=sample, settings={"a": 3, "b": 0.1}), nan),
         "lock": (local_job(lock=lock_of(state), optimiser=sophia), state.map(torch.Tensor.double)),
         "factors": (local_job(lock=lock_of(factored())), factored()),
         "importance": (local_job(lock=Lock(1.0, state, importance=toy_params(0.5))), state),
@@ -138,7 +137,7 @@ def updates(toy_params) -> list[Update]:
     return [
         Update(3, 4, toy_params(seed=1), {"loss": torch.tensor(0.5)}),
         Update(0, 9, None, {"b": torch.zeros(2, 3), "a": torch.tensor([torch.nan]), "none": torch.zeros(0, 4)}),
-        Update(1, 2, None, to_8bit(toy_params(seed=2).tensors)),
+        Update(1, 2, None, {"w": torch.arange(-3, 3, dtype=torch.int8), "w:scale": torch.tensor(0.1)}),
         Update(2, 0, None),
         Update(2, 1, toy_params(seed=3).map(torch.Tensor.double)),
     ]
@@ -212,8 +211,9 @@ def test_types_and_shapes_are_checked(toy_params, local_job) -> None:
         decode_state(encode_state(whole))
     with pytest.raises(UserError, match=r"'value/x' is of type torch\.bool"):
         decode_update(encode_update(Update(0, 1, None, {"x": torch.zeros(2, dtype=torch.bool)})))
-    with pytest.raises(UserError, match="targets are one number for each pair"):
-        decode_job(*encode_job(local_job(targets={0: torch.zeros(2, 2)}), toy_params(0.0)))
+    with pytest.raises(UserError, match="job: it has tensors that belong to nothing"):
+        data, parts = encode_job(local_job(), toy_params(0.0))
+        decode_job(pack(unpack(data, JobHeader, "job", LIMITS)[0], {"more": torch.zeros(2)}), parts)
     lock = lock_of(toy_params(seed=1))
     name = next(name for name in lock.packed if name.endswith(":directions"))
     for wrong in (lock.packed[name][:-1], lock.packed[name].float(), lock.packed[name][:, 0]):
@@ -295,8 +295,8 @@ def test_states_jobs_and_updates_compare_and_hash_by_content(jobs, toy_params) -
     assert len(set(everything)) == len(everything)
     for job in everything:
         assert job == replace(job) and job != replace(job, seed=9) and job != 3
-    told = everything[NAMES.index("sample")]
-    assert told != replace(told, targets={**told.targets, 0: torch.ones(1)})
+    told = everything[NAMES.index("reference")]
+    assert told != replace(told, reference=toy_params(3.0))
     first, second = updates(toy_params)[:2]
     assert first == replace(first) != second and first != replace(first, pairs=5) and len({first, second}) == 2
 
@@ -304,12 +304,11 @@ def test_states_jobs_and_updates_compare_and_hash_by_content(jobs, toy_params) -
 # --- each client's own ---
 
 
-def test_a_client_gets_its_own_targets_and_its_own_pairs(local_job) -> None:
+def test_a_client_gets_its_own_pairs(local_job) -> None:
     request = SampleRequest(ids=("a", "b", "c"))
-    job = local_job(request=request, targets={0: torch.ones(1), 1: torch.zeros(2)})
+    job = local_job(request=request)
     own = job.own(0, frozenset({"b", "z"}))
-    assert own.request == SampleRequest(ids=("b",)) and list(own.targets) == [0]
-    assert job.own(2, {"x"}).request == SampleRequest(ids=()) and not job.own(2, ()).targets
+    assert own.request == SampleRequest(ids=("b",)) and job.own(2, {"x"}).request == SampleRequest(ids=())
     assert own.common == job.common == job.own(1, ("a", "c")).common
     for whole in (ClientRequest(clients=(1,)), ClassRequest(classes=(0,))):
         assert local_job(request=whole).own(0, ()).request == whole

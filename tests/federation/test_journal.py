@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ease.errors import UserError
-from ease.federation.eight_bit import to_8bit
 from ease.federation.journal import Journal, read_update, write_update
 from ease.federation.metered import Metered
 from ease.federation.protocol import Update, Wrapped
@@ -80,7 +79,7 @@ def test_every_kind_of_answer_survives_the_disk(toy_params, tmp_path: Path) -> N
     answers = [
         Update(3, 4, toy_params(seed=1), {"loss": torch.tensor(0.5)}),
         Update(4, 9, None, {"forget": torch.arange(3.0), "count": torch.tensor([2])}),
-        Update(6, 9, None, to_8bit({"forget/w": torch.randn(4, 3)})),
+        Update(6, 9, None, {"forget/w": torch.randint(-127, 128, (4, 3)).to(torch.int8)}),
         Update(5, 0, None),
     ]
     for answer in answers:

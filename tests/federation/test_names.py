@@ -1,16 +1,24 @@
 """Who does jobs and who counts them know no objective by name: a new loss is no change of theirs."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 import ease.federation
 import ease.methods
+from ease.federation import protocol
 from ease.federation.objectives import OBJECTIVES
 
 FOLDER = Path(ease.federation.__file__).parent
+PARTS = {name for name, value in vars(protocol).items() if getattr(value, "__module__", "") == protocol.__name__}
+"""What jobs and updates are made of. A round that is replayed is such, whichever objective replays it."""
 ENGINES = ("local", "loop", "cohort", "engines", "metered", "journal", "codec", "container", "client")
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 @pytest.mark.parametrize("module", ENGINES)
@@ -26,8 +34,12 @@ def test_no_objective_is_known_by_name(module: str) -> None:
         alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names
     }
     assert not strings & OBJECTIVES.keys()
-    values = {name.lower() for name in names if name.isupper() or name.islower()}  # a class is no objective
-    assert not values & {name.replace(" ", "_") for name in OBJECTIVES}
+    assert not {snake(name) for name in names - PARTS} & {name.replace(" ", "_") for name in OBJECTIVES}
+
+
+@pytest.mark.parametrize("name", ["Imitate", "IMITATE", "imitate", "ReplayedRound", "REPLAYED_ROUND"])
+def test_names_are_seen_however_they_are_written(name: str) -> None:
+    assert snake(name) in {name.replace(" ", "_") for name in OBJECTIVES}
 
 
 def test_every_loss_of_a_method_lies_beside_it() -> None:

@@ -104,7 +104,7 @@ def toy(image: list[list[float]], text: list[list[float]]) -> ClientData:
     positions = np.arange(count)
     shard = Shard(0, positions, no_one, tuple(map(str, positions)), np.zeros(count, dtype=int), no_one)
     images, texts = torch.tensor(image), torch.tensor(text)
-    examples = Examples(images, texts[:, None], None, images, texts)
+    examples = Examples(images, texts[:, None], None)
     return ClientData(shard, examples, examples.take(no_one))
 
 

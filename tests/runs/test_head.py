@@ -9,9 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from ease.commands.train import train_run
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest, forget_mask, without
 from ease.runs.answers import find_answer, open_world, release, start_hash, trained_of
+from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.storage import sha256
 
@@ -19,10 +21,8 @@ PICTURES = 60
 FOLDER = ("data.name=folder", "partition.clients=3", "partition.validation_share=0.2", "data.held_out_share=0.3")
 
 
-@pytest.fixture
-def photographs(tmp_path: Path) -> Path:
+def draw_photographs(folder: Path) -> None:
     """Sixty different pictures in a folder, each with a caption of its own."""
-    folder = tmp_path / "photos"
     folder.mkdir()
     rng = np.random.default_rng(0)
     lines = []
@@ -32,16 +32,39 @@ def photographs(tmp_path: Path) -> Path:
         )
         lines.append({"image": f"{number}.png", "captions": [f"a picture of number {number}", f"the {number}"]})
     (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return folder
+
+
+@pytest.fixture(scope="module")
+def kept(small, tmp_path_factory) -> tuple[Path, Path]:
+    """A place with photographs, a run over them and its cache, and a copy of it all."""
+    here = tmp_path_factory.mktemp("home") / "here"
+    here.mkdir()
+    draw_photographs(here / "photos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(here / "cache"))
+        train_run(load_config(None, (*small, *FOLDER, f'data.path="{here / "photos"}"')), here / "run", quiet=True)
+    return here, shutil.copytree(here, here.parent / "kept")
 
 
 @pytest.fixture
-def trained(ease, small, tmp_path: Path, photographs: Path, monkeypatch) -> Path:
-    """A run over the photographs, with one client and some single pairs forgotten."""
-    monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
-    settings = [part for change in (*small, *FOLDER, f'data.path="{photographs}"') for part in ("--set", change)]
-    assert ease("train", "--out", tmp_path / "run", *settings, "--quiet").code == 0
-    return tmp_path / "run"
+def place(kept, monkeypatch) -> Path:
+    """The place as it was when the run was trained: tests take photographs away."""
+    here, copy = kept
+    shutil.rmtree(here)
+    shutil.copytree(copy, here)
+    monkeypatch.setenv("EASE_CACHE", str(here / "cache"))
+    return here
+
+
+@pytest.fixture
+def photographs(place: Path) -> Path:
+    return place / "photos"
+
+
+@pytest.fixture
+def trained(place: Path) -> Path:
+    """A run over the photographs."""
+    return place / "run"
 
 
 def answered(ease, run: Path, *options: object) -> dict:
@@ -196,6 +219,38 @@ def test_a_later_request_starts_from_the_release(ease, trained: Path) -> None:
     record = answered(ease, trained, "--client", 2)
     assert record["trained_sha256"] == start_hash(run) == made["model_sha256"]
     assert ease("release", trained, "--request", "client-1").code == 2  # closed already
+
+
+def test_an_answer_that_a_release_overtook_says_so_and_what_to_do(ease, trained: Path) -> None:
+    """It stands in the way of more rounds until it is answered again from the release, or discarded."""
+    for client in (1, 2):
+        answered(ease, trained, "--client", client)
+    release(Run.load(trained), "client-1")
+    overtaken = trained / "requests" / "client-2" / "ease"
+    told = (
+        f"{overtaken}: this answer began from the model before client-1/ease was released, and the run goes on from "
+        "that release; delete the folder, and run `ease forget` again if the request still stands"
+    )
+    for result in (
+        more_rounds(ease, trained, 3),
+        ease("release", trained, "--request", "client-2"),
+        ease("forget", trained, "--client", 2),
+    ):
+        assert result.code == 2 and told in " ".join(result.err.split()) and "trained beyond" not in result.err
+    shutil.rmtree(overtaken)
+    record = answered(ease, trained, "--client", 2)
+    assert record["trained_sha256"] == start_hash(Run.load(trained))
+    assert more_rounds(ease, trained, 3).code == 0
+    assert Run.load(trained).history.clients(3) == [0]
+
+
+def test_a_discarded_answer_is_in_no_ones_way(ease, trained: Path) -> None:
+    for client in (1, 2):
+        answered(ease, trained, "--client", client, "--method", "finetune")
+    release(Run.load(trained), "client-1/finetune")
+    shutil.rmtree(trained / "requests" / "client-2")
+    assert more_rounds(ease, trained, 3).code == 0
+    assert Run.load(trained).history.clients(3) == [0, 2]
 
 
 def test_a_closed_request_can_be_answered_by_another_method_from_where_it_began(ease, trained: Path) -> None:

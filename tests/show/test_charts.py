@@ -13,7 +13,6 @@ from ease.audit.verdict import Measure
 from ease.runs.records import BlockNotes, RocPoints
 from ease.show.charts import (
     MOST_DOTS,
-    Scale,
     band_picture,
     density,
     forget_energy,
@@ -21,8 +20,8 @@ from ease.show.charts import (
     retain_damage,
     roc_chart,
     rounds_chart,
-    spanning,
 )
+from ease.show.svg import Scale, spanning
 
 COUNTS = {"forget_directions": 3, "retain_directions": 3, "excised": 2, "forget_energy": 0.7, "retain_damage": 0.2}
 BLOCKS = [

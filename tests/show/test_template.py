@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
 
-from ease.show.charts import join, tag
+from ease.show.svg import join, tag
 from ease.show.template import ENVIRONMENT, fixed, sentence
 
 

@@ -44,3 +44,8 @@ def test_class_requests_spread_every_class(small_config) -> None:
     config = small_config("partition.scheme=dirichlet")
     assert scenario_config(config, "class").partition.scheme == "uniform"
     assert scenario_config(config, "client") is config
+
+
+def test_declared_sites_stay_who_they_are(small_config) -> None:
+    config = small_config("data.name=folder", "data.path=.", "partition.scheme=sites")
+    assert all(scenario_config(config, scenario) is config for scenario in ("client", "class", "sample"))

@@ -99,6 +99,8 @@ class Attacker:
 
     def nonmember_scores(self, attack: str) -> np.ndarray:
         """Scores of pairs that a shadow left out, with each shadow in turn as the target."""
+        if attack not in self._left_out:
+            self._left_out[attack] = np.concatenate(list(self._left_out_scores(attack)))
         return self._left_out[attack]
 
     def strongest(self, target: Readings, population: Readings) -> str:
@@ -120,8 +122,8 @@ class Attacker:
 
     @cached_property
     def _left_out(self) -> dict[str, np.ndarray]:
-        names = [*self.attacks(), *(f"u-lira/{statistic}" for statistic in ("log_odds", "cosine") if self.unlearned)]
-        return {name: np.concatenate(list(self._left_out_scores(name))) for name in names}
+        """Attack -> its scores, once it was asked for."""
+        return {}
 
     def _left_out_scores(self, attack: str) -> Iterator[np.ndarray]:
         source = self.unlearned if attack.startswith("u-lira") else self.shadows

@@ -11,9 +11,6 @@ from ease.audit.membership import CONFIDENCE, Estimate, Variance, gaussians
 from ease.errors import UserError
 
 REPLICATES = 1000
-BINS = 20
-SMALLEST_SHARE = 1e-5  # of a bin that no retrained model fell into
-LARGEST_STATISTIC = 100.0
 
 
 @dataclass(frozen=True)
@@ -99,35 +96,6 @@ def ulira(
         raise UserError(f"{infinite} statistics are not finite: a model diverged, no attack")
     (in_centre, in_spread), (out_centre, out_spread) = (gaussians(side, ~np.isnan(side), variance) for side in sides)
     return norm.logpdf(target, in_centre, in_spread) - norm.logpdf(target, out_centre, out_spread)
-
-
-def klom(unlearned: np.ndarray, retrained: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """KL divergence [n], in nats, of each pair's statistic under unlearned models [n, a] from retrained models [n, b].
-
-    Histograms over the joint range, as in KLoM. Few models read as far apart, so compare with retrained halves; and
-    give quantiles over pairs, not only the mean. Differs from the published code, which drops the largest value.
-    """
-    sides = [np.asarray(side, dtype=float) for side in (unlearned, retrained)]
-    if any(side.ndim != 2 or 0 in side.shape for side in sides) or len(sides[0]) != len(sides[1]):
-        shapes = " and ".join(str(list(side.shape)) for side in sides)
-        raise UserError(f"KLoM needs unlearned [n, a] and retrained [n, b] statistics of the same pairs, not {shapes}")
-    broken = sum(int((~np.isfinite(side)).sum()) for side in sides)
-    if broken:
-        raise UserError(f"KLoM needs a statistic of every pair under every model, and {broken} are not finite")
-    sides = [side.clip(-LARGEST_STATISTIC, LARGEST_STATISTIC) for side in sides]
-    joint = np.concatenate(sides, 1)
-    low, width = joint.min(1, keepdims=True), np.ptp(joint, axis=1, keepdims=True)
-    p, q = (_shares(side, low, np.where(width > 0, width, 1), bins) for side in sides)
-    q = np.where(p > 0, np.maximum(q, SMALLEST_SHARE), q)
-    q /= q.sum(1, keepdims=True)
-    held = p > 0
-    return np.where(held, p * np.log(np.where(held, p, 1) / np.where(held, q, 1)), 0).sum(1)
-
-
-def _shares(values: np.ndarray, low: np.ndarray, width: np.ndarray, bins: int) -> np.ndarray:
-    """Share [n, bins] of each pair's values [n, models] in equal bins from `low` on, the last with both edges."""
-    index = np.minimum(((values - low) / width * bins).astype(int), bins - 1)
-    return (index[:, :, None] == np.arange(bins)).mean(1)
 
 
 def _sample(name: str, values: np.ndarray) -> np.ndarray:

@@ -14,8 +14,6 @@ from ease.params import Params
 
 CHECKPOINTS = (2, 8, 32, 64)
 """Steps after which the margin is measured."""
-BACK = 0.5
-"""Share of the lost margin that counts as come back."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,6 @@ class Curve:
     levels: tuple[float, ...]
     lost: float
     """How much below the trained model it starts."""
-
-    @property
-    def steps_back(self) -> int | None:
-        """The first checkpoint at which half of the lost margin is back; None when it never is."""
-        if self.lost <= 0:
-            return 0
-        wanted = self.levels[0] + BACK * self.lost
-        return next((step for step, level in zip(self.steps, self.levels, strict=True) if level >= wanted), None)
 
     @property
     def share_back(self) -> float:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ease.data.features import Activations
-from ease.data.partition import unit_embeddings
 
 States = tuple[Tensor, Tensor, Tensor | None]
 """Image states, the states of one caption each, and the captions' mask."""
@@ -24,12 +23,14 @@ class Streamed:
 
     array: np.ndarray
     rows: np.ndarray
+    device: torch.device
+    """Where batches arrive."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, part: slice | np.ndarray) -> "Streamed":
-        return Streamed(self.array, self.rows[part])
+        return Streamed(self.array, self.rows[part], self.device)
 
     @property
     def captions(self) -> int:
@@ -48,7 +49,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Examples:
-    """What a client computes with. Large data stay on the host; the pooled embeddings are always on the device."""
+    """What a client computes with: on the device, or on the host where it is large."""
 
     image: Tensor | Streamed
     """[pairs, ...]"""
@@ -56,10 +57,6 @@ class Examples:
     """[pairs, captions, ...]"""
     text_mask: Tensor | Streamed | None
     """bool [pairs, captions, tokens]"""
-    pooled_image: Tensor
-    """Frozen unit-norm image embeddings, for densities [pairs, width]."""
-    pooled_text: Tensor
-    """Frozen unit-norm mean caption embeddings [pairs, width]."""
 
     def __len__(self) -> int:
         return len(self.image)
@@ -67,7 +64,7 @@ class Examples:
     @property
     def device(self) -> torch.device:
         """Where batches arrive."""
-        return self.pooled_image.device
+        return self.image.device
 
     @property
     def captions(self) -> int:
@@ -80,14 +77,13 @@ class Examples:
 
         index = _index(positions, self.device)
         mask = None if self.text_mask is None else taken(self.text_mask)
-        pooled = self.pooled_image[index], self.pooled_text[index]
-        return Examples(taken(self.image), taken(self.text), mask, *pooled)
+        return Examples(taken(self.image), taken(self.text), mask)
 
     def part(self, start: int, stop: int) -> "Examples":
         """A run of pairs, sharing memory with these."""
-        mask = None if self.text_mask is None else self.text_mask[start:stop]
         rows = slice(start, stop)
-        return Examples(self.image[rows], self.text[rows], mask, self.pooled_image[rows], self.pooled_text[rows])
+        mask = None if self.text_mask is None else self.text_mask[rows]
+        return Examples(self.image[rows], self.text[rows], mask)
 
     def batch(self, positions: np.ndarray, captions: np.ndarray) -> States:
         """The states of some pairs, with one chosen caption each."""
@@ -147,16 +143,14 @@ def examples_at(
     activations: Activations, positions: np.ndarray, device: torch.device | str, resident: bool | None = None
 ) -> Examples:
     """The activations of some pairs, copied to the device if they leave it enough room."""
-    mask = activations.text_mask
-    pooled = unit_embeddings(activations.pooled_image[positions], activations.pooled_text[positions])
-    small = [torch.from_numpy(part).float().to(device) for part in pooled]
+    place, mask = torch.device(device), activations.text_mask
     if resident is None:
-        resident = _fits(activations, len(positions), torch.device(device))
+        resident = _fits(activations, len(positions), place)
 
     def held(array: np.ndarray) -> Tensor | Streamed:
-        return torch.from_numpy(np.array(array[positions])).to(device) if resident else Streamed(array, positions)
+        return torch.from_numpy(np.array(array[positions])).to(place) if resident else Streamed(array, positions, place)
 
-    return Examples(held(activations.image), held(activations.text), None if mask is None else held(mask), *small)
+    return Examples(held(activations.image), held(activations.text), None if mask is None else held(mask))
 
 
 def _fits(activations: Activations, pairs: int, device: torch.device) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ease.config import Config
 from ease.errors import UserError
 from ease.federation.container import (
-    FLOATS,
     LIMITS,
     Limits,
     content_hash,
@@ -64,7 +63,7 @@ class ReplayHeader(Config):
 
 
 class JobHeader(Config):
-    """A job without its tensors: the small ones are the payload, the heavy ones are parts of their own."""
+    """A job without its tensors, which are parts of their own."""
 
     kind: Literal["job"] = "job"
     state: Hash
@@ -79,7 +78,6 @@ class JobHeader(Config):
     data: Literal["all", "retain", "forget"]
     objective: str
     settings: dict[str, int | float]
-    targets: tuple[int, ...]
     lock: Hash | None
     reference: Hash | None
     clip: float | None
@@ -170,13 +168,13 @@ def encode_job(job: LocalJob, state: Params) -> tuple[bytes, dict[str, bytes]]:
     again = [encode_state(each.state) for each in job.replays]
     names = [content_hash(data) for data in again]
     parts = {hashes[part]: data for part, data in encoded.items()} | dict(zip(names, again, strict=True))
-    return pack(*_job_content(job, hashes, names)), parts
+    return pack(_job_header(job, hashes, names), {}), parts
 
 
 def job_length(job: LocalJob) -> int:
     """Length of the job's bytes without its parts."""
     present: dict[Part, str] = dict.fromkeys(("state", "lock", "reference", "base"), UNKNOWN)
-    return packed_length(*_job_content(job, present, [UNKNOWN] * len(job.replays)))
+    return packed_length(_job_header(job, present, [UNKNOWN] * len(job.replays)), {})
 
 
 def decode_job(
@@ -194,9 +192,7 @@ def decode_job(
         base = decode_state(_part(header.sparse.base, parts, "base", what), f"{what}: base", limits)
         require(set(header.sparse.blocks) <= set(base.blocks), what, "its adapter has layers that its base has not")
         sparse = Sparse(base, header.sparse.blocks, header.sparse.density, header.sparse.seed)
-    require(sorted(tensors) == sorted(map(str, header.targets)), what, "its targets are not those it lists")
-    plain = all(tensor.dim() == 1 and tensor.dtype in FLOATS for tensor in tensors.values())
-    require(plain, what, "targets are one number for each pair")
+    require(not tensors, what, "it has tensors that belong to nothing")
     job = LocalJob(
         round=header.round,
         seed=header.seed,
@@ -210,7 +206,6 @@ def decode_job(
         objective=header.objective,
         settings=header.settings,
         lock=lock,
-        targets={client: tensors[str(client)] for client in header.targets},
         reference=reference,
         clip=header.clip,
         radius=header.radius,
@@ -228,15 +223,13 @@ def decode_job(
     return job, state
 
 
-def _job_content(
-    job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[str]
-) -> tuple[JobHeader, dict[str, Tensor]]:
+def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[str]) -> JobHeader:
     sparse = None
     if job.sparse is not None:
         sparse = SparseHeader(
             base=hashes["base"], blocks=job.sparse.blocks, density=job.sparse.density, seed=job.sparse.seed
         )
-    header = JobHeader(
+    return JobHeader(
         state=hashes["state"],
         round=job.round,
         seed=job.seed,
@@ -249,7 +242,6 @@ def _job_content(
         data=job.data,
         objective=job.objective,
         settings=dict(job.settings),
-        targets=tuple(job.targets),
         lock=None if job.lock is None else hashes["lock"],
         reference=None if job.reference is None else hashes["reference"],
         clip=job.clip,
@@ -260,7 +252,6 @@ def _job_content(
             for each, name in zip(job.replays, replayed, strict=True)
         ),
     )
-    return header, {str(client): values for client, values in job.targets.items()}
 
 
 def _part(name: str, parts: Mapping[str, bytes], role: str, what: str) -> bytes:

@@ -63,7 +63,7 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     device, common = client.train.device, job.common
     tensors = {name: tensor.clone().requires_grad_() for name, tensor in params.tensors.items()}
     optimiser = _optimiser(job, params, tensors)
-    minimised, draws = objective(assignment.objective), [draw.to(device) for draw in assignment.draws]
+    minimised, draws = objective(assignment.objective), assignment.draws
     hold = None if job.lock is None else job.lock.on(device)
     losses = []
     for draw, states in zip(draws, client.train.feed([(d.rows, d.captions) for d in draws]), strict=True):

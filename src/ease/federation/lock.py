@@ -20,7 +20,6 @@ from ease.federation.container import (
     state_of,
     unpack,
 )
-from ease.federation.eight_bit import rounded
 from ease.params import Block, Params, same_tensors
 from ease.subspace import Basis, Factors, displacement
 
@@ -237,3 +236,9 @@ def lock_pull(block: Block, tensors: Mapping[str, Tensor], hold: Hold) -> dict[s
         grad_b += weight * left @ (right @ tensors[a].T)
         grad_a += weight * (tensors[b].T @ left) @ right
     return {a: grad_a, b: grad_b}
+
+
+def rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The values in 8 bit, enough where only directions matter, and the number they are multiplied with."""
+    scale = tensor.abs().max().float() / 127
+    return torch.round(tensor / scale.clamp_min(1e-30)).to(torch.int8), scale

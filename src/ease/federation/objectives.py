@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ease.data.examples import Examples, States
+from ease.data.examples import States
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
 from ease.federation.client import ClientData
@@ -20,9 +20,6 @@ from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce
 from ease.params import Params
 from ease.requests.request import forget_mask
-
-CHUNK_PAIRS = 512
-"""Most pairs in one pass when nothing is learnt: a measurement takes no more memory than a training step."""
 
 Tensors = Mapping[str, Tensor]
 Pairs = Literal["retain", "forget"]
@@ -37,16 +34,7 @@ class Draw:
     captions: np.ndarray
     split: int = 0
     """Where the second kind of pairs begins, for objectives that treat forget and retained pairs differently."""
-    weights: Tensor | None = None
-    """Of each negative, for each pair that is pushed [pushed, pairs]."""
-    targets: Tensor | None = None
-    """The level of each pair that is pushed."""
     noise_seed: int = 0
-
-    def to(self, device: torch.device) -> "Draw":
-        if self.weights is None or self.targets is None:
-            return self
-        return replace(self, weights=self.weights.to(device), targets=self.targets.to(device))
 
 
 DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator], Draw | None]
@@ -198,15 +186,3 @@ def own_log_probabilities(image: Tensor, text: Tensor, anchors: int, temperature
     to_text = image[:anchors] @ torch.cat([text[:anchors], text[anchors:].detach()]).T
     to_image = text[:anchors] @ torch.cat([image[:anchors], image[anchors:].detach()]).T
     return torch.stack([(each / temperature).log_softmax(1).diagonal() for each in (to_text, to_image)])
-
-
-@torch.no_grad()
-def embed_drawn(
-    model: DualEncoder, tensors: Tensors, examples: Examples, positions: np.ndarray, rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    """Embeddings to measure with, of pairs with one random caption each."""
-    captions = rng.integers(examples.captions, size=len(positions))
-    starts = range(0, max(len(positions), 1), CHUNK_PAIRS)
-    chunks = [(positions[start : start + CHUNK_PAIRS], captions[start : start + CHUNK_PAIRS]) for start in starts]
-    images, texts = zip(*(embed_states(model, tensors, states) for states in examples.feed(chunks)), strict=True)
-    return torch.cat(images), torch.cat(texts)

@@ -1,7 +1,7 @@
 """What travels between server and clients: jobs out, updates back, and the rules an update must obey."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Replay:
     """Who took part in it; none: everyone who is asked."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LocalJob:
     """What a client is asked to do, as data: it can be sent, stored and compared."""
 
@@ -62,8 +62,6 @@ class LocalJob:
     settings: Mapping[str, float] = field(default_factory=dict)
     """Numbers the objective needs, by name."""
     lock: Lock | None = None
-    targets: Mapping[int, Tensor] = field(default_factory=dict)
-    """Client -> one number per forget pair of that client; each client is sent its own alone."""
     reference: Params | None = None
     """A state that the objective compares with. A client is sent it once and keeps it."""
     clip: float | None = None
@@ -75,44 +73,31 @@ class LocalJob:
     replays: tuple[Replay, ...] = ()
     """Rounds of the training to go through again."""
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LocalJob):
-            return NotImplemented
-        plain = [each.name for each in fields(self) if each.name != "targets"]
-        return all(getattr(self, name) == getattr(other, name) for name in plain) and same_tensors(
-            _named(self.targets), _named(other.targets)
-        )
-
     def __hash__(self) -> int:
-        return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request, len(self.targets)))
+        return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request))
 
     def own(self, client: int, ids: Collection[str]) -> "LocalJob":
-        """The job as one client gets it: its own targets, and of single pairs to forget those that it holds.
+        """The job as one client gets it: of single pairs to forget its own, of rounds those it was in.
 
         `ids` are the training pairs of the client. What other clients hold is none of its business.
         """
-        targets = {client: self.targets[client]} if client in self.targets else {}
         request = self.request
         if isinstance(request, SampleRequest):
             request = SampleRequest(ids=tuple(pair_id for pair_id in request.ids if pair_id in ids))
         replays = tuple(
             replace(each, clients=()) for each in self.replays if not each.clients or client in each.clients
         )
-        return replace(self, targets=targets, request=request, replays=replays)
+        return replace(self, request=request, replays=replays)
 
     @property
     def common(self) -> "LocalJob":
         """What is left without that which is a client's own: it is the same for all who are given the job."""
         request = SampleRequest(ids=()) if isinstance(self.request, SampleRequest) else self.request
-        return replace(self, targets={}, request=request, replays=())
+        return replace(self, request=request, replays=())
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""
         return max(1, min(round(pairs / self.batch_size), pairs // 2))
-
-
-def _named(targets: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    return {str(client): targets[client] for client in sorted(targets)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,7 +165,7 @@ def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[Stacke
             rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
         real = np.arange(sizes.max()) < sizes[:, None]
         valid = None if real.all() else torch.from_numpy(real).to(device)
-        found.append(StackedBatch(rows, captions, tuple(draw.to(device) for draw in draws), valid))
+        found.append(StackedBatch(rows, captions, tuple(draws), valid))
     return found
 
 

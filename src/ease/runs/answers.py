@@ -122,10 +122,14 @@ def release(run: Run, name: str) -> Release:
 
 def settle_head(run: Run) -> Release | None:
     """Before more rounds: what the one answered request left is what the run goes on from; more than one answer is
-    for a person to choose from, and training refuses until someone has."""
+    for a person to choose from, and training refuses until someone has. No one can choose an answer that a release
+    has overtaken."""
     begun = (run.folder / "run.json").is_file()
     grown = begun and Run.load(run.folder).config.training.rounds <= run.history.rounds() < run.config.training.rounds
     answered = run.unreleased() if grown else []
+    for name in answered:
+        for record in sorted((run.folder / "requests" / name).glob("*/record.json")):
+            check_current(Run.load(run.folder), StoredAnswer(record.parent))
     if len(answered) != 1 or not (run.folder / "requests" / answered[0] / "ease" / "record.json").is_file():
         return None
     return release(Run.load(run.folder), answered[0])
@@ -134,11 +138,23 @@ def settle_head(run: Run) -> Release | None:
 def check_current(run: Run, stored: StoredAnswer) -> None:
     """Refuse an answer that began from another model than the run has now."""
     record = stored.record()
-    if record.trained_sha256 != start_hash(run, record.request):
+    if record.trained_sha256 == start_hash(run, record.request):
+        return
+    after = run.history.rounds()
+    overtaking = [
+        each.answer
+        for each in run.head.releases
+        if each.after_round == after and start_hash(run, each.request) == record.trained_sha256
+    ]
+    if overtaking:
         raise UserError(
-            f"{stored.folder}: this answer began from a model that the run has been trained beyond; delete the folder "
-            "and run `ease forget` again"
+            f"{stored.folder}: this answer began from the model before {overtaking[0]} was released, and the run goes "
+            "on from that release; delete the folder, and run `ease forget` again if the request still stands"
         )
+    raise UserError(
+        f"{stored.folder}: this answer began from a model that the run has been trained beyond; delete the folder "
+        "and run `ease forget` again"
+    )
 
 
 def answer_of(run: Run, request: Request, method: Unlearner) -> StoredAnswer:

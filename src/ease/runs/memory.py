@@ -17,12 +17,14 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held since, on the GPU where it works there."""
+    """Most bytes this process has held since, on the GPU where it works there; 0 where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
-    import resource  # not on Windows
-
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

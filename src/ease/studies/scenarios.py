@@ -16,8 +16,8 @@ SAMPLE_SHARE = 0.1
 
 
 def scenario_config(config: RunConfig, scenario: Scenario) -> RunConfig:
-    """For a class request every client should hold some of every class."""
-    if scenario != "class":
+    """For a class request every client should hold some of every class; declared sites hold what they hold."""
+    if scenario != "class" or config.partition.scheme == "sites":
         return config
     return config.model_copy(update={"partition": config.partition.model_copy(update={"scheme": "uniform"})})
 

@@ -35,7 +35,7 @@ def toy(image, text, held_image=(), held_text=(), classes=None, held_classes=Non
     def examples(images, texts) -> Examples:
         images = torch.tensor(images).reshape(-1, 2)
         texts = torch.tensor(texts).reshape(len(images), -1, 2) if len(images) else torch.zeros(0, 1, 2)
-        return Examples(images, texts, None, images, texts[:, 0])
+        return Examples(images, texts, None)
 
     count, held = np.arange(len(image)), np.arange(len(held_image))
     shard = Shard(

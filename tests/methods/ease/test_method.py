@@ -26,10 +26,11 @@ from ease.runs.answers import trained_of
 from ease.runs.records import SpectrumNotes
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.subspace import Basis, displacement
+from ease.subspace import NULL, Basis, displacement
 
 CLIENT = ClientRequest(clients=(1,))
 CLASS = ClassRequest(classes=(2,))
+EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,11 @@ def samples(learnt) -> SampleRequest:
 
 
 @pytest.fixture(scope="module")
-def retrained(learnt, samples) -> dict[str, Params]:
-    """What each request would have left, had its pairs never been there."""
+def retrained(learnt, samples) -> dict[str, list[Params]]:
+    """What each request would have left, had its pairs never been there, after every round."""
     requests = {"client": CLIENT, "class": CLASS, "samples": samples}
     return {
-        name: list(Retrain().unlearn(learnt.trained, request, learnt.world.federation))[-1].state
+        name: [step.state for step in Retrain().unlearn(learnt.trained, request, learnt.world.federation)]
         for name, request in requests.items()
     }
 
@@ -101,18 +102,16 @@ def others_than(learnt, request: Request) -> SampleRequest:
 def test_forget_pairs_fall_to_where_retraining_leaves_them_and_the_others_stay(
     learnt, samples, retrained, scope: str
 ) -> None:
+    """The others lose less than one round of training: retraining without its last round holds them less."""
     request = {"client": CLIENT, "class": CLASS, "samples": samples}[scope]
     steps = list(unlearn(learnt, request, recovery_share=0.34))
     before, after, goal = (
-        learnt.level(state, request) for state in (learnt.trained.final, steps[-1].state, retrained[scope])
+        learnt.level(state, request) for state in (learnt.trained.final, steps[-1].state, retrained[scope][-1])
     )
     assert before > goal + 2
     assert abs(after - goal) < 0.25 * (before - goal)
     kept = others_than(learnt, request)
-    before, after, goal = (
-        learnt.level(state, kept) for state in (learnt.trained.initial, steps[-1].state, retrained[scope])
-    )
-    assert after - before > 0.9 * (goal - before)
+    assert learnt.level(steps[-1].state, kept) > learnt.level(retrained[scope][-2], kept)
 
 
 @pytest.mark.parametrize(
@@ -175,41 +174,41 @@ def test_the_first_step_subtracts_a_share_of_what_was_written(learnt, share: flo
         torch.testing.assert_close(first.state[name], tensor - share * written[name], atol=1e-6, rtol=0)
 
 
-def by_hand(learnt, request: Request, state: Params, rounds: int, momentum: float = 0.0) -> list[Params]:
-    """Recovery: local training from the halved state, its mean change added to the whole one; no momentum at last."""
+def recovered(learnt, request: Request, states: list[Params], momentum: float = 0.0) -> None:
+    """Every recovery round, from the state before: local training from it in halves, and its mean change added.
+
+    Each begins from the method's own state: a last bit that differed would be another half, and so another training.
+    The velocity is the last move. At most 7 float32 operations lie between a state and the next, each with an error of
+    half an eps of what it yields, which is no more than all magnitudes together; the reference is in float64.
+    """
     trained, federation = learnt.trained, learnt.world.federation
     leaving = request.clients if isinstance(request, ClientRequest) else ()
-    velocity, states = state.zeros(), []
-    for number in range(1, rounds + 1):
+    for number in range(1, len(states)):
         job = trained.training.job(number, trained.seed, trained.temperature, "ease", request=request, data="retain")
-        sent = state.map(lambda tensor: tensor.half().float())
+        start = states[number - 1]
+        sent = start.map(lambda tensor: tensor.half().float())
         answers = list(federation.run(sent, job, [c for c in federation.clients if c not in leaving]))
         pairs = sum(answer.pairs for answer in answers)
-        change = state.zeros()
-        for answer in answers:
-            change = change + answer.pairs / pairs * answer.change
-        velocity = (momentum if number < rounds else 0.0) * velocity + change
-        state = state + velocity
-        states.append(state)
-    return states
-
-
-def near(one: Params, two: Params, tolerance: float = 1e-5) -> None:
-    for name, tensor in two.tensors.items():
-        torch.testing.assert_close(one[name], tensor, atol=tolerance, rtol=1e-4)
+        carried = momentum if 1 < number < len(states) - 1 else 0.0
+        for name, tensor in states[number].tensors.items():
+            before = states[max(number - 2, 0)][name].double()
+            change = sum(answer.pairs / pairs * answer.change[name].double() for answer in answers)
+            expected = start[name].double() + carried * (start[name].double() - before) + change
+            scale = before.abs() + start[name].abs() + tensor.abs() + change.abs()
+            assert bool(((tensor - expected).abs() <= 7 / 2 * EPS * scale).all()), (number, name)
 
 
 def test_with_nothing_subtracted_it_is_fine_tuning(learnt) -> None:
     steps = list(unlearn(learnt, CLIENT, share=0.0, momentum=0.0, recovery_share=0.5))
     assert same(steps[0].state, learnt.trained.final)
-    for step, state in zip(steps[1:], by_hand(learnt, CLIENT, learnt.trained.final, 3), strict=True):
-        near(step.state, state)
+    assert len(steps) == 4
+    recovered(learnt, CLIENT, [step.state for step in steps])
 
 
 def test_momentum_carries_on_until_the_last_round(learnt, samples) -> None:
     steps = list(unlearn(learnt, samples, share=0.7, momentum=0.5, recovery_share=0.5))
-    for step, state in zip(steps[1:], by_hand(learnt, samples, steps[0].state, 3, 0.5), strict=True):
-        near(step.state, state)
+    assert len(steps) == 4
+    recovered(learnt, samples, [step.state for step in steps], 0.5)
 
 
 def test_before_the_last_round_the_share_is_corrected_along_what_was_written(learnt) -> None:
@@ -218,15 +217,15 @@ def test_before_the_last_round_the_share_is_corrected_along_what_was_written(lea
     steps = list(unlearn(learnt, CLIENT, momentum=0.0, recovery_share=0.34))
     share = steps[-1].notes["share"]
     assert share != 1.0 and "share" not in steps[1].notes
-    start = learnt.trained.final - written
-    (one,) = by_hand(learnt, CLIENT, start, 1)
-    near(steps[1].state, one)
+    recovered(learnt, CLIENT, [step.state for step in steps[:2]])
     corrected = steps[1].state + (1 - share) * written
     job = learnt.trained.training.job(
         2, learnt.trained.seed, learnt.trained.temperature, "ease", request=CLIENT, data="retain"
     )
     answers = learnt.world.federation.run(corrected.map(lambda tensor: tensor.half().float()), job, [0, 2, 3])
-    near(steps[2].state, average(corrected, answers, learnt.trained.training, 2).state)
+    last = average(corrected, answers, learnt.trained.training, 2).state
+    for name, tensor in steps[2].state.tensors.items():  # the move is taken from the mean and added again: 2 operations
+        assert bool(((tensor - last[name]).abs() <= EPS * (corrected[name].abs() + last[name].abs())).all()), name
 
 
 @pytest.mark.parametrize("settings", [{"share": 1.0}, {"reference": "initial"}, {"reference": "trained"}], ids=str)
@@ -252,7 +251,7 @@ def test_without_held_out_pairs_the_usual_share_goes(learnt) -> None:
 def test_the_trained_reference_erases_nothing(learnt) -> None:
     """The literal reading: w_n is its own reference, so the first projection is the identity."""
     first = next(unlearn(learnt, CLIENT, delta=1.0, reference="trained"))
-    near(first.state, learnt.trained.final, 1e-6)
+    assert same(first.state, learnt.trained.final)
 
 
 @pytest.mark.parametrize("delta", [0.9, 1.0])
@@ -269,10 +268,18 @@ def test_with_the_initial_reference_nothing_is_left_along_the_chosen_directions(
 
 
 def test_decomposed_all_directions_give_all_that_was_written(learnt) -> None:
-    """Both groups lie in the subspace that holds all the energy, so with whole weights the sum is the same."""
+    """Both groups lie in the subspace that holds all the energy, so with whole weights the sum is the same.
+
+    Of each group what `NULL` drops may be missing, a share of the largest singular value, which is no more than both
+    norms together; and the state is rounded to float32.
+    """
     whole = next(unlearn(learnt, CLIENT)).state
     parts = next(unlearn(learnt, CLIENT, decompose=True, delta=1.0, energy=1.0)).state
-    near(parts, whole, 1e-4)
+    written = written_by(learnt.trained, CLIENT, learnt.world.federation, {1: 47}, "auto")
+    for block in whole.blocks:
+        norms = sum(float(group.vector(block).norm()) for group in (written.early, written.late))
+        off = (parts.vector(block) - whole.vector(block)).abs()
+        assert bool((off <= 2 * NULL * norms + 2 * EPS * whole.vector(block).abs()).all()), block.name
 
 
 def test_by_entanglement_less_is_removed(learnt) -> None:

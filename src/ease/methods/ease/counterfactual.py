@@ -79,14 +79,14 @@ def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, fl
     model `moved` equally far, each stood for by its middle round: rounds that moved it more wrote more.
     """
     if count >= len(moved):
-        return {number: 1.0 for number in range(1, len(moved) + 1)}
+        return dict.fromkeys(range(1, len(moved) + 1), 1.0)
     exact = early if count > early else 0
     way, stretches, length = 0.0, dict[int, list[int]](), sum(moved[exact:])
     for number, step in enumerate(moved[exact:], start=exact + 1):
         place = int((count - exact) * way / length + 1e-9) if length else 0
         stretches.setdefault(place, []).append(number)
         way += step
-    weights = {number: 1.0 for number in range(1, exact + 1)}
+    weights = dict.fromkeys(range(1, exact + 1), 1.0)
     for stretch in stretches.values():
         middle = stretch[(len(stretch) - 1) // 2]
         far = sum(moved[number - 1] for number in stretch)

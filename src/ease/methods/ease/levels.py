@@ -71,11 +71,12 @@ def _phi(
     job: LocalJob,
 ) -> Tensor:
     """Log-odds of pairs, mean over their captions [queries]."""
-    total = torch.zeros(len(queries), device=examples.device)
-    for caption in range(examples.captions if len(queries) else 0):
-        own = _embedded(model, tensors, examples, queries, np.full(len(queries), caption))
-        total += log_odds(*own, *against, weights.to(total), job.temperature)
-    return total / examples.captions
+    if not len(queries):
+        return torch.zeros(0)
+    rows, captions = np.repeat(queries, examples.captions), np.tile(np.arange(examples.captions), len(queries))
+    own = _embedded(model, tensors, examples, rows, captions)
+    counted = weights.repeat_interleave(examples.captions, 0).to(own[0])
+    return log_odds(*own, *against, counted, job.temperature).view(len(queries), -1).mean(1)
 
 
 @torch.no_grad()

@@ -254,13 +254,13 @@ class Cohort(Loop):
             clients[shard.client] = ClientData(shard, pool.part(offsets[shard.client], end), held_out)
         return cls(model, pool, clients, offsets)
 
-    def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
+    def _answered(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
         """Clients whose jobs differ only in what is their own share their passes."""
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
         if len(groups) == 1 and not self._together(state, next(iter(jobs.values()))):
-            yield from super().perform(state, jobs)  # each answer as soon as it is there
+            yield from super()._answered(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}
         for own in groups.values():
@@ -270,7 +270,7 @@ class Cohort(Loop):
             yield updates[client]
 
     def _alone(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
-        return {update.client: update for update in super().perform(state, jobs)}
+        return {update.client: update for update in super()._answered(state, jobs)}
 
     def _answers(self, state: Params, jobs: Mapping[int, LocalJob]) -> dict[int, Update]:
         """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""

@@ -1,10 +1,12 @@
 """All clients in this process, one after the other: the default engine and the reference for every other."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from ease.federation.client import ClientData
 from ease.federation.local import work
+from ease.federation.objectives import objective
 from ease.federation.protocol import LocalJob, Update, own_jobs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -27,6 +29,34 @@ class Loop:
         yield from self.perform(params, own_jobs(self, job, clients))
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
-        """Do jobs that are each client's own already."""
+        """Do jobs that are each client's own already; whoever is told so keeps what it was sent and what it sends."""
+        for update in self._answered(state, restored(self.data, jobs)):
+            if jobs[update.client].keep:
+                self.data[update.client].keep(jobs[update.client].round, state, update)
+            yield update
+
+    def _answered(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
         for client, job in jobs.items():
             yield work(self.model, state, self.data[client], job)
+
+
+def restored(clients: Mapping[int, ClientData], jobs: Mapping[int, LocalJob]) -> dict[int, LocalJob]:
+    """Jobs with the states, that their replayed rounds only name, read from each client's own disk.
+
+    What clients keep of one round is the same state: each checks its own file, and they share the memory.
+    """
+    read: dict[str, Params] = {}
+
+    def with_states(client: ClientData, job: LocalJob) -> LocalJob:
+        begun = []
+        for each in job.replays:
+            if isinstance(each.state, str):
+                found = client.memory.start(each.round, each.state)
+                each = replace(each, state=read.setdefault(each.state, found))
+            begun.append(each)
+        return replace(job, replays=tuple(begun))
+
+    return {
+        client: with_states(clients[client], job) if objective(job.objective).parts is not None else job
+        for client, job in jobs.items()
+    }

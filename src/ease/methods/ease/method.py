@@ -46,6 +46,9 @@ class Ease(Unlearner):
     replay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Class and sample requests: share of the training rounds that are repeated without the forget pairs. `auto`: all,
     or 32 of very many rounds unless few clients are concerned."""
+    farewell: Literal["leaving", "others"] = "leaving"
+    """Client requests where clients keep the history: who tells what the leaving clients wrote, they themselves or,
+    if what they kept is lost, all the others."""
     recovery_share: float = Field(0.2, gt=0)
     """Rounds of recovery on retained data, as a share of the training rounds."""
     momentum: float = Field(0.3, ge=0, lt=1)
@@ -78,7 +81,7 @@ class Ease(Unlearner):
         clients = retained_clients(request, federation)
         before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
         counts = {client: len(values["forget"]) for client, values in before.items()}
-        written = written_by(trained, request, federation, counts, self.replay)
+        written = written_by(trained, request, federation, counts, self.replay, self.farewell)
         whole = self._one_side(written.total)
         spectra, bases = self._directions(trained, written)
         nobody = trained.history.state(written.last_early) - written.early

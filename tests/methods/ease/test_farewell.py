@@ -206,7 +206,9 @@ def test_a_client_that_is_not_here_is_refused_by_name(kept) -> None:
     one, two = (written_by(each, request, without, {}, "auto") for each in (server, trained))
     assert (one.total - two.total).norm() < 1e-5 < one.total.norm()
     assert {client for client, _ in without.asked} == {0, 1, 3}
-    with pytest.raises(UserError, match="client 3 keeps updates that are needed, and it is not here.*--method retrain"):
+    with pytest.raises(
+        UserError, match=r"client 3 keeps updates that are needed, and it is not here.*--method retrain"
+    ):
         written_by(trained, request, Keepers(keepers.disks, (0, 1)), {}, "auto")
 
 

@@ -137,12 +137,12 @@ def test_a_history_without_updates_holds_global_states_alone(tmp_path: Path, toy
     record = history.append(a_round(toy_params, 1), {})
     assert {path.name for path in (tmp_path / "rounds" / "00001").iterdir()} == {"round.json", "state.safetensors"}
     assert record["pairs"] == {"0": 1, "3": 4} and list(record["sha256"]) == ["state.safetensors"]
-    assert history.clients(1) == [0, 3]
+    assert history.clients(1) == [0, 3] and history.columns(1) == [(1, 0), (1, 3)]
     history.verify()
     for name, tensor in history.moved(1).tensors.items():
         assert tensor.dtype == torch.float64
         assert torch.equal(tensor, toy_params(seed=1)[name].double() - toy_params(seed=0)[name].double())
-    for read in (lambda: history.update(1, 0), lambda: history.verify_update(1, 0), lambda: history.columns(1)):
+    for read in (lambda: history.update(1, 0), lambda: history.verify_update(1, 0), history.require_updates):
         with pytest.raises(UserError, match=r"keeps updates at its clients .*training\.history = \"server\""):
             read()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ease.audit.config import AuditConfig
 from ease.errors import UserError
 from ease.federation.codec import encode_state, encode_update, job_length
 from ease.federation.container import content_hash
@@ -29,11 +30,13 @@ from ease.methods.ease.method import Ease
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import answer_of, open_world, release, trained_of
+from ease.runs.audit import Audit
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import sha256, write_json
+from ease.studies.overlap import client_overlap
 from ease.testing import Posted, Spy
 
 BASE = ("partition.clients=4", "partition.validation_share=0.3", "training.rounds=5")
@@ -43,6 +46,7 @@ GROUNDS: Mapping[str, tuple[str, ...]] = {
     "uniform, cohort": ("training.weighting=uniform", "engine=cohort"),
 }
 UNIT = 2.0**-24
+CLIENT = ClientRequest(clients=(1,))
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Both:
     def requests(self) -> dict[str, Request]:
         first = self.world.shards[0]
         return {
-            "client": ClientRequest(clients=(1,)),
+            "client": CLIENT,
             "two clients": ClientRequest(clients=(0, 2)),
             "class": ClassRequest(classes=(2,)),
             "sample": SampleRequest(ids=first.train_ids[:5]),
@@ -262,7 +266,7 @@ def test_answers_are_the_same_and_the_farewell_is_all_that_travels_more(both, na
 
 def test_two_sums_are_a_farewell_whatever_the_number_of_rounds(both) -> None:
     runs = both("all")
-    _, spy, _ = played(runs.client, runs.world, ClientRequest(clients=(1,)))
+    _, spy, _ = played(runs.client, runs.world, CLIENT)
     (told,) = (
         update for update in spy.answers if "0/" + next(iter(trained_of(runs.client).start.tensors)) in update.values
     )
@@ -309,7 +313,7 @@ def test_after_a_release_and_more_rounds_the_next_request_is_told_the_same(both,
     runs = both("all")
     shutil.copytree(runs.client.folder, tmp_path / "run")
     run = Run.load(tmp_path / "run")
-    list(forget(run, runs.world, ClientRequest(clients=(1,)), Ease(), observe=False))
+    list(forget(run, runs.world, CLIENT, Ease(), observe=False))
     release(run, "client-1")
     run = Run.create(run.folder, small_config(*BASE, "training.history=client", "training.rounds=7"))
     world = open_world(run)
@@ -345,13 +349,39 @@ def test_methods_that_read_updates_at_the_server_are_refused(copied, name: str) 
     run, world = copied
     before = files(run.folder)
     with pytest.raises(UserError, match=r'keeps updates at its clients.*--method ease, retrain .*history = "server"'):
-        list(forget(run, world, ClientRequest(clients=(1,)), make_method(name), observe=False))
+        list(forget(run, world, CLIENT, make_method(name), observe=False))
     assert files(run.folder) == before
+
+
+def test_an_overlap_of_updates_that_are_not_here_is_refused(both) -> None:
+    with pytest.raises(UserError, match="keeps updates at its clients"):
+        client_overlap(trained_of(both("all").client))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["client", "sample"])
+def test_an_audit_is_the_same_whoever_keeps_the_history(small_config, tmp_path, name: str) -> None:
+    """Shadows are the evaluator's own and the same to the byte, and so is all that answers are held against."""
+    world, shadows, yardsticks = World.open(small_config(*BASE, "data.test=120")), [], []
+    request = CLIENT if name == "client" else SampleRequest(ids=world.shards[0].train_ids[:8])
+    for place in ("server", "client"):
+        config = small_config(*BASE, "data.test=120", f"training.history={place}")
+        run = trained_run(tmp_path / place, config, world)
+        for method in (make_method("retrain"), Ease()):
+            list(forget(run, world, request, method, observe=False))
+        settings = AuditConfig(shadows=4, retrains=2, pool=32, fpr=0.1, workers=1)
+        audit = Audit(run, world, answer_of(run, request, Ease()), request, Ease(), settings)
+        list(audit.shadows())
+        shadows.append({path.name: path.read_bytes() for path in run.folder.glob("shadows/*/*.safetensors")})
+        measures = audit.judge().verdict.measures
+        yardsticks.append([(each.name, each.retrain, each.before, each.band) for each in measures])
+    assert len(shadows[0]) >= 4 and shadows[0] == shadows[1]
+    assert yardsticks[0] and yardsticks[0] == yardsticks[1]
 
 
 @pytest.mark.parametrize("name", ["retrain", "finetune", "grad_ascent"])
 def test_methods_that_read_no_updates_give_the_same_bytes(both, copied, tmp_path, name: str) -> None:
-    (run, world), request, method = copied, ClientRequest(clients=(1,)), make_method(name)
+    (run, world), request, method = copied, CLIENT, make_method(name)
     shutil.copytree(both("all").server.folder, tmp_path / "server")
     answers = []
     for each in (run, Run.load(tmp_path / "server")):
@@ -365,9 +395,9 @@ def test_a_vanished_client_is_refused_and_leaves_the_run_as_it_was(copied) -> No
     shutil.rmtree(run.folder / "clients" / "00001")
     before = files(run.folder)
     with pytest.raises(UserError, match=r"client 1 cannot tell what it wrote.*--method retrain"):
-        list(forget(run, world, ClientRequest(clients=(1,)), Ease(), observe=False))
+        list(forget(run, world, CLIENT, Ease(), observe=False))
     assert files(run.folder) == before
-    list(forget(run, world, ClientRequest(clients=(1,)), Ease(farewell="others"), observe=False))
+    list(forget(run, world, CLIENT, Ease(farewell="others"), observe=False))
     list(forget(run, world, ClientRequest(clients=(2,)), Ease(), observe=False))  # the others lack nothing
 
 
@@ -383,12 +413,12 @@ def test_clients_without_a_disk_say_so(both) -> None:
     """A world that was opened without the run's folder."""
     runs = both("all")
     with pytest.raises(UserError, match="client 1: keeps nothing of the training, and is asked about it"):
-        written_by(trained_of(runs.client), ClientRequest(clients=(1,)), runs.world.federation, {}, "auto")
+        written_by(trained_of(runs.client), CLIENT, runs.world.federation, {}, "auto")
 
 
 def test_a_record_tells_the_cost_of_a_farewell(copied) -> None:
     run, world = copied
-    request = ClientRequest(clients=(1,))
+    request = CLIENT
     list(forget(run, world, request, Ease(), observe=False))
     record = json.loads(answer_of(run, request, Ease()).record_path.read_text())
     state = trained_of(run).start

@@ -97,8 +97,7 @@ class History:
         return [int(client) for client in self.record(number)["pairs"]]
 
     def columns(self, rounds: int) -> list[tuple[int, int]]:
-        """Every stored update of the first rounds as (round, client), in order."""
-        self._require_updates()
+        """Every update that made the first rounds as (round, client), in order."""
         return [(number, client) for number in range(1, rounds + 1) for client in self.clients(number)]
 
     def append(self, finished: Round, extra: dict[str, Any], start: Path | None = None) -> dict[str, Any]:
@@ -153,10 +152,11 @@ class History:
             raise UserError(f"{self.initial_path}: {DAMAGED}")
 
     def verify_update(self, number: int, client: int) -> None:
-        self._require_updates()
+        self.require_updates()
         self._verify(number, self.update_path(number, client).name)
 
-    def _require_updates(self) -> None:
+    def require_updates(self) -> None:
+        """Refuse a history that holds global states alone."""
         if not self.updates:
             raise UserError(f"{self.folder}: {AT_CLIENTS}")
 

@@ -173,15 +173,15 @@ class Stage:
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
 
-def make_stage(name: str, folder: Path) -> Stage:
-    """Train a small run in a folder."""
-    config = load_config(None, (*SMALL, *STAGES[name]))
+def make_stage(name: str, folder: Path, *assignments: str) -> Stage:
+    """Train a small run in a folder; assignments change it further."""
+    config = load_config(None, (*SMALL, *STAGES[name], *assignments))
     world = World.open(config)
     run = Run.create(folder / "run", config)
     for _ in run.train(world):
         pass
     (folder / "scratch").mkdir()
-    return Stage(name, world, trained_of(run), folder / "scratch")
+    return Stage(name, run.hosted(world), trained_of(run), folder / "scratch")
 
 
 def check_method(kind: type[Unlearner], stages: Collection[str] = tuple(STAGES)) -> None:

@@ -24,7 +24,7 @@ from ease.federation.codec import (
 )
 from ease.federation.container import LIMITS, PREFIX, Limits, pack, unpack
 from ease.federation.lock import Lock, pack_directions
-from ease.federation.protocol import LocalJob, Optimiser, Update
+from ease.federation.protocol import LocalJob, Optimiser, Replay, Update
 from ease.federation.sparse import Sparse
 from ease.params import Block, Params
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
@@ -74,10 +74,24 @@ def jobs(toy_params, local_job) -> dict[str, tuple[LocalJob, Params]]:
         "importance": (local_job(lock=Lock(1.0, state, importance=toy_params(0.5))), state),
         "reference": (local_job(reference=toy_params(2.0)), state),
         "sparse": (local_job(sparse=sparse), sparse.zeros()),
+        "replays": (local_job(replays=(Replay(1, toy_params(2.0), 0.5, 0), Replay(2, "ab" * 32, -3.0, 1))), state),
+        "keep": (local_job(keep=True), state),
     }
 
 
-NAMES = ("plain", "client", "class", "sample", "lock", "factors", "importance", "reference", "sparse")
+NAMES = (
+    "plain",
+    "client",
+    "class",
+    "sample",
+    "lock",
+    "factors",
+    "importance",
+    "reference",
+    "sparse",
+    "replays",
+    "keep",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,6 +115,7 @@ def test_lengths_are_known_without_encoding(jobs, name: str) -> None:
     data, parts = encode_job(job, state)
     known = [state, *(part for part in (job.lock, job.reference) if part is not None)]
     known += [] if job.sparse is None else [job.sparse.base]
+    known += [each.state for each in job.replays if isinstance(each.state, Params)]  # names have no part
     assert job_length(job) == len(data)
     assert sorted(map(part_length, known)) == sorted(map(len, parts.values()))
 

@@ -1,6 +1,7 @@
 """The history on disk: exact, hashed, and a round exists only when all of it does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,37 @@ def test_one_block_is_read_alone(history, toy_params) -> None:
     assert torch.equal(tensors["image.layer.B"], toy_params(seed=13)["image.layer.B"])
     with pytest.raises(UserError, match="client-00008"):
         read_block(history.update_path(1, 8), block)
+
+
+# --- where clients keep their updates ---
+
+
+def test_a_history_without_updates_holds_global_states_alone(tmp_path: Path, toy_params) -> None:
+    history = History(tmp_path, updates=False)
+    toy_params(seed=0).save(history.initial_path)
+    record = history.append(a_round(toy_params, 1), {})
+    assert {path.name for path in (tmp_path / "rounds" / "00001").iterdir()} == {"round.json", "state.safetensors"}
+    assert record["pairs"] == {"0": 1, "3": 4} and list(record["sha256"]) == ["state.safetensors"]
+    assert history.clients(1) == [0, 3] and history.columns(1) == [(1, 0), (1, 3)]
+    history.verify()
+    for name, tensor in history.moved(1).tensors.items():
+        assert tensor.dtype == torch.float64
+        assert torch.equal(tensor, toy_params(seed=1)[name].double() - toy_params(seed=0)[name].double())
+    for read in (lambda: history.update(1, 0), lambda: history.verify_update(1, 0), history.require_updates):
+        with pytest.raises(UserError, match=r"keeps updates at its clients .*training\.history = \"server\""):
+            read()
+
+
+def test_a_state_before_it_was_held_is_kept_where_nothing_else_tells_the_mean(tmp_path: Path, toy_params) -> None:
+    held = replace(a_round(toy_params, 1), averaged=toy_params(seed=5))
+    for updates in (True, False):
+        history = History(tmp_path / str(updates), updates=updates)
+        toy_params(seed=0).save(history.initial_path)
+        history.append(held, {})
+        assert (history.folder / "rounds/00001/averaged.safetensors").is_file() is not updates
+    after = toy_params(seed=5) - toy_params(seed=0)
+    assert all(torch.allclose(history.moved(1)[name].float(), after[name]) for name in after.tensors)
+    toy_params(seed=6).save(history.folder / "rounds/00001/averaged.safetensors")
+    for check in (history.verify, lambda: history.moved(1)):
+        with pytest.raises(UserError, match=r"averaged\.safetensors: damaged"):
+            check()

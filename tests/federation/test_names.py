@@ -47,6 +47,7 @@ def test_every_loss_of_a_method_lies_beside_it() -> None:
     names = {
         "align",
         "levels",
+        "farewell",
         "replay",
         "replayed round",
         "difference",

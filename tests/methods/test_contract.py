@@ -28,15 +28,15 @@ every_request = pytest.mark.parametrize("scope", SCOPES)
 
 
 @pytest.fixture(scope="module")
-def stage_of(shared_cache, tmp_path_factory) -> Callable[[str], Stage]:
-    made: dict[str, Stage] = {}
+def stage_of(shared_cache, tmp_path_factory) -> Callable[..., Stage]:
+    made: dict[tuple[str, ...], Stage] = {}
 
-    def stage(name: str) -> Stage:
-        if name not in made:
+    def stage(name: str, *assignments: str) -> Stage:
+        if (name, *assignments) not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("EASE_CACHE", str(shared_cache))
-                made[name] = make_stage(name, tmp_path_factory.mktemp("contract"))
-        return made[name]
+                made[name, *assignments] = make_stage(name, tmp_path_factory.mktemp("contract"), *assignments)
+        return made[name, *assignments]
 
     return stage
 
@@ -52,6 +52,12 @@ def test_a_class_says_what_it_is(check, name: str) -> None:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_contract(stage_of, check, name: str, scope: str) -> None:
     check(stage_of("loop"), METHODS[name], scope)
+
+
+@every_request
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_where_clients_keep_the_history(stage_of, check, scope: str) -> None:
+    check(stage_of("cohort, some clients a round", "training.history=client"), METHODS["ease"], scope)
 
 
 @pytest.mark.slow

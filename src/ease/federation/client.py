@@ -8,17 +8,22 @@ import torch
 from ease.data.examples import Examples, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
-from ease.federation.protocol import LocalJob
+from ease.errors import UserError
+from ease.federation.kept import Kept
+from ease.federation.protocol import LocalJob, Update
+from ease.params import Params
 from ease.requests.request import forget_mask
 
 
 @dataclass(frozen=True)
 class ClientData:
-    """Everything a client holds: its shard and the activations of its own pairs."""
+    """Everything a client holds: its shard, the activations of its own pairs, and what it keeps of the training."""
 
     shard: Shard
     train: Examples
     validation: Examples
+    kept: Kept | None = None
+    """Its own disk; absent: it keeps nothing, and the server does."""
 
     @classmethod
     def of(cls, shard: Shard, activations: Activations, device: torch.device | str) -> "ClientData":
@@ -32,3 +37,18 @@ class ClientData:
             return np.arange(len(self.train))
         forget = forget_mask(job.request, self.shard)
         return np.flatnonzero(forget if job.data == "forget" else ~forget)
+
+    @property
+    def memory(self) -> Kept:
+        """What it keeps of the training, where something is asked of it."""
+        if self.kept is None:
+            raise UserError(
+                f"client {self.shard.client}: keeps nothing of the training, and is asked about it; open the world of "
+                'the run with its folder, or train with training.history = "server"'
+            )
+        return self.kept
+
+    def keep(self, number: int, state: Params, update: Update) -> None:
+        """Keep a round of the training in which it took part; of one in which it abstained there is nothing."""
+        if update.delta is not None:
+            self.memory.write(number, state, update.delta)

@@ -84,6 +84,7 @@ class JobHeader(Config):
     radius: float | None
     sparse: SparseHeader | None
     replays: tuple[ReplayHeader, ...] = ()
+    keep: bool = False
 
 
 # --- states ---
@@ -165,9 +166,15 @@ def encode_job(job: LocalJob, state: Params) -> tuple[bytes, dict[str, bytes]]:
     """The job, and its heavy parts by the hash of their bytes."""
     encoded = {part: encode_part(value) for part, value in parts_of(job, state).items()}
     hashes = {part: content_hash(data) for part, data in encoded.items()}
-    again = [encode_state(each.state) for each in job.replays]
-    names = [content_hash(data) for data in again]
-    parts = {hashes[part]: data for part, data in encoded.items()} | dict(zip(names, again, strict=True))
+    parts = {hashes[part]: data for part, data in encoded.items()}
+    names = []
+    for each in job.replays:
+        if isinstance(each.state, str):  # the client has it
+            names.append(each.state)
+        else:
+            data = encode_state(each.state)
+            names.append(content_hash(data))
+            parts[names[-1]] = data
     return pack(_job_header(job, hashes, names), {}), parts
 
 
@@ -180,7 +187,10 @@ def job_length(job: LocalJob) -> int:
 def decode_job(
     data: bytes, parts: Mapping[str, bytes], what: str = "job", limits: Limits = LIMITS
 ) -> tuple[LocalJob, Params]:
-    """The job and the state it starts from. `parts` may hold more than the job names, as a client that keeps them."""
+    """The job and the state it starts from. `parts` may hold more than the job names, as a client that keeps them.
+
+    Replayed rounds whose states did not come stay names: a client looks for them among what it keeps.
+    """
     header, tensors = unpack(data, JobHeader, what, limits)
     state = decode_state(_part(header.state, parts, "state", what), f"{what}: state", limits)
     lock = reference = sparse = None
@@ -213,12 +223,15 @@ def decode_job(
         replays=tuple(
             Replay(
                 each.round,
-                decode_state(_part(each.state, parts, "replayed state", what), f"{what}: replayed state", limits),
+                decode_state(_part(each.state, parts, "replayed state", what), f"{what}: replayed state", limits)
+                if each.state in parts
+                else each.state,
                 each.weight,
                 each.group,
             )
             for each in header.replays
         ),
+        keep=header.keep,
     )
     return job, state
 
@@ -251,6 +264,7 @@ def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[st
             ReplayHeader(round=each.round, state=name, weight=each.weight, group=each.group)
             for each, name in zip(job.replays, replayed, strict=True)
         ),
+        keep=job.keep,
     )
 
 

@@ -38,19 +38,19 @@ class Cohort(Loop):
             clients[shard.client] = ClientData(shard, pool.part(offsets[shard.client], end), held_out)
         return cls(model, Pool(pool, clients, offsets))
 
-    def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
+    def _answered(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
         """Clients whose jobs differ only in what is their own share their passes."""
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
         if len(groups) == 1 and not can_share(state, next(iter(jobs.values()))):
-            yield from super().perform(state, jobs)  # each answer as soon as it is there
+            yield from super()._answered(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}
         for own in groups.values():
             if can_share(state, next(iter(own.values()))):
                 updates |= answers_together(self.model, self.pool, state, own, self.group_size)
             else:
-                updates |= {update.client: update for update in super().perform(state, own)}
+                updates |= {update.client: update for update in super()._answered(state, own)}
         for client in jobs:
             yield updates[client]

@@ -1,6 +1,8 @@
 """Which engine does the clients' work in this process: one of them made from its name."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -9,6 +11,7 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.cohort import Cohort
+from ease.federation.kept import kept_of
 from ease.federation.loop import Loop
 from ease.model.dual_encoder import DualEncoder
 
@@ -16,9 +19,22 @@ EngineKind = Literal["auto", "loop", "cohort"]
 
 
 def make_engine(
-    kind: EngineKind, model: DualEncoder, shards: Sequence[Shard], activations: Activations, device: torch.device
+    kind: EngineKind,
+    model: DualEncoder,
+    shards: Sequence[Shard],
+    activations: Activations,
+    device: torch.device,
+    disks: Path | None = None,
 ) -> Loop:
-    """`loop`: one client after the other; `cohort`: all clients of a round in one pass; `auto`: cohort on a GPU."""
+    """`loop`: one client after the other; `cohort`: all clients of a round in one pass; `auto`: cohort on a GPU.
+
+    Clients keep what they are told to in folders of their own in `disks`.
+    """
+    engine: Loop
     if kind == "cohort" or (kind == "auto" and device.type == "cuda"):
-        return Cohort.of(model, shards, activations, device)
-    return Loop(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
+        engine = Cohort.of(model, shards, activations, device)
+    else:
+        engine = Loop(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
+    if disks is not None:
+        engine.data = {client: replace(data, kept=kept_of(disks, client)) for client, data in engine.data.items()}
+    return engine

@@ -32,6 +32,8 @@ class TrainingConfig(Config):
     """Weight of a client in the average: its number of pairs, or the same for all."""
     norm_bound: float = Field(1e3, gt=0)
     """Updates with a larger norm are rejected."""
+    history: Literal["server", "client"] = "server"
+    """Who keeps the clients' updates: the server, or each client its own, with the states it was sent."""
 
     def job(
         self, round: int, seed: int, temperature: float, stream: str = "train", rate: float = 1.0, **changes: Any
@@ -60,6 +62,8 @@ class Round:
     state: Params
     updates: tuple[Update, ...]
     rejected: dict[int, str] = field(default_factory=dict)
+    averaged: Params | None = None
+    """The state before what is held was taken back to its place; absent: the same."""
 
     @property
     def loss(self) -> float | None:
@@ -120,18 +124,19 @@ def fedavg(
     request: Request | None = None,
     stream: str = "train",
     held: Sequence[Held] = (),
+    keep: bool = False,
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round.
 
-    What is `held` is taken back to its place after every round.
+    What is `held` is taken back to its place after every round. With `keep` clients keep what they are sent and send.
     """
     everyone = sorted(federation.clients if clients is None else clients)
     for number in range(first_round, config.rounds + 1):
         data = "all" if request is None else "retain"
-        job = config.job(number, seed, temperature, stream, request=request, data=data)
+        job = config.job(number, seed, temperature, stream, request=request, data=data, keep=keep)
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
         for each in held:
-            finished = replace(finished, state=each.hold(finished.state))
+            finished = replace(finished, state=each.hold(finished.state), averaged=finished.averaged or finished.state)
         params = finished.state
         yield finished

@@ -1,4 +1,7 @@
-"""The training history on disk: start state, every round's state and every client's update, whole and hashed."""
+"""The training history on disk: start state, every round's state and every client's update, whole and hashed.
+
+Where clients keep their updates themselves, it holds global states alone.
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -16,6 +19,13 @@ from ease.storage import read_json, sha256, write_json
 
 MISSING = "missing from the history; restore it or train again"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
+AT_CLIENTS = (
+    'this run keeps updates at its clients (training.history = "client") and none at the server; use --method ease, '
+    'retrain or another one that reads no stored updates, or train with training.history = "server"'
+)
+STATE = "state.safetensors"
+AVERAGED = "averaged.safetensors"
+"""The state of a round before what is held was taken back, where it is needed and another one."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,8 @@ class History:
     folder: Path
     durable: bool = True
     """Wait for the disk after every file; only scratch histories need not."""
+    updates: bool = True
+    """Whether clients' updates are kept here; if not, each client keeps its own."""
 
     @property
     def initial_path(self) -> Path:
@@ -35,7 +47,7 @@ class History:
         return Params.load(self.initial_path)
 
     def state_path(self, number: int) -> Path:
-        return self.initial_path if number == 0 else self._round(number) / "state.safetensors"
+        return self.initial_path if number == 0 else self._round(number) / STATE
 
     def state(self, number: int) -> Params:
         """The global state after a round; round 0 is w_0."""
@@ -47,6 +59,19 @@ class History:
 
     def start(self, number: int) -> Params:
         return Params.load(self.start_path(number))
+
+    def moved(self, number: int) -> Params:
+        """The mean update of a round, in double precision, from global states alone."""
+        record, start = self.record(number), self.start_path(number)
+        for name in record["sha256"]:
+            if name in (STATE, AVERAGED):
+                self._verify(number, name)
+        if not start.is_file():
+            raise UserError(f"{start}: {MISSING}")
+        if sha256(start) != record["start_sha256"]:
+            raise UserError(f"{start}: {DAMAGED}")
+        after = self._round(number) / (AVERAGED if AVERAGED in record["sha256"] else STATE)
+        return Params.load(after).zip(lambda new, old: new.double() - old.double(), Params.load(start))
 
     def update_path(self, number: int, client: int) -> Path:
         return self._round(number) / f"client-{client:05d}.safetensors"
@@ -72,7 +97,7 @@ class History:
         return [int(client) for client in self.record(number)["pairs"]]
 
     def columns(self, rounds: int) -> list[tuple[int, int]]:
-        """Every stored update of the first rounds as (round, client), in order."""
+        """Every update that made the first rounds as (round, client), in order."""
         return [(number, client) for number in range(1, rounds + 1) for client in self.clients(number)]
 
     def append(self, finished: Round, extra: dict[str, Any], start: Path | None = None) -> dict[str, Any]:
@@ -90,8 +115,10 @@ class History:
             raise
 
     def _write(self, folder: Path, finished: Round, extra: dict[str, Any], start: Path) -> dict[str, Any]:
-        finished.state.save(folder / "state.safetensors", self.durable)
-        for update in finished.updates:
+        finished.state.save(folder / STATE, self.durable)
+        if not self.updates and finished.averaged is not None:
+            finished.averaged.save(folder / AVERAGED, self.durable)  # nothing else here tells the mean update
+        for update in finished.updates if self.updates else ():
             assert update.delta is not None  # only such updates are averaged
             update.delta.save(self.update_path(finished.number, update.client), self.durable)
         record = {
@@ -118,14 +145,20 @@ class History:
     def verify_state(self, number: int) -> None:
         """Refuse a damaged global state; the start state is hashed in the first round's record."""
         if number > 0:
-            self._verify(number, "state.safetensors")
+            self._verify(number, STATE)
         elif not self.initial_path.is_file():
             raise UserError(f"{self.initial_path}: {MISSING}")
         elif sha256(self.initial_path) != self.record(1)["start_sha256"]:
             raise UserError(f"{self.initial_path}: {DAMAGED}")
 
     def verify_update(self, number: int, client: int) -> None:
+        self.require_updates()
         self._verify(number, self.update_path(number, client).name)
+
+    def require_updates(self) -> None:
+        """Refuse a history that holds global states alone."""
+        if not self.updates:
+            raise UserError(f"{self.folder}: {AT_CLIENTS}")
 
     def _verify(self, number: int, name: str) -> None:
         path = self._round(number) / name

@@ -33,14 +33,21 @@ class Replay:
     """A round of the training to go through once more, with the random numbers that it had."""
 
     round: int
-    state: Params
-    """Where it began. A client keeps the states it was sent, so only their hashes travel."""
+    state: Params | str
+    """Where it began, or the hash of the encoded state, where the client reads it from its own disk. A client keeps the
+    states it was sent, so only their hashes travel."""
     weight: float
     """What its change counts in the sum that comes back."""
     group: int
     """Which of the sums it belongs to."""
     clients: tuple[int, ...] = ()
     """Who took part in it; none: everyone who is asked."""
+
+    @property
+    def began(self) -> Params:
+        """The state where it began, once it is there."""
+        assert isinstance(self.state, Params)
+        return self.state
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,9 @@ class LocalJob:
     sparse: Sparse | None = None
     """The state that is sent is an adapter over this frozen base, and so is the change that comes back."""
     replays: tuple[Replay, ...] = ()
-    """Rounds of the training to go through again."""
+    """Rounds of the training to go through again, or to tell of."""
+    keep: bool = False
+    """The client keeps the state it is sent and its update, on its own disk."""
 
     def __hash__(self) -> int:
         return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request))

@@ -60,6 +60,10 @@ class Trained:
     def order(self) -> Order:
         return self.trained_with or Order(self.seed)
 
+    def weight(self, pairs: int) -> float:
+        """Of a client that trains on so many pairs, in the mean of a round."""
+        return float(pairs) if self.training.weighting == "pairs" else float(pairs > 0)
+
     def training_job(self, round: int, **changes: Any) -> LocalJob:
         """The job that a round of the training gave to its clients, with some fields changed."""
         return self.training.job(round, self.order.seed, self.temperature, self.order.stream, **changes)

@@ -56,7 +56,7 @@ def forget(
                 "trained_sha256": start_hash(run, request),
             }
             known = (trained.start,)  # every client was sent the trained model
-            yield from _follow(world, stored, request, steps, settings, run.config.seed, observe, known)
+            yield from _follow(run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known)
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:

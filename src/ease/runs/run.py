@@ -83,7 +83,11 @@ class Run:
 
     @property
     def history(self) -> History:
-        return History(self.folder)
+        return History(self.folder, updates=self.config.training.history == "server")
+
+    def hosted(self, world: World) -> World:
+        """The world, its clients' disks being folders of this run where they keep their own history."""
+        return world.with_disks(self.folder / "clients" if self.config.training.history == "client" else None)
 
     def train(self, world: World) -> Iterator[dict[str, Any]]:
         """Train, or go on from the last complete round; yields each new round's record."""
@@ -173,7 +177,8 @@ class Run:
             raise UserError(
                 f"{start}: made by another model than config.toml names; restore it or train again elsewhere"
             )
-        metered = Metered(world.without(*(each for each in head.gone if each not in world.gone)).federation)
+        here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
+        metered = Metered(here.federation)
         for finished in fedavg(
             state,
             metered,
@@ -182,6 +187,7 @@ class Run:
             config.model.temperature,
             first_round=done + 1,
             held=self._held(head),
+            keep=config.training.history == "client",
         ):
             cost, metered.cost = metered.cost, Cost()
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -69,6 +70,8 @@ class World:
     evaluator: Evaluator
     gone: tuple[Request, ...] = ()
     """Requests that are closed: their pairs are in no client's data any more."""
+    disks: Path | None = None
+    """Folders that stand for the clients' own disks, one for each; absent: clients keep nothing."""
 
     @classmethod
     def open(
@@ -106,6 +109,10 @@ class World:
         """The same world once these requests are closed."""
         return replace(self, gone=(*self.gone, *requests)) if requests else self
 
+    def with_disks(self, disks: Path | None) -> "World":
+        """The same world whose clients keep what they are told to in folders of their own."""
+        return self if disks == self.disks else replace(self, disks=disks)
+
     @property
     def config(self) -> RunConfig:
         return self.server.config
@@ -119,4 +126,4 @@ class World:
     def federation(self) -> Loop:
         """The clients, each with its own pairs alone, behind the engine of the configuration."""
         shards, activations = self.shards, self.evaluator.activations
-        return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device)
+        return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device, self.disks)

@@ -14,6 +14,7 @@ DIRECTIONS = 10
 
 def client_overlap(trained: Trained) -> list[Overlap]:
     """The overlap in every block."""
+    trained.history.require_updates()
     columns = trained.history.columns(trained.training.rounds)
     owners = [client for _, client in columns]
     found = []

@@ -1,6 +1,7 @@
 """What the forget pairs really wrote into the model: what the rounds did less what they would have done without them.
 
-For clients that leave it comes from the history, for classes and single pairs by replay.
+For clients that leave it comes from the history, or from what they tell where clients keep it; for classes and single
+pairs by replay.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -8,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ease.data.partition import MINIMUM_PAIRS
-from ease.errors import UserError
 from ease.federation.protocol import Federation, Replay
 from ease.methods.base import Trained
+from ease.methods.ease.farewell import Wanted, added_up, never_took_part, started, with_and_without
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.params import Params, weighted_mean
 from ease.requests.request import ClientRequest, Request, SampleRequest
@@ -44,16 +45,25 @@ class Written:
 
 
 def written_by(
-    trained: Trained, request: Request, federation: Federation, forget_pairs: Mapping[int, int], replay: float | str
+    trained: Trained,
+    request: Request,
+    federation: Federation,
+    forget_pairs: Mapping[int, int],
+    replay: float | str,
+    farewell: str = "leaving",
 ) -> Written:
     """S of a request: D_t = (mean update of round t) - (what it would have been without the forget pairs).
 
-    `forget_pairs` says how many of them each client holds.
+    `forget_pairs` says how many of them each client holds; `farewell`, who tells of clients that leave.
     """
     rounds = range(1, trained.training.rounds + 1)
     early = max(1, round(EARLY * len(rounds)))
     if isinstance(request, ClientRequest):
-        parts, concerned, used = _from_history(trained, request, federation, rounds, early), 0, tuple(rounds)
+        concerned, used = 0, tuple(rounds)
+        if trained.history.updates:
+            parts = _from_history(trained, request, federation, rounds, early)
+        else:
+            parts = _from_farewell(trained, request, federation, rounds, early, farewell == "others")
     else:
         kept = {client: len(federation.held[client]) - count for client, count in forget_pairs.items() if count}
         count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
@@ -114,8 +124,23 @@ def _from_history(
         took_part = took_part or len(rest) < len(weighted)
         sums.add(number > early, did=mean, would=weighted_mean(rest) if rest else mean.zeros())
     if not took_part:
-        names = ", ".join(map(str, request.clients))
-        raise UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
+        raise never_took_part(request)
+    return sums.parts()
+
+
+def _from_farewell(
+    trained: Trained,
+    request: ClientRequest,
+    federation: Federation,
+    rounds: Sequence[int],
+    early: int,
+    others: bool,
+) -> Parts:
+    """The same means from global states and what leaving clients, or all the others, tell of their own updates."""
+    sums = _Sums(trained.start)
+    did, would = with_and_without(trained, request, federation, rounds, early, others)
+    for late in (False, True):
+        sums.add(late, did[late], would[late])
     return sums.parts()
 
 
@@ -156,20 +181,18 @@ def _moved(
     `pairs` says how many each client trains on, `used` how many rounds each of them stands for.
     """
     history = trained.history
-    zeros = trained.start.map(lambda tensor: tensor.double() * 0)
-    total, replays = [zeros, zeros], []
+    wanted, replays = [], []
     for number, stands_for in used.items():
-        updates = {client: history.update(number, client) for client in history.clients(number) if client in pairs}
-        weights = {c: _weight(trained, pairs[c]) for c in updates if pairs[c] >= MINIMUM_PAIRS}
+        there = [client for client in history.clients(number) if client in pairs]
+        weights = {c: _weight(trained, pairs[c]) for c in there if pairs[c] >= MINIMUM_PAIRS}
         share = stands_for / sum(weights.values()) if weights else 0.0
-        for client, weight in weights.items():
-            if client not in holders:
-                change = updates[client].change.map(lambda tensor: tensor.double())
-                total[number > early] = total[number > early] + (share * weight) * change
+        stored = {client: weight for client, weight in weights.items() if client not in holders}
+        wanted.append(Wanted(number, number > early, share, stored))
         history.verify_state(number - 1)
         took_part = tuple(client for client in weights if client in holders)
         if took_part:
-            replays.append(Replay(number, history.start(number), share, int(number > early), took_part))
+            replays.append(Replay(number, started(trained, number), share, int(number > early), took_part))
+    total = list(added_up(trained, request, federation, wanted))
     if replays:
         job = trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
         answers = federation.run(trained.start, job, sorted(holders))
@@ -203,4 +226,4 @@ class _Sums:
 
 
 def _weight(trained: Trained, pairs: int) -> float:
-    return float(pairs) if trained.training.weighting == "pairs" else float(pairs > 0)
+    return trained.weight(pairs)

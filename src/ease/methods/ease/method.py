@@ -46,6 +46,9 @@ class Ease(Unlearner):
     replay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Class and sample requests: share of the training rounds that are repeated without the forget pairs. `auto`: all
     where at most a third of the clients is concerned, else half of them, at most 32."""
+    farewell: Literal["leaving", "others"] = "leaving"
+    """Client requests where clients keep the history: who tells what the leaving clients wrote, they themselves or,
+    if what they kept is lost, all the others."""
     recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Rounds of recovery on retained data, as a share of the training rounds. `auto`: 0.15 when clients leave, 0.2 for
     other requests, for replayed rounds that stand for others disturb more."""
@@ -79,7 +82,7 @@ class Ease(Unlearner):
         clients = retained_clients(request, federation)
         before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
         counts = {client: len(values["forget"]) for client, values in before.items()}
-        written = written_by(trained, request, federation, counts, self.replay)
+        written = written_by(trained, request, federation, counts, self.replay, self.farewell)
         whole = self._one_side(written.total)
         spectra, bases = self._directions(trained, written)
         nobody = trained.history.state(written.last_early) - written.early

@@ -42,7 +42,7 @@ def draw_kept(client: ClientData, places: np.ndarray, job: LocalJob, rng: np.ran
 def replay_parts(state: Params, job: LocalJob) -> dict[str, Assigned]:
     """One training for each round, from the state that the round began from."""
     return {
-        str(each.round): (each.state, replace(job, round=each.round, objective=ROUND, replays=()))
+        str(each.round): (each.began, replace(job, round=each.round, objective=ROUND, replays=()))
         for each in job.replays
     }
 

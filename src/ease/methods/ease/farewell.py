@@ -1,0 +1,176 @@
+"""Farewell: sums of stored updates, read at the server, or told by clients that keep their updates themselves.
+
+Let a_k be a client's weight in a round, U_k its update and M = w_t - w_(t-1) what the round did. M is the mean of all
+updates, so with A = sum a_k a sum with other weights b_k is
+
+    sum b_k U_k = A M + sum (b_k - a_k) U_k
+
+and only those whose weights differ have to tell of theirs: clients that leave, or that hold pairs to forget. Where some
+of these are gone for good, the others tell of theirs instead, and M is not needed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ease.errors import UserError
+from ease.federation.client import ClientData
+from ease.federation.codec import encode_state
+from ease.federation.container import content_hash
+from ease.federation.objectives import Objective, register
+from ease.federation.protocol import Federation, LocalJob, Replay, Update
+from ease.methods.base import Trained
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+from ease.requests.request import ClientRequest, Request
+
+FAREWELL = "farewell"
+Groups = tuple[Params, Params]
+"""Of the early rounds and of the late ones, in double precision."""
+
+
+# --- a client's side ---
+
+
+def own_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
+    """Weighted sums of the updates that this client keeps, one for each group of rounds, in single precision.
+
+    Not in half: what is subtracted from them at the server may be nearly as large.
+    """
+    total: dict[str, Tensor] = {}
+    for each in job.replays:
+        assert isinstance(each.state, str)  # a name is enough: no one trains from it
+        for name, tensor in client.memory.change(each.round, each.state).tensors.items():
+            key = f"{each.group}/{name}"
+            total[key] = total.get(key, 0) + each.weight * tensor.double()
+    return {key: tensor.float() for key, tensor in total.items()}
+
+
+register(FAREWELL, Objective(measure=own_sums, passes=0.0))
+
+
+# --- the server's side ---
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of one round: `scale` times the sum of some clients' updates, each times its weight."""
+
+    round: int
+    late: bool
+    scale: float
+    weights: Mapping[int, float]
+
+
+def added_up(
+    trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], others: bool = False
+) -> Groups:
+    """What is wanted of the rounds, added up: from the server's history, or by asking those who keep it.
+
+    With `others`, clients that leave are not asked: all the others are.
+    """
+    return _read(trained, wanted) if trained.history.updates else _told(trained, request, federation, wanted, others)
+
+
+def started(trained: Trained, number: int) -> Params | str:
+    """The state that a round began from; its name, where clients keep it."""
+    start = trained.history.start(number)
+    return start if trained.history.updates else content_hash(encode_state(start))
+
+
+def with_and_without(
+    trained: Trained,
+    request: ClientRequest,
+    federation: Federation,
+    rounds: Sequence[int],
+    early: int,
+    others: bool,
+) -> tuple[Groups, Groups]:
+    """What the rounds did, and what they would have done without the clients that leave, when clients keep it."""
+    leaving, here = set(request.clients), set(federation.clients) | set(request.clients)
+    did: list[Wanted] = []
+    would: list[Wanted] = []
+    took_part = False
+    for number in rounds:
+        weights = {c: w for c, w in round_weights(trained, number).items() if not trained.gone or c in here}
+        rest = {client: weight for client, weight in weights.items() if client not in leaving}
+        took_part = took_part or len(rest) < len(weights)
+        for sums, kept in ((did, weights), (would, rest)):
+            if kept:
+                sums.append(Wanted(number, number > early, 1 / sum(kept.values()), kept))
+    if not took_part:
+        raise never_took_part(request)
+    return added_up(trained, request, federation, did), added_up(trained, request, federation, would, others)
+
+
+def never_took_part(request: ClientRequest) -> UserError:
+    names = ", ".join(map(str, request.clients))
+    return UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
+
+
+def round_weights(trained: Trained, number: int) -> dict[int, float]:
+    """Client -> its weight in the mean of a stored round."""
+    return {int(client): trained.weight(pairs) for client, pairs in trained.history.record(number)["pairs"].items()}
+
+
+def _zeros(trained: Trained) -> Params:
+    return trained.start.map(lambda tensor: tensor.double() * 0)
+
+
+def _read(trained: Trained, wanted: Sequence[Wanted]) -> Groups:
+    total = [_zeros(trained), _zeros(trained)]
+    for each in wanted:
+        for client, weight in each.weights.items():
+            change = trained.history.update(each.round, client).change.map(torch.Tensor.double)
+            total[each.late] = total[each.late] + (each.scale * weight) * change
+    return total[0], total[1]
+
+
+def _told(trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], others: bool) -> Groups:
+    total, here = [_zeros(trained), _zeros(trained)], set(federation.clients)
+    questions: list[Replay] = []
+    for each in wanted:
+        stored = round_weights(trained, each.round)
+        differ = {c: each.weights.get(c, 0.0) - weight for c, weight in stored.items()}
+        differ = {client: difference for client, difference in differ.items() if difference}
+        known = len(differ) < len(stored) and differ.keys() <= here and not (others and differ)
+        if known:
+            moved = trained.history.moved(each.round)
+            total[each.late] = total[each.late] + (each.scale * sum(stored.values())) * moved
+        asked = differ if known else each.weights
+        if asked:
+            start = started(trained, each.round)
+            questions += [Replay(each.round, start, each.scale * asked[c], int(each.late), (c,)) for c in asked]
+    clients = sorted({client for each in questions for client in each.clients})
+    absent = [client for client in clients if client not in here]
+    if absent:
+        raise UserError(
+            f"client {absent[0]} keeps updates that are needed, and it is not here; wait for it, use --method retrain, "
+            'or a run trained with training.history = "server"'
+        )
+    if clients:
+        job = trained.training_job(0, request=request, objective=FAREWELL, replays=tuple(questions))
+        answers = federation.run(trained.start, job, clients)
+        for answer in sorted(answers, key=lambda update: update.client):
+            for group in (0, 1):
+                if any(group == each.group and answer.client in each.clients for each in questions):
+                    total[group] = total[group] + _sum_of(answer, group, trained.start)
+    return total[0], total[1]
+
+
+def _sum_of(answer: Update, group: int, like: Params) -> Params:
+    """A client's sum over one group of rounds, refused if it is not one."""
+    told = {name: answer.values.get(f"{group}/{name}") for name in like.tensors}
+    sums = {
+        name: tensor.double()
+        for name, tensor in told.items()
+        if tensor is not None and tensor.shape == like[name].shape and bool(torch.isfinite(tensor).all())
+    }
+    if len(sums) < len(told):
+        raise UserError(
+            f"client {answer.client}: its farewell lacks tensors of the model, or their values are not finite; ask it "
+            "again, or use --method retrain"
+        )
+    return Params(sums, like.blocks)

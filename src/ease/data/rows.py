@@ -1,8 +1,10 @@
 """Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -50,6 +52,8 @@ class Row:
     """All that the row has, by name."""
     unused: tuple[str, ...] = ()
     """Those of its columns that hold something and were not read."""
+    folder: Path | None = None
+    """Where the image must lie, if it is a file."""
 
     @property
     def name(self) -> str:
@@ -256,11 +260,18 @@ def check_caption(value: Any, where: str) -> str:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{where}: a caption must be text, not {type(value).__name__}; write it in quotes")
+    if not _is_text(value):
+        raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has bytes; half of a character has none."""
     try:
         value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again") from error
-    return value
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def site_of(entry: Mapping[str, Any], where: str) -> str | None:
@@ -292,8 +303,23 @@ def check_split(value: Any, where: str) -> str:
     return known
 
 
+def check_links(rows: Iterable[Row]) -> None:
+    """Refuse images that links in their folder lead out of it; the folder itself may be a link."""
+    real = cache(os.path.realpath)
+    for row in rows:
+        if not isinstance(row.image, Path) or row.folder is None:
+            continue
+        place = os.path.join(real(row.image.parent), row.image.name)
+        place = os.path.realpath(place) if os.path.islink(place) else place
+        if not Path(place).is_relative_to(real(row.folder)):
+            raise UserError(
+                f"{row.where}: a link leads from {row.image} to {place}, out of the image folder; copy the image there "
+                "or set data.follow_links = true"
+            )
+
+
 def check_relative_path(value: Any, where: str, folder: Path | None = None) -> PurePosixPath:
-    """A path that stays inside its folder by its own words; links the owner put in the folder are followed.
+    """A path that stays inside its folder by its own words; of links, see `check_links`.
 
     Absolute paths are taken if they lie in `folder`, and backslashes are what Windows writes between folders.
     """
@@ -301,7 +327,11 @@ def check_relative_path(value: Any, where: str, folder: Path | None = None) -> P
         raise UserError(f"{where}: must be the path of an image, got {value!r}; name the image file")
     if "://" in value:
         raise UserError(f"{where}: {value!r} is a web address; download the image and name its file")
+    if not _is_text(value):
+        raise UserError(f"{where}: {value!r} holds half a character (lone surrogate); rename the image file")
     path = PurePosixPath(value.replace("\\", "/"))
+    if not path.name:
+        raise UserError(f"{where}: must be the path of an image, got {value!r}, a folder; name the image file")
     if path.is_absolute() and folder is not None:
         real, root = Path(path.parent).resolve() / path.name, folder.resolve()
         path = PurePosixPath(real.relative_to(root)) if real.is_relative_to(root) else path
@@ -318,4 +348,4 @@ def check_folder(folder: Path) -> Path:
 
 def first_existing(candidates: Sequence[Path]) -> Path:
     """Copies of one data set differ in their folders; where none fits, the first is what the message names."""
-    return next((path for path in candidates if path.exists()), candidates[0])
+    return next((path for path in candidates if os.path.exists(path)), candidates[0])  # False for names too long

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ease.errors import UserError
+from ease.storage import open_regular
 
 
 def parquet_entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -29,6 +30,7 @@ def stream_entries(path: Path) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     try:
+        open_regular(path).close()
         yield
     except ImportError as error:
         raise UserError(f'{path}: needs the tables extra: pip install "ease-unlearning[tables]"') from error

@@ -1,5 +1,6 @@
 """Hugging Face `datasets` on disk: what `save_to_disk` writes, or Parquet files named by their split."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -37,7 +38,12 @@ def _saved_splits(path: Path) -> dict[str, Iterator[dict[str, Any]]]:
 
 def _saved(folder: Path) -> Iterator[dict[str, Any]]:
     (files,) = read_lists(folder / STATE, "_data_files")
-    return chain.from_iterable(stream_entries(folder / str(file.get("filename"))) for file in files)
+    names = [file.get("filename") for file in files]
+    for name in names:
+        plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
+        if not plain or os.path.dirname(os.path.realpath(folder / name)) != os.path.realpath(folder):
+            raise UserError(f"{folder / STATE}: {name!r} is no file of this folder; save the data set again")
+    return chain.from_iterable(stream_entries(folder / name) for name in names)
 
 
 def _parquet_splits(path: Path) -> dict[str, Iterator[dict[str, Any]]]:

@@ -75,6 +75,7 @@ def row_of(entry: dict[str, Any], where: str, folder: Path, number: str) -> Row:
         site=site_of(entry, where),
         columns=tuple(map(sys.intern, entry)),
         unused=tuple(sys.intern(name) for name, value in entry.items() if value is not None and name not in read),
+        folder=folder,
     )
 
 

@@ -356,7 +356,7 @@ def test_a_small_file_of_very_many_pixels_is_refused_by_its_header(tmp_path):
     paths = [bomb(tmp_path / "a.png", 13300)]
     paths.append(Path(shutil.copy(paths[0], tmp_path / "b.png")))
     assert paths[0].stat().st_size < 1_000_000
-    code = "paths = [Path(p) for p in sys.argv[1:]]\nprint(list(decode(paths, identify(paths)[0], 64).unreadable.values()))"
+    code = "p = [Path(a) for a in sys.argv[1:]]\nprint(list(decode(p, identify(p)[0], 64).unreadable.values()))"
     reasons, grown = in_a_process_of_its_own(code, *paths)
     assert reasons.count("too large: needs 4,048 MB to decode, at most 1,024 are taken") == 2
     assert int(grown) < 150

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import os
 import zipfile
 from dataclasses import replace
@@ -376,3 +377,27 @@ def test_half_a_character_in_a_path_is_one_line(tmp_path, load):
     (tmp_path / "captions.jsonl").write_text('{"image": "\\ud800.png", "caption": "x"}')
     with pytest.raises(UserError, match=r"line 1: image: '\\ud800\.png' holds half a character"):
         load("folder", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\u202eb", "a\u2028b", "\ud800"])
+def test_ids_and_sites_that_would_break_a_list_or_steer_a_terminal_are_refused(tmp_path, load, picture, name):
+    picture(tmp_path / "a.png")
+    for column, problem in (("id", "id"), ("site", "site")):
+        row = {"image": "a.png", "caption": "x", column: name}
+        (tmp_path / "captions.jsonl").write_text(json.dumps(row))
+        with pytest.raises(
+            UserError, match=rf"line 1: {problem}.*(control characters or line breaks|half a char)"
+        ) as caught:
+            load("folder", tmp_path)
+        assert not set(name) & set("\n\x1b\u202e\u2028\ud800") & set(str(caught.value))
+
+
+def test_the_list_of_unreadable_images_has_one_line_each(tmp_path, load, picture):
+    for number in range(20):
+        picture(tmp_path / f"{number}.png")
+    rows = [{"image": f"{number}.png", "caption": "x"} for number in range(20)]
+    rows.append({"image": "a\n\x1b[31m.png", "id": "odd", "caption": "x"})
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (listing,) = load("folder", tmp_path).report.listings[:1]
+    (line,) = listing.read_text().splitlines()
+    assert line == rf"{tmp_path}/a\n\x1b[31m.png (No such file or directory)"

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ease.console import plain
 from ease.data.images import ImageSource, decode, identify
 from ease.data.pairs import SPLITS, PairSet, pair_digest
 from ease.data.report import DataReport
@@ -150,6 +151,11 @@ def _join(rows: Iterable[Row]) -> list[Row]:
     """One row for each id: many files have a line for each caption. An id has one image, split and site."""
     joined: dict[str, Row] = {}
     for row in rows:
+        if plain(row.id) != row.id:
+            raise UserError(
+                f"{row.where}: id {row.id!r} holds control characters or line breaks, and lists have one id a line; "
+                "rename the image or give it another `id`"
+            )
         first = joined.setdefault(row.id, row)
         if first is row:
             continue
@@ -196,8 +202,8 @@ def _listing(kind: str, lines: Sequence[str]) -> tuple[Path, ...]:
     if not lines:
         return ()
     path = cache_folder() / "pixels" / f"{kind}-{digest(lines)}.txt"
-    # A file name may hold bytes that are no text; they are shown escaped.
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+    # A file name may hold bytes that are no text, and what would steer a terminal; both are shown escaped.
+    write_atomic(path, "".join(f"{plain(line)}\n" for line in lines).encode())
     return (path,)
 
 
@@ -292,7 +298,10 @@ def _site(value: Any, where: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{where}: must be a text or a number, got {value!r}; name the site or rename the column")
-    return check_caption(str(value), where).strip() or None
+    name = check_caption(str(value), where).strip()
+    if plain(name) != name:
+        raise UserError(f"{where}: {name!r} holds control characters or line breaks; name the site in one line")
+    return name or None
 
 
 def check_split(value: Any, where: str) -> str:
@@ -305,13 +314,13 @@ def check_split(value: Any, where: str) -> str:
 
 def check_links(rows: Iterable[Row]) -> None:
     """Refuse images that links in their folder lead out of it; the folder itself may be a link."""
-    real = cache(os.path.realpath)
+    real = cache(Path.resolve)
     for row in rows:
         if not isinstance(row.image, Path) or row.folder is None:
             continue
-        place = os.path.join(real(row.image.parent), row.image.name)
-        place = os.path.realpath(place) if os.path.islink(place) else place
-        if not Path(place).is_relative_to(real(row.folder)):
+        place = real(row.image.parent) / row.image.name
+        place = Path(os.path.realpath(place)) if place.is_symlink() else place  # `resolve` fails on a circle
+        if not place.is_relative_to(real(row.folder)):
             raise UserError(
                 f"{row.where}: a link leads from {row.image} to {place}, out of the image folder; copy the image there "
                 "or set data.follow_links = true"

@@ -41,7 +41,7 @@ def _saved(folder: Path) -> Iterator[dict[str, Any]]:
     names = [file.get("filename") for file in files]
     for name in names:
         plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
-        if not plain or os.path.dirname(os.path.realpath(folder / name)) != os.path.realpath(folder):
+        if not plain or Path(os.path.realpath(folder / name)).parent != folder.resolve():
             raise UserError(f"{folder / STATE}: {name!r} is no file of this folder; save the data set again")
     return chain.from_iterable(stream_entries(folder / name) for name in names)
 

@@ -13,7 +13,7 @@ from ease.data.images import ImageSource, decode, identify
 from ease.data.pairs import SPLITS, PairSet, pair_digest
 from ease.data.report import DataReport
 from ease.errors import UserError
-from ease.storage import cache_folder, digest, write_atomic
+from ease.storage import cache_folder, digest, read_bytes, write_atomic
 
 CAPTIONS_PER_IMAGE = 5
 SPLIT_NAMES = {
@@ -29,6 +29,8 @@ SPLIT_NAMES = {
 SITE_COLUMNS = ("client", "site")
 """Either names who holds an image."""
 NAMED_IN_MESSAGE = 3
+LARGEST_TEXT = 1 << 30
+"""Bytes of the largest list of images that is read; parsed it takes several times as much memory."""
 PACKED = (b"\x1f\x8b", b"PK\x03\x04")
 """How gzip and zip files begin."""
 MOST_UNREADABLE = 0.1
@@ -220,7 +222,7 @@ def split_by_id(pair_id: str, held_out_share: float) -> str:
 def read_text(path: Path) -> str:
     """The text of a user's file with plain line ends, less a byte order mark."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST_TEXT)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check data.path") from error
     except IsADirectoryError as error:
@@ -319,12 +321,19 @@ def check_links(rows: Iterable[Row]) -> None:
         if not isinstance(row.image, Path) or row.folder is None:
             continue
         place = real(row.image.parent) / row.image.name
-        place = Path(os.path.realpath(place)) if place.is_symlink() else place  # `resolve` fails on a circle
+        place = Path(os.path.realpath(place)) if _is_link(place) else place  # `resolve` fails on a circle
         if not place.is_relative_to(real(row.folder)):
             raise UserError(
                 f"{row.where}: a link leads from {row.image} to {place}, out of the image folder; copy the image there "
                 "or set data.follow_links = true"
             )
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # a name too long for any file
+        return False
 
 
 def check_relative_path(value: Any, where: str, folder: Path | None = None) -> PurePosixPath:

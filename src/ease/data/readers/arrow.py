@@ -14,8 +14,10 @@ def parquet_entries(path: Path) -> Iterator[dict[str, Any]]:
     with _reading(path):
         from pyarrow import parquet
 
+        open_regular(path).close()
         table = parquet.read_table(path)
-    return _entries(table)
+        table.validate(full=True)
+    return _entries(table, path)
 
 
 def stream_entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -23,27 +25,30 @@ def stream_entries(path: Path) -> Iterator[dict[str, Any]]:
     with _reading(path):
         import pyarrow
 
+        open_regular(path).close()
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-    return _entries(table)
+        table.validate(full=True)  # its offsets are used as they are: wrong ones would read anywhere
+    return _entries(table, path)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     try:
-        open_regular(path).close()
         yield
     except ImportError as error:
         raise UserError(f'{path}: needs the tables extra: pip install "ease-unlearning[tables]"') from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check data.path") from error
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: damaged or no such table ({reason}); get the file again") from error
 
 
-def _entries(table: Any) -> Iterator[dict[str, Any]]:
+def _entries(table: Any, path: Path) -> Iterator[dict[str, Any]]:
     for values in zip(*table.itercolumns(), strict=True):
-        yield {name: _plain(value) for name, value in zip(table.column_names, values, strict=True)}
+        with _reading(path):
+            entry = {name: _plain(value) for name, value in zip(table.column_names, values, strict=True)}
+        yield entry
 
 
 def _plain(scalar: Any) -> Any:

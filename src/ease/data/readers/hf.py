@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ease.console import plain
 from ease.data.readers.arrow import parquet_entries, stream_entries
 from ease.data.readers.table import row_of
 from ease.data.rows import Row, check_folder, check_split, read_lists
@@ -38,10 +39,10 @@ def _saved_splits(path: Path) -> dict[str, Iterator[dict[str, Any]]]:
 
 def _saved(folder: Path) -> Iterator[dict[str, Any]]:
     (files,) = read_lists(folder / STATE, "_data_files")
-    names = [file.get("filename") for file in files]
+    names: list[Any] = [file.get("filename") for file in files]
     for name in names:
-        plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
-        if not plain or Path(os.path.realpath(folder / name)).parent != folder.resolve():
+        harmless = isinstance(name, str) and Path(name).name == name and plain(name) == name
+        if not harmless or Path(os.path.realpath(folder / name)).parent != folder.resolve():
             raise UserError(f"{folder / STATE}: {name!r} is no file of this folder; save the data set again")
     return chain.from_iterable(stream_entries(folder / name) for name in names)
 

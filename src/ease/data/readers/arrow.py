@@ -8,14 +8,25 @@ from typing import Any
 from ease.errors import UserError
 from ease.storage import open_regular
 
+UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 100
+"""What a Parquet file may unpack to: so much, and so many times its size; pictures do not shrink, text to a tenth."""
+ROWS_AT_ONCE = 256
+
 
 def parquet_entries(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file by column; it is unpacked into memory as a whole."""
     with _reading(path):
+        import pyarrow
         from pyarrow import parquet
 
-        open_regular(path).close()
-        table = parquet.read_table(path)
+        with open_regular(path) as content, parquet.ParquetFile(content) as file:
+            most, taken, parts = UNPACKED_BYTES + UNPACKED_TIMES * path.stat().st_size, 0, []
+            for part in file.iter_batches(ROWS_AT_ONCE):
+                taken += part.nbytes
+                if taken > most:
+                    raise UserError(f"{path}: unpacks to more than {UNPACKED_TIMES} times its size; get the file again")
+                parts.append(part)
+            table = pyarrow.Table.from_batches(parts, file.schema_arrow)
         table.validate(full=True)
     return _entries(table, path)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -133,6 +134,16 @@ def test_help_does_not_wait_for_torch() -> None:
         ("data.path", ("--set data.path", "write it as key=value")),
         ("[red]=1", ("[red]", "unknown key")),
         ("device=cuda", ("cuda",)),
+        ("training.learning_rate=1e308", ("training.learning_rate", "less than or equal to 1000000")),
+        ("training.learning_rate=inf", ("training.learning_rate", "finite number")),
+        ("training.learning_rate=nan", ("training.learning_rate", "finite number")),
+        ("model.temperature=-inf", ("model.temperature", "finite number")),
+        ("training.rounds=" + "9" * 5000, ("training.rounds",)),
+        ("seed=" + "9" * 4000, ("seed", "a number beyond 2^63")),
+        ("data.train=[[1, 99999999999999999999]]", ("data.train", "a number beyond 2^63")),
+        ("data.name=" + "[" * 50_000, ("data.name",)),
+        ("\x1b[31m\u202e=1", (r"\x1b[31m\u202e", "unknown key")),
+        ("data.path=\udcff", ("data.path", "half a character")),
     ],
 )
 def test_a_wrong_setting_is_one_line(ease, small, tmp_path: Path, assignment: str, parts, monkeypatch) -> None:
@@ -149,6 +160,11 @@ def test_a_wrong_setting_is_one_line(ease, small, tmp_path: Path, assignment: st
         ("rounds = ", ("c.toml", "not valid TOML")),
         ("[training]\nround = 1", ("c.toml", "training.round", "unknown key")),
         ("[model]\nlora = 'big'", ("c.toml", "model.lora", "'ffa', 'full' or 'off'")),
+        ("a = " + "[" * 50_000, ("c.toml", "not valid TOML")),
+        ("seed = " + "9" * 5000, ("c.toml", "not valid TOML")),
+        ("seed = " + "9" * 30, ("c.toml", "seed", "a number beyond 2^63")),
+        ("x = 1\n" * 200_000, ("c.toml", "more than 1,048,576 bytes")),
+        ("x = '\x1b[31m'", ("c.toml", "not valid TOML")),
     ],
 )
 def test_a_wrong_file_is_one_line(ease, tmp_path: Path, content: str | None, parts) -> None:
@@ -240,6 +256,59 @@ def test_the_message_is_printed_as_it_is(ease, tmp_path: Path) -> None:
     """Square brackets are no markup, and long lines are not broken."""
     name = tmp_path / ("[bold]x[/]" + "y" * 150) / "c.toml"
     assert is_one_line(ease("train", name, "--out", tmp_path / "run"), f"{name}: no such file")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"format": ' + "9" * 5000 + "}", "[]", '{"a": "\\ud800"}', ""])
+def test_a_run_that_is_none_is_one_line(ease, tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    assert is_one_line(ease("forget", tmp_path, "--client", "1"), str(tmp_path / "run.json"))
+
+
+def test_a_number_of_a_client_may_have_any_length(ease, small, tmp_path: Path) -> None:
+    assert ease("train", "--out", tmp_path / "run", "--quiet", *settings(*small)).code == 0
+    assert is_one_line(ease("forget", tmp_path / "run", "--client", "9" * 5000), "no such client")
+
+
+def test_a_terminal_that_knows_few_letters_is_shown_question_marks(tmp_path: Path) -> None:
+    """`±`, `·` and lines of tables are no ASCII."""
+    command = [sys.executable, "-c", "from ease.cli import main; main()", "methods"]
+    for more in ([], ["--markdown"]):
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii", "EASE_CACHE": str(tmp_path)}
+        result = subprocess.run([*command, *more], capture_output=True, env=environment)
+        assert result.returncode == 0 and b"Traceback" not in result.stderr
+        assert result.stdout.isascii() and b"?" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_too_little_memory_is_one_line(ease, monkeypatch, tmp_path: Path, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ease.commands.train.train_run", fail)
+    assert is_one_line(ease("train", "--out", tmp_path / "run"), "not enough memory", "ulimit -v")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [300, 700, 1000, 1150, 1300])
+def test_a_limit_of_memory_is_one_line_or_enough(small, tmp_path: Path, megabytes: int) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    arguments = ["train", "--quiet", "--out", str(tmp_path / "run"), *settings(*small)]
+    command = [sys.executable, "-c", "from ease.cli import main; main()", *arguments]
+    environment = {**os.environ, "EASE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, env=environment)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 0 or (result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: "))
 
 
 def test_debug_shows_the_traceback() -> None:

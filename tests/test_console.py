@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ease import console
-from ease.console import as_html, as_text, labelled, megabytes, rounds_bar, status, table, with_progress
+from ease.console import as_html, as_text, labelled, megabytes, plain, rounds_bar, status, table, with_progress
 from ease.errors import UserError
 
 
@@ -142,3 +142,40 @@ def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.Capt
     assert not made.is_terminal
     made.print("training 1/5")
     assert capsys.readouterr().err == "training 1/5\n" and notebook == []
+
+
+# --- names of strangers ---
+
+NAME = "a\x1b[31mred\x1b]0;title\x07\r\n\x85\u2028\u202egnp\u2066\ud800\x9bé\u200d图"
+SHOWN = r"a\x1b[31mred\x1b]0;title\x07\r\n\x85\u2028\u202egnp\u2066\ud800\x9bé" + "\u200d图"
+
+
+def test_what_would_steer_a_terminal_is_shown_as_its_code() -> None:
+    assert plain(NAME) == SHOWN and plain(SHOWN) == SHOWN
+    assert plain("a b\u00a0c \\ é 图 👩\u200d🚀 [x]") == "a b\u00a0c \\ é 图 👩\u200d🚀 [x]"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_name_steers_the_terminal_wherever_it_is_printed(terminal: bool, monkeypatch) -> None:
+    made = console.Screen(file=io.StringIO(), force_terminal=terminal, width=300, color_system=None)
+    monkeypatch.setattr(console, "errors", made)
+
+    class Summary:
+        def render(self) -> Iterator[RenderableType]:
+            yield f"written to {NAME}"
+            yield labelled("note", NAME)
+            yield table(NAME, ["", NAME], [[NAME, Text("styled \x1b[5m")]], caption=f"of {NAME}")
+            yield Text(f"bare {NAME}")
+
+    console.show(Summary(), made)
+    made.print(f"printed {NAME}")
+    with rounds_bar(f"bar {NAME}", 3) as bar:
+        bar.step(done=NAME)
+    with status(f"busy {NAME}", quiet=False):
+        pass
+    written = text(made)
+    assert "\x1b[31m" not in written and "\x1b]0" not in written and "\x1b[5m" not in written
+    assert not set("\x07\x85\u2028\u202e\u2066\ud800\x9b") & set(written)
+    for place in ("written to ", "note: ", "bar "):
+        assert place + SHOWN in written, place
+    assert as_text(Summary()).count("\x1b") == 0

@@ -1,6 +1,8 @@
 """The command line: each command is thin, over one library call. Heavy imports wait until a command needs them."""
 
+import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -38,6 +40,15 @@ class ExportFormat(StrEnum):
 
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""
+
+LACK = re.compile(
+    r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc", re.I
+)
+"""How Python, torch, the loader of libraries and CUDA say it."""
+OUT_OF_MEMORY = (
+    "not enough memory: close other programs, raise the limit (ulimit -v) or make less work of it "
+    "(training.batch_size, gallery, fewer pairs); --debug shows where it ran out"
+)
 
 app = typer.Typer(
     help="Federated unlearning for image-text models: train, forget, and show that it is forgotten.",
@@ -342,6 +353,10 @@ def _finish(summary: Summary, as_json: bool) -> None:
 
 def main() -> None:
     """Run a command; a user's mistake is one line and exit code 2."""
+    # A terminal or a pipe may know fewer letters than we write; then some are question marks.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -352,9 +367,22 @@ def main() -> None:
             raise
         _complain(error)
         raise SystemExit(2) from None
+    except (MemoryError, RuntimeError, ImportError, SystemError) as error:
+        if "--debug" in sys.argv or not _lacks_memory(error):
+            raise
+        _complain(UserError(OUT_OF_MEMORY))
+        raise SystemExit(2) from None
     if code == INTERRUPTED:
         print("\nstopped; run the same command again to continue", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether an error, or what it came from, is that memory or threads ran out."""
+    if isinstance(error, MemoryError) or LACK.search(str(error)):
+        return True
+    cause = error.__cause__ or error.__context__
+    return cause is not None and _lacks_memory(cause)
 
 
 def _complain(error: UserError | click.ClickException | OSError) -> None:

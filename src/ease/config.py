@@ -1,5 +1,6 @@
 """Configuration: frozen, strictly checked values that come from TOML and `--set key=value`."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,13 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ease.errors import UserError
+
+LARGEST_TOML = 1 << 20
+"""Bytes of the largest configuration that is parsed."""
+LARGEST_NUMBER = 1 << 63
+"""Whole numbers from here on fit no array, no file and no random stream."""
+
+HALF = re.compile("[\ud800-\udfff]")
 
 
 class Config(BaseModel):
@@ -22,14 +30,18 @@ C = TypeVar("C", bound=Config)
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # of any kind: a shell may hand over a pipe
+            content = file.read(LARGEST_TOML + 1)
+        if len(content) > LARGEST_TOML:
+            raise UserError(f"{path}: more than {LARGEST_TOML:,} bytes, which no configuration has; name a TOML file")
+        return tomllib.loads(content.decode().replace("\r\n", "\n"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; name a TOML file") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a folder; name a TOML file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
         raise UserError(f"{path}: not valid TOML ({error})") from error
 
 
@@ -42,7 +54,7 @@ def override(table: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any
             raise UserError(f"--set {assignment}: write it as key=value, for example --set training.rounds=5")
         try:
             changes[name.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             changes[name.strip()] = text
     return assign(table, changes)
 
@@ -64,7 +76,10 @@ def assign(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
     """Build a config value; the first mistake becomes one line that names file, field and remedy."""
     try:
+        _check_values(table, source)
         return kind.model_validate(table)
+    except RecursionError as error:
+        raise UserError(f"{source}: nested too deeply; write plain sections of plain values") from error
     except ValidationError as error:
         first = error.errors()[0]
         unknown = first["type"] == "extra_forbidden"
@@ -78,6 +93,23 @@ def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
             message = first["msg"].removeprefix("Value error, ")
             remedy = f"{message[0].lower()}{message[1:]} (got {_short(first['input'])})"
         raise UserError(f"{source}: {field}: {remedy}") from error
+
+
+def _check_values(table: Any, source: str) -> None:
+    """Refuse what would fail later, far from here: whole numbers that overflow, and text that no file can hold."""
+    waiting: list[tuple[str, Any]] = [("", table)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(name, item) for item in value]
+        elif isinstance(value, int) and not -LARGEST_NUMBER <= value < LARGEST_NUMBER:
+            raise UserError(f"{source}: {name or '(whole file)'}: a number beyond 2^63; write a smaller one")
+        elif isinstance(value, str) and HALF.search(value):
+            raise UserError(
+                f"{source}: {name or '(whole file)'}: holds half a character (lone surrogate); write it again"
+            )
 
 
 def _short(value: Any) -> str:

@@ -1,5 +1,6 @@
 """What people see: progress with time left, tables, and one-line errors."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,7 +9,7 @@ from io import StringIO
 from itertools import count
 from typing import Protocol, TypeVar
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +29,9 @@ from ease.errors import UserError
 SECONDS_BEFORE_PROGRESS = 2.0
 ESTIMATE_SECONDS = 3600.0
 """How far back the time left is reckoned from: a single round may take minutes."""
+
+STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves a cursor, breaks a line, turns the direction of writing or is half a character."""
 
 Item = TypeVar("Item")
 
@@ -37,13 +42,29 @@ class Shown(Protocol):
     def render(self) -> Iterator[RenderableType]: ...
 
 
+def plain(text: str) -> str:
+    """Text that steers no terminal: what is not meant to be seen is shown as its code, such as \\x1b."""
+    return STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Screen(Console):
+    """A terminal on which names and captions of strangers are letters alone, wherever they are printed."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text == "\n" or not STEERING.search(segment.text):
+                yield segment
+            else:
+                yield Segment("\n".join(map(plain, segment.text.split("\n"))), segment.style)
+
+
 def stream(stderr: bool) -> Console:
     """Standard output or error. In a notebook plain lines, as in a log file.
 
     Rich would make an output of its own of every line there, and Jupyter forces colour, which looks like a terminal.
     """
     notebook = Console().is_jupyter
-    return Console(stderr=stderr, force_jupyter=False, force_terminal=False if notebook else None)
+    return Screen(stderr=stderr, force_jupyter=False, force_terminal=False if notebook else None)
 
 
 screen = stream(stderr=False)
@@ -57,13 +78,14 @@ class RoundProgress:
         self._show = show
 
     def step(self, **figures: str) -> None:
-        self._show("  ".join(f"{name} {value}" for name, value in figures.items()))
+        self._show(plain("  ".join(f"{name} {value}" for name, value in figures.items())))
 
 
 @contextmanager
 def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first: str = "") -> Iterator[RoundProgress]:
     """A progress bar on the error stream, so that standard output stays clean for results; `first` is what it says
     until the first round is over."""
+    title, first = plain(title), plain(first)
     if quiet:
         yield RoundProgress(lambda note: None)
         return
@@ -104,7 +126,7 @@ def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[
             done += ticks
             if done * 10 // total > told:
                 told = done * 10 // total
-                errors.print(f"{title} {done}/{total}", soft_wrap=True)
+                errors.print(f"{title} {done}/{total}", soft_wrap=True, markup=False)
 
         yield advance
 
@@ -153,11 +175,15 @@ def table(
 
     Strings are shown as they are, brackets too: labels and paths are the user's. What has a style is a Text.
     """
-    result = Table(title=escape(title), title_justify="left", caption=escape(caption or ""), caption_justify="left")
+    result = Table(
+        title=escape(plain(title)), title_justify="left", caption=escape(caption or ""), caption_justify="left"
+    )
     for index, column in enumerate(columns):
-        result.add_column(escape(column), justify="left" if index < text_columns else "right", no_wrap=index == 0)
+        result.add_column(
+            escape(plain(column)), justify="left" if index < text_columns else "right", no_wrap=index == 0
+        )
     for row in rows:
-        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        result.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in row))
     return result
 
 
@@ -167,7 +193,7 @@ def megabytes(count: float) -> str:
 
 def status(text: str, quiet: bool) -> AbstractContextManager[object]:
     """A spinner while something takes a moment."""
-    return nullcontext() if quiet else errors.status(text)
+    return nullcontext() if quiet else errors.status(escape(plain(text)))
 
 
 def as_text(shown: Shown) -> str:
@@ -183,7 +209,7 @@ def as_html(shown: Shown) -> str:
 
 def _recorded(shown: Shown) -> Console:
     """A console that keeps what it is told, and shows none of it, in a notebook either."""
-    recorder = Console(width=100, record=True, file=StringIO(), force_jupyter=False)
+    recorder = Screen(width=100, record=True, file=StringIO(), force_jupyter=False)
     show(shown, recorder)
     return recorder
 
@@ -191,9 +217,9 @@ def _recorded(shown: Shown) -> Console:
 def show(shown: Shown, on: Console = screen) -> None:
     """Print a summary; its strings are shown as they are, and not broken: half a path cannot be copied."""
     for part in shown.render():
-        on.print(part, soft_wrap=isinstance(part, str | Text), markup=False)
+        on.print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text), markup=False)
 
 
 def labelled(label: str, text: str, style: str = "dim") -> Text:
     """A line that begins with a word in another style."""
-    return Text.assemble((f"{label}:", style), f" {text}")
+    return Text.assemble((f"{plain(label)}:", style), f" {plain(text)}")

@@ -1,12 +1,15 @@
 """Files that are either whole or absent: atomic writes, safe reads, one place for the cache folder."""
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,21 @@ from ease.errors import UserError
 
 LEFTOVER = ".partial-"
 """How the names of unfinished files begin; a killed process may leave some behind."""
+LARGEST_JSON = 1 << 28
+"""Bytes of the largest JSON file that is parsed; parsed it takes about ten times as much memory."""
+SMALL_JSON = 1 << 24
+"""The same for settings and markers, which a person could have written."""
+TENSOR_ERRORS = (
+    SafetensorError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    AssertionError,
+    OverflowError,
+    AttributeError,
+)
+"""What a safetensors file whose header lies makes its reader raise."""
 
 
 def cache_folder() -> Path:
@@ -80,18 +98,44 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read, and nothing else: a pipe or a device may never answer or never end."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """The bytes of a regular file of at most so many; larger ones are refused before they are read."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if size > most or len(content) > most:
+        raise UserError(f"{path}: {max(size, len(content)):,} bytes, and at most {most:,} are read; name another file")
+    return content
+
+
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
     write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), durable)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_bytes(path, most).decode())
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
         raise UserError(f"{path}: damaged JSON ({error}); delete it and run again") from error
 
 
@@ -107,21 +151,23 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], note: Any = None
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        return parse_tensors(path.read_bytes())
+        with open_regular(path) as file:
+            return parse_tensors(file.read())
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
-    except SafetensorError as error:
+    except TENSOR_ERRORS as error:
         raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
 
 
 def read_note(path: Path) -> Any:
     """The JSON note in a tensor file's header; the tensors themselves are not read."""
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             return json.loads((file.metadata() or {}).get("ease", "null"))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (*TENSOR_ERRORS, OSError, RecursionError) as error:
         raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
 
 
@@ -196,5 +242,5 @@ def digest(*parts: Any) -> str:
 
 def sha256(path: Path) -> str:
     """Hash of a whole file, however large."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

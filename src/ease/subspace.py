@@ -276,6 +276,13 @@ def save_bases(path: Path, bases: Mapping[str, Basis]) -> None:
 def load_bases(path: Path) -> dict[str, Basis]:
     """Read what `save_bases` wrote."""
     tensors = read_tensors(path)
+    try:
+        return _bases_of(tensors)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: not the directions of blocks ({error}); the file was altered, restore it") from error
+
+
+def _bases_of(tensors: dict[str, Tensor]) -> dict[str, Basis]:
     bases = {}
     for name in [key.removesuffix(":weights") for key in tensors if key.endswith(":weights")]:
         weights = tensors[f"{name}:weights"]

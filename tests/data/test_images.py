@@ -5,7 +5,13 @@ import io
 import json
 import os
 import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +19,7 @@ import pytest
 from PIL import Image
 
 from ease.data import images
-from ease.data.images import WHOLE_BYTES, decode, decode_image, identify
+from ease.data.images import COEFFICIENT_BYTES, PIXEL_BYTES, WHOLE_BYTES, decode, decode_image, identify
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -299,3 +305,103 @@ def test_traits_are_counted(tmp_path):
     Image.new("L", (3, 3)).save(tmp_path / "speck.png")
     result = decoded(tmp_path / "grey.png", tmp_path / "speck.png", photo(tmp_path / "a.png"))
     assert result.traits == {"converted": 2, "small": 1}
+
+
+# --- what a stranger may put there ---
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    body = kind + content
+    return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def bomb(path: Path, side: int) -> Path:
+    """A PNG of so many transparent pixels each way, in a file that is a thousand times smaller."""
+    packer = zlib.compressobj(9)
+    lines = b"".join(packer.compress(bytes(1 + 4 * side)) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 8, 6, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b""))
+    return path
+
+
+def in_a_process_of_its_own(code: str, *arguments: object) -> list[str]:
+    """What it prints, and in the last line the most memory it ever had, in MB beyond what Python and Pillow take."""
+    measured = (
+        "import resource, sys\nfrom pathlib import Path\nfrom ease.data.images import decode, identify, decode_image\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\nbefore = peak()\n"
+    )
+    command = [sys.executable, "-c", f"{measured}{code}\nprint(peak() - before)", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+
+
+def test_pipes_sockets_and_devices_are_no_images_and_nobody_waits_for_them(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.png"))
+        (tmp_path / "device.png").symlink_to("/dev/zero")
+        paths = [tmp_path / f"{name}.png" for name in ("pipe", "socket", "device")]
+        _, unreadable = identify(paths)
+    assert unreadable == {0: "Not a regular file", 1: "No such device or address", 2: "Not a regular file"}
+    for path in (paths[0], paths[2]):
+        with pytest.raises(OSError, match="Not a regular file"):
+            decode_image(path, 8)
+
+
+def test_a_name_that_no_file_can_have_is_unreadable_not_a_crash(tmp_path):
+    assert set(identify([tmp_path / "\ud800.png", tmp_path / ("x" * 5000)])[1]) == {0, 1}
+
+
+def test_a_small_file_of_very_many_pixels_is_refused_by_its_header(tmp_path):
+    """The file of a known attack: 13300 x 13300 took 2.8 GB for each thread."""
+    paths = [bomb(tmp_path / "a.png", 13300)]
+    paths.append(Path(shutil.copy(paths[0], tmp_path / "b.png")))
+    assert paths[0].stat().st_size < 1_000_000
+    code = "p = [Path(a) for a in sys.argv[1:]]\nprint(list(decode(p, identify(p)[0], 64).unreadable.values()))"
+    reasons, grown = in_a_process_of_its_own(code, *paths)
+    assert reasons.count("too large: needs 4,048 MB to decode, at most 1,024 are taken") == 2
+    assert int(grown) < 150
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "I;16", "I", "CMYK", "JPEG", "progressive"])
+def test_no_picture_takes_more_than_is_reckoned_for_it(tmp_path, mode):
+    """3000 x 3000, turned by its note, so that every step of the way has a copy of its own."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    side, lossy = 3000, mode in ("JPEG", "progressive")
+    picture = Image.effect_noise((side, side), 50).convert("RGB") if lossy else Image.new(mode, (side, side))
+    path = tmp_path / ("a.jpg" if lossy else "a.tiff" if mode in ("CMYK", "I") else "a.png")
+    picture.save(path, exif=exif, **({"progressive": mode == "progressive", "subsampling": 0} if lossy else {}))
+    (grown,) = in_a_process_of_its_own("decode_image(Path(sys.argv[1]), 64)", path)
+    reckoned = COEFFICIENT_BYTES * side**2 + PIXEL_BYTES * (side // 8) ** 2 if lossy else PIXEL_BYTES * side**2
+    assert int(grown) << 20 <= reckoned + (24 << 20), f"{grown} MB for {reckoned >> 20} MB"
+
+
+def test_all_threads_together_keep_to_the_memory_of_one(tmp_path, monkeypatch):
+    """Room for two pictures of 40 x 30 and not for three: eight threads never decode more than two at once."""
+    paths = [photo(tmp_path / f"{shade}.png", (shade, 0, 0)) for shade in range(12)]
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def watched(image, stock=images._to_rgb):
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.02)
+        with lock:
+            at_once -= 1
+        return stock(image)
+
+    monkeypatch.setattr(images, "_to_rgb", watched)
+    monkeypatch.setattr(images, "_usable_cores", lambda: 8)
+    monkeypatch.setattr(images, "BYTES_AT_ONCE", 2 * 40 * 30 * PIXEL_BYTES + 100)
+    assert decoded(*paths).pixels[:, 0, 0, 0].tolist() == list(range(12))
+    assert most == 2
+    monkeypatch.setattr(images, "BYTES_AT_ONCE", 40 * 30 * PIXEL_BYTES - 1)
+    assert "too large" in decoded(*paths, size=6).unreadable[0]
+
+
+def test_no_other_program_is_asked_to_read_a_picture(tmp_path, monkeypatch):
+    """Pillow would hand PostScript to an interpreter."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("interpreted"))
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.png", "EPS")
+    assert decoded(tmp_path / "a.png").unreadable == {0: "not an image, or damaged at its beginning"}

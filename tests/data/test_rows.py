@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import os
 import zipfile
 from dataclasses import replace
@@ -300,7 +301,7 @@ def test_unknown_splits_are_named_with_the_known_ones(name):
 
 
 @pytest.mark.parametrize(
-    "path", ["../x.png", "a/../../x.png", "/etc/x.png", "..\\x.png", "", " ", "a\0.png", None, 3, ".."]
+    "path", ["../x.png", "a/../../x.png", "/etc/x.png", "..\\x.png", "", " ", "a\0.png", None, 3, "..", ".", "./", "/"]
 )
 def test_paths_that_are_none_or_leave_the_folder(path):
     with pytest.raises(UserError, match=r"here: .*(leaves the image folder|must be the path of an image)"):
@@ -349,3 +350,54 @@ def test_text_of_a_users_file(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_links_lead_out_of_the_image_folder_only_where_that_is_allowed(tmp_path, load, picture, linked):
+    picture(tmp_path / "secret" / "a.png", 77)
+    (tmp_path / "data" / "inside").mkdir(parents=True)
+    picture(tmp_path / "data" / "real.png", 5)
+    if linked == "file":
+        (tmp_path / "data" / "inside" / "a.png").symlink_to(tmp_path / "secret" / "a.png")
+    else:
+        (tmp_path / "data" / "inside").rmdir()
+        (tmp_path / "data" / "inside").symlink_to(tmp_path / "secret")
+    (tmp_path / "data" / "near.png").symlink_to("real.png")
+    (tmp_path / "mounted").symlink_to(tmp_path / "data")  # the folder itself may be a link
+    table = tmp_path / "data" / "captions.jsonl"
+    table.write_text('{"image": "near.png", "caption": "x"}')
+    assert load("folder", tmp_path / "mounted").pixels[:, 0, 0, 0].tolist() == [5]
+    table.write_text('{"image": "near.png", "caption": "x"}\n{"image": "inside/a.png", "caption": "y"}')
+    with pytest.raises(UserError, match=r"line 2: a link leads from .*inside/a\.png to .*secret/a\.png.*follow_links"):
+        load("folder", tmp_path / "mounted")
+    assert load("folder", tmp_path / "mounted", follow_links=True).pixels[:, 0, 0, 0].tolist() == [5, 77]
+
+
+def test_half_a_character_in_a_path_is_one_line(tmp_path, load):
+    (tmp_path / "captions.jsonl").write_text('{"image": "\\ud800.png", "caption": "x"}')
+    with pytest.raises(UserError, match=r"line 1: image: '\\ud800\.png' holds half a character"):
+        load("folder", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\u202eb", "a\u2028b", "\ud800"])
+def test_ids_and_sites_that_would_break_a_list_or_steer_a_terminal_are_refused(tmp_path, load, picture, name):
+    picture(tmp_path / "a.png")
+    for column, problem in (("id", "id"), ("site", "site")):
+        row = {"image": "a.png", "caption": "x", column: name}
+        (tmp_path / "captions.jsonl").write_text(json.dumps(row))
+        with pytest.raises(
+            UserError, match=rf"line 1: {problem}.*(control characters or line breaks|half a char)"
+        ) as caught:
+            load("folder", tmp_path)
+        assert not set(name) & set("\n\x1b\u202e\u2028\ud800") & set(str(caught.value))
+
+
+def test_the_list_of_unreadable_images_has_one_line_each(tmp_path, load, picture):
+    for number in range(20):
+        picture(tmp_path / f"{number}.png")
+    rows = [{"image": f"{number}.png", "caption": "x"} for number in range(20)]
+    rows.append({"image": "a\n\x1b[31m.png", "id": "odd", "caption": "x"})
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (listing,) = load("folder", tmp_path).report.listings[:1]
+    (line,) = listing.read_text().splitlines()
+    assert line == rf"{tmp_path}/a\n\x1b[31m.png (No such file or directory)"

@@ -508,3 +508,112 @@ def test_frozen_and_always_in_evaluation_mode(checkpoint) -> None:
     backbone = load_backbone(f"hf:{checkpoint('clip')}")
     assert not any(weight.requires_grad for weight in backbone.parameters())
     assert not any(module.training for module in torch.nn.Sequential(backbone).train()[0].modules())
+
+
+# --- checkpoints of strangers ---
+
+
+def evil(folder: Path) -> Path:
+    """Code in a checkpoint's folder that leaves a file behind when it runs."""
+    trace = folder.parent / "it-ran"
+    (folder / "evil.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\n"
+        "from transformers import BaseImageProcessor, PretrainedConfig\n"
+        "class Evil(BaseImageProcessor):\n    image_mean = image_std = (0.5, 0.5, 0.5)\n"
+    )
+    return trace
+
+
+def alter(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        (
+            "preprocessor_config.json",
+            {"auto_map": {"AutoImageProcessor": "evil.Evil"}, "image_processor_type": "Evil"},
+        ),
+        ("processor_config.json", {"image_processor": {"auto_map": {"AutoImageProcessor": "evil.Evil"}}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}),
+        ("config.json", {"auto_map": {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}}),
+        ("config.json", {"vision_config": {"auto_map": {"AutoConfig": "evil.Evil"}}}),
+    ],
+)
+def test_no_code_of_a_checkpoint_runs_even_if_the_user_says_yes(
+    checkpoint, tmp_path: Path, monkeypatch, file: str, changes: dict
+) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    trace = evil(folder)
+    alter(folder / file, **changes)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(UserError, match=rf"{file} names code of its own \(auto_map\)") as caught:
+        load_backbone(f"hf:{folder}")
+    assert "\n" not in str(caught.value) and not trace.exists()
+
+
+def test_transformers_is_told_to_trust_no_code(checkpoint, monkeypatch) -> None:
+    """The second bolt, should a file with code ever pass the first."""
+    told = []
+    for kind in (transformers.AutoModel, transformers.AutoTokenizer, transformers.AutoImageProcessor):
+
+        def load(*places, stock=kind.from_pretrained, **options):
+            told.append(options.get("trust_remote_code"))
+            return stock(*places, **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    load_backbone(f"hf:{checkpoint('clip')}")
+    assert len(told) == 3 and all(value is False for value in told)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt"])
+def test_pickled_weights_are_refused_by_name(checkpoint, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(UserError, match=rf"{name} are pickled weights, which can run code .* safetensors"):
+        load_backbone(f"hf:{folder}")
+
+
+def test_an_adapter_in_the_folder_leads_to_no_other_model(checkpoint, tmp_path: Path) -> None:
+    """transformers would load the base model that it names, wherever that lies."""
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    alter(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path=str(checkpoint("siglip")))
+    with pytest.raises(
+        UserError, match=r"holds an adapter; name its base model here and this folder in model\.adapter"
+    ):
+        load_backbone(f"hf:{folder}")
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "model.bin", "/etc/passwd", 3])
+def test_an_index_names_weights_in_its_own_folder_alone(checkpoint, tmp_path: Path, shard: object) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    shutil.copy(tmp_path / "outside.safetensors", folder / "model-1.safetensors")
+    names = transformers.CLIPModel.from_pretrained(checkpoint("clip")).state_dict()
+    alter(folder / "model.safetensors.index.json", metadata={}, weight_map=dict.fromkeys(names, shard))
+    with pytest.raises(UserError, match="names other files than safetensors in its folder"):
+        load_backbone(f"hf:{folder}")
+    alter(folder / "model.safetensors.index.json", weight_map=dict.fromkeys(names, "model-1.safetensors"))
+    assert load_backbone(f"hf:{folder}").text.depth == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", "[1]"),
+        ("config.json", '{"model_type": ["clip"]}'),
+        ("config.json", '{"model_type": "clip", "vision_config": 3}'),
+        ("config.json", '{"model_type": "clip", "text_config": {"hidden_size": -4}}'),
+        ("config.json", "[" * 100_000),
+        ("preprocessor_config.json", '{"image_processor_type": 7}'),
+        ("tokenizer.json", '{"version": "1.0", "model": 3}'),
+    ],
+)
+def test_settings_that_lie_are_one_line(checkpoint, tmp_path: Path, file: str, content: str) -> None:
+    folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
+    (folder / file).write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_backbone(f"hf:{folder}")
+    assert "\n" not in str(caught.value)

@@ -162,8 +162,16 @@ def test_an_adapter_of_another_width_is_refused(checkpoint, tmp_path: Path) -> N
             "init_lora_weights is 'pissa_niter_16', which changes the base model",
         ),
         ({"init_lora_weights": "OLoRA"}, "changes the base model"),
-        ({"r": 0}, "r and lora_alpha must be numbers"),
-        ({"lora_alpha": None}, "r and lora_alpha must be numbers"),
+        ({"r": 0}, r"r must be a whole number of 1\.\.16384"),
+        ({"r": -1}, r"r must be a whole number of 1\.\.16384"),
+        ({"r": True}, r"r must be a whole number"),
+        ({"r": 3.0}, r"r must be a whole number"),
+        ({"r": 10**6}, r"r must be a whole number of 1\.\.16384"),
+        ({"r": 4}, r"has A \(3, \d+\) and B \(\d+, 3\), and r is 4"),
+        ({"lora_alpha": None}, "lora_alpha must be a number above 0"),
+        ({"lora_alpha": -5}, "lora_alpha must be a number above 0"),
+        ({"lora_alpha": 1e308}, "lora_alpha must be a number above 0, at most 1e"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number above 0"),
     ],
 )
 def test_adapters_that_are_more_than_a_product_are_refused(theirs: Path, change: dict, message: str) -> None:
@@ -200,3 +208,20 @@ def test_backbones_of_our_own_have_no_layers_for_it(theirs: Path) -> None:
     model = DualEncoder(load_backbone("tiny"), ModelConfig(**SETTINGS), seed=0)
     with pytest.raises(UserError, match=r"set model\.lora_targets and model\.lora_blocks"):
         load_adapter(model, theirs)
+
+
+def test_pickled_factors_are_refused_by_name(theirs: Path) -> None:
+    (theirs / "adapter_model.safetensors").rename(theirs / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model\.bin: pickled weights can run code"):
+        read_adapter(theirs)
+
+
+def test_factors_that_are_no_numbers_are_refused(theirs: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(theirs / "adapter_model.safetensors")
+    name = min(tensors)
+    for value in (tensors[name] * torch.nan, tensors[name].int()):
+        save_file({**tensors, name: value}, theirs / "adapter_model.safetensors")
+        with pytest.raises(UserError, match="holds values that are no numbers"):
+            read_adapter(theirs)

@@ -206,3 +206,20 @@ def test_a_method_without_a_model_is_shown_as_diverged(results, bench) -> None:
     lose(results, "Near", 0, 1)
     assert "| Near | diverged | diverged |" in markdown(bench(results))
     assert "Near & diverged & diverged" in latex(bench(results))
+
+
+def test_names_of_others_stay_in_their_cells(results, bench) -> None:
+    """Of two cells, four heads and no line of its own: a label can neither break a table nor be markup in it."""
+    evil = "Near | x\n## y `z` <b> [l](u) \\ \x1b[31m"
+    for found in results["rows"]:
+        found["label"] = evil if found["label"] == "Near" else found["label"]
+    results["header"]["command"] = "ease `bench`\n# x"
+    results["header"]["experiment"]["title"] = "Small\n| a |"
+    text = markdown(bench(results))
+    label = r"| Near \| x ## y \`z\` \<b> \[l\](u) \\ \x1b\[31m |"
+    assert sum(line.startswith(label) for line in text.splitlines()) == 2
+    bars = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith(label)]
+    heads = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("| Method")]
+    assert bars == heads
+    assert text.startswith("# Small \\| a \\|\n\n`` ease `bench` # x ``, 2 seeds.\n") and "\x1b" not in text
+    assert "\x1b" not in latex(bench(results)) and "## y" not in latex(bench(results)).splitlines()

@@ -80,7 +80,9 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     run = Run.plan(out, config)
     released = settle_head(run)
     if released and not quiet:
-        errors.print(f"going on from {released.answer}: what it forgot is not trained on again", soft_wrap=True)
+        errors.print(
+            f"going on from {released.answer}: what it forgot is not trained on again", soft_wrap=True, markup=False
+        )
     with status("preparing data and backbone", quiet):
         world = open_world(run)
         report = _data_report(world)

@@ -15,7 +15,7 @@ from ease.data.readers.hf import hf_rows
 from ease.data.readers.karpathy import karpathy_rows
 from ease.data.readers.table import folder_rows, table_rows
 from ease.data.readers.textcaps import textcaps_rows
-from ease.data.rows import Row, pairs_from_rows
+from ease.data.rows import Row, check_links, pairs_from_rows
 from ease.data.scenes import load_scenes
 from ease.errors import UserError
 
@@ -41,6 +41,8 @@ class DataConfig(Config):
     """Generated test pairs."""
     strict: bool = False
     """Stop at unreadable images instead of leaving them out."""
+    follow_links: bool = False
+    """Read images outside the image folder where links in it lead to them."""
 
     @model_validator(mode="after")
     def _needs_path(self) -> "DataConfig":
@@ -105,6 +107,8 @@ def load_pairs(
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
+    if not config.follow_links:
+        check_links(rows)
     return pairs_from_rows(
         rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site, forgotten
     )

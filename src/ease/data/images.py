@@ -8,8 +8,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+from threading import Condition
 from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from ease.console import with_progress
 from ease.data.pairs import picture_digest
 from ease.errors import UserError
-from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
+from ease.storage import cache_folder, digest, map_array, new_array, open_regular, read_json, write_json
 
 ImageSource = Path | memoryview
 """A file, or the bytes of one."""
@@ -26,6 +28,14 @@ ImageSource = Path | memoryview
 DECODER_VERSION = 4
 """Part of the cache key: raise it when decoding gives other pixels or another record."""
 SMALL_SIDE = 16
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""What is taken for a picture. Pillow knows more, some by way of other programs, such as PostScript's interpreter."""
+BYTES_AT_ONCE = 1 << 30
+"""Memory that all threads together may take for pictures being decoded, and so the most for one of them."""
+PIXEL_BYTES = 24
+"""Most that a decoded pixel takes while a picture is turned, laid on white and resized."""
+COEFFICIENT_BYTES = 8
+"""What a JPEG file keeps of each pixel while it is decoded, also of those that are skipped."""
 WHOLE_BYTES = 64 * 1024
 """Files up to this size are hashed whole; of larger ones, three pieces of a quarter of it."""
 # What Pillow's decoders raise on damaged files; running out of memory is not the fault of a file and passes through.
@@ -99,10 +109,12 @@ def _identity(image: ImageSource) -> str | OSError:
             return content.hexdigest()
     except OSError as error:
         return error
+    except ValueError as error:  # a name that no file can have
+        return OSError(str(error))
 
 
 def _open(image: ImageSource) -> BinaryIO:
-    return image.open("rb") if isinstance(image, Path) else io.BytesIO(image)
+    return open_regular(image) if isinstance(image, Path) else io.BytesIO(image)
 
 
 def decode(images: Sequence[ImageSource], identities: Sequence[str], size: int, crop: bool = False) -> Decoded:
@@ -168,18 +180,55 @@ def _picture_or_reason(image: ImageSource, size: int, crop: bool) -> Picture | s
 
 def decode_image(image: ImageSource, size: int, crop: bool = False) -> Picture:
     """One image: upright, RGB, and its middle square (`crop`) or all of it squashed to a square."""
-    with _open(image) as file, Image.open(file) as opened:
+    with _open(image) as file, Image.open(file, formats=_formats()) as opened:
+        whole = opened.width * opened.height
         small, converted = min(opened.size) < SMALL_SIDE, opened.mode != "RGB"
         # MPO is what cameras write: a plain picture with previews behind it.
         animated = getattr(opened, "is_animated", False) and opened.format != "MPO"
         # Lets the JPEG decoder skip detail that the resize would discard; it never goes below the size asked for.
         opened.draft(None, (2 * size, 2 * size))
-        rotated = _orientation(opened) != 1
-        upright = ImageOps.exif_transpose(opened) if rotated else opened
-        box = _middle_square(*upright.size) if crop else None
-        square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC, box)
+        kept = COEFFICIENT_BYTES * whole if opened.format in ("JPEG", "MPO") else 0
+        with _memory.taken(kept + PIXEL_BYTES * opened.width * opened.height):
+            rotated = _orientation(opened) != 1
+            upright = ImageOps.exif_transpose(opened) if rotated else opened
+            box = _middle_square(*upright.size) if crop else None
+            square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC, box)
     found = {"rotated": rotated, "converted": converted, "animated": animated, "small": small}
     return Picture(np.asarray(square), tuple(name for name, true in found.items() if true))
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """Those that this Pillow can read."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+class Memory:
+    """What pictures being decoded may take together; a thread waits until there is room for its own."""
+
+    def __init__(self) -> None:
+        self._free = Condition()
+        self._taken = 0
+
+    @contextmanager
+    def taken(self, wanted: int) -> Iterator[None]:
+        if wanted > BYTES_AT_ONCE:
+            raise ValueError(
+                f"too large: needs {wanted >> 20:,} MB to decode, at most {BYTES_AT_ONCE >> 20:,} are taken"
+            )
+        with self._free:
+            self._free.wait_for(lambda: self._taken + wanted <= BYTES_AT_ONCE)
+            self._taken += wanted
+        try:
+            yield
+        finally:
+            with self._free:
+                self._taken -= wanted
+                self._free.notify_all()
+
+
+_memory = Memory()
 
 
 def _middle_square(width: int, height: int) -> tuple[float, float, float, float]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ease.console import plain
 from ease.model.backbones import Backbone
 
 LAST_WORD = re.compile(r"(?:[^\W\u0e00-\uffff]+|\w)\W*$")
@@ -65,7 +66,7 @@ class DataReport:
         hint = ' (set partition.scheme = "sites" to deal by it)'
         unused = [*self.unused_columns, *(f"{name}{hint}" for name in self.unused_site_columns)]
         if unused:
-            yield f"  columns not used: {', '.join(unused)}"
+            yield plain(f"  columns not used: {', '.join(unused)}")
         for path in self.listings:
             yield f"  listed in {path}"
 

@@ -1,16 +1,19 @@
 """Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ease.console import plain
 from ease.data.images import ImageSource, decode, identify
 from ease.data.pairs import SPLITS, PairSet, pair_digest
 from ease.data.report import DataReport
 from ease.errors import UserError
-from ease.storage import cache_folder, digest, write_atomic
+from ease.storage import cache_folder, digest, read_bytes, write_atomic
 
 CAPTIONS_PER_IMAGE = 5
 SPLIT_NAMES = {
@@ -26,6 +29,8 @@ SPLIT_NAMES = {
 SITE_COLUMNS = ("client", "site")
 """Either names who holds an image."""
 NAMED_IN_MESSAGE = 3
+LARGEST_TEXT = 1 << 30
+"""Bytes of the largest list of images that is read; parsed it takes several times as much memory."""
 PACKED = (b"\x1f\x8b", b"PK\x03\x04")
 """How gzip and zip files begin."""
 MOST_UNREADABLE = 0.1
@@ -50,6 +55,8 @@ class Row:
     """All that the row has, by name."""
     unused: tuple[str, ...] = ()
     """Those of its columns that hold something and were not read."""
+    folder: Path | None = None
+    """Where the image must lie, if it is a file."""
 
     @property
     def name(self) -> str:
@@ -146,6 +153,11 @@ def _join(rows: Iterable[Row]) -> list[Row]:
     """One row for each id: many files have a line for each caption. An id has one image, split and site."""
     joined: dict[str, Row] = {}
     for row in rows:
+        if plain(row.id) != row.id:
+            raise UserError(
+                f"{row.where}: id {row.id!r} holds control characters or line breaks, and lists have one id a line; "
+                "rename the image or give it another `id`"
+            )
         first = joined.setdefault(row.id, row)
         if first is row:
             continue
@@ -192,8 +204,8 @@ def _listing(kind: str, lines: Sequence[str]) -> tuple[Path, ...]:
     if not lines:
         return ()
     path = cache_folder() / "pixels" / f"{kind}-{digest(lines)}.txt"
-    # A file name may hold bytes that are no text; they are shown escaped.
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+    # A file name may hold bytes that are no text, and what would steer a terminal; both are shown escaped.
+    write_atomic(path, "".join(f"{plain(line)}\n" for line in lines).encode())
     return (path,)
 
 
@@ -210,7 +222,7 @@ def split_by_id(pair_id: str, held_out_share: float) -> str:
 def read_text(path: Path) -> str:
     """The text of a user's file with plain line ends, less a byte order mark."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST_TEXT)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check data.path") from error
     except IsADirectoryError as error:
@@ -256,11 +268,18 @@ def check_caption(value: Any, where: str) -> str:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{where}: a caption must be text, not {type(value).__name__}; write it in quotes")
+    if not _is_text(value):
+        raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has bytes; half of a character has none."""
     try:
         value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: caption holds half a character (lone surrogate); write it again") from error
-    return value
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def site_of(entry: Mapping[str, Any], where: str) -> str | None:
@@ -281,7 +300,10 @@ def _site(value: Any, where: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{where}: must be a text or a number, got {value!r}; name the site or rename the column")
-    return check_caption(str(value), where).strip() or None
+    name = check_caption(str(value), where).strip()
+    if plain(name) != name:
+        raise UserError(f"{where}: {name!r} holds control characters or line breaks; name the site in one line")
+    return name or None
 
 
 def check_split(value: Any, where: str) -> str:
@@ -292,8 +314,30 @@ def check_split(value: Any, where: str) -> str:
     return known
 
 
+def check_links(rows: Iterable[Row]) -> None:
+    """Refuse images that links in their folder lead out of it; the folder itself may be a link."""
+    real = cache(Path.resolve)
+    for row in rows:
+        if not isinstance(row.image, Path) or row.folder is None:
+            continue
+        place = real(row.image.parent) / row.image.name
+        place = Path(os.path.realpath(place)) if _is_link(place) else place  # `resolve` fails on a circle
+        if not place.is_relative_to(real(row.folder)):
+            raise UserError(
+                f"{row.where}: a link leads from {row.image} to {place}, out of the image folder; copy the image there "
+                "or set data.follow_links = true"
+            )
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # a name too long for any file
+        return False
+
+
 def check_relative_path(value: Any, where: str, folder: Path | None = None) -> PurePosixPath:
-    """A path that stays inside its folder by its own words; links the owner put in the folder are followed.
+    """A path that stays inside its folder by its own words; of links, see `check_links`.
 
     Absolute paths are taken if they lie in `folder`, and backslashes are what Windows writes between folders.
     """
@@ -301,7 +345,11 @@ def check_relative_path(value: Any, where: str, folder: Path | None = None) -> P
         raise UserError(f"{where}: must be the path of an image, got {value!r}; name the image file")
     if "://" in value:
         raise UserError(f"{where}: {value!r} is a web address; download the image and name its file")
+    if not _is_text(value):
+        raise UserError(f"{where}: {value!r} holds half a character (lone surrogate); rename the image file")
     path = PurePosixPath(value.replace("\\", "/"))
+    if not path.name:
+        raise UserError(f"{where}: must be the path of an image, got {value!r}, a folder; name the image file")
     if path.is_absolute() and folder is not None:
         real, root = Path(path.parent).resolve() / path.name, folder.resolve()
         path = PurePosixPath(real.relative_to(root)) if real.is_relative_to(root) else path
@@ -318,4 +366,4 @@ def check_folder(folder: Path) -> Path:
 
 def first_existing(candidates: Sequence[Path]) -> Path:
     """Copies of one data set differ in their folders; where none fits, the first is what the message names."""
-    return next((path for path in candidates if path.exists()), candidates[0])
+    return next((path for path in candidates if os.path.exists(path)), candidates[0])  # False for names too long

@@ -16,6 +16,9 @@ from ease.requests.request import Request
 from ease.seeding import generator
 from ease.subspace import Held
 
+LARGEST_RATE = 1e6
+"""Of a step: more overflows fp32 within a few of them, whatever the gradient."""
+
 
 class TrainingConfig(Config):
     rounds: int = Field(20, ge=1)
@@ -23,8 +26,8 @@ class TrainingConfig(Config):
     batch_size: int = Field(32, ge=2)
     optimiser: Literal["sgd", "adam"] = "sgd"
     """Local optimiser; Adam's state starts anew every round."""
-    learning_rate: float = Field(1.0, gt=0)
-    lora_learning_rate: float | None = Field(None, gt=0)
+    learning_rate: float = Field(1.0, gt=0, le=LARGEST_RATE)
+    lora_learning_rate: float | None = Field(None, gt=0, le=LARGEST_RATE)
     """Step size of LoRA blocks; absent means the same as `learning_rate`."""
     participation: float = Field(1.0, gt=0, le=1)
     """Share of the clients drawn for each round."""

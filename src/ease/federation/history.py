@@ -83,7 +83,11 @@ class History:
         return Update(client, pairs, Params.load(self.update_path(number, client)))
 
     def record(self, number: int) -> dict[str, Any]:
-        return read_json(self._round(number) / "round.json")
+        path = self._round(number) / "round.json"
+        found = read_json(path)
+        if not _is_record(found):
+            raise UserError(f"{path}: not the record of a round; restore it or train again")
+        return found
 
     def rounds(self) -> int:
         """How many complete rounds there are, from the first without a gap."""
@@ -164,11 +168,29 @@ class History:
         path = self._round(number) / name
         if not path.is_file():
             raise UserError(f"{path}: {MISSING}")
-        if sha256(path) != self.record(number)["sha256"][name]:
+        if sha256(path) != self.record(number)["sha256"].get(name):
             raise UserError(f"{path}: {DAMAGED}")
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"
+
+
+def _is_record(found: Any) -> bool:
+    """Whether it has what is read of a record, each of its kind, and begins from a file of the run itself."""
+    if not isinstance(found, dict):
+        return False
+    pairs, hashes, start = found.get("pairs"), found.get("sha256"), found.get("start")
+    return (
+        isinstance(pairs, dict)
+        and all(client.isdecimal() and type(count) is int and count >= 0 for client, count in pairs.items())
+        and isinstance(hashes, dict)
+        and all(isinstance(value, str) for value in hashes.values())
+        and all(Path(name).name == name for name in hashes)
+        and isinstance(start, str)
+        and not Path(start).is_absolute()
+        and ".." not in Path(start).parts
+        and isinstance(found.get("start_sha256"), str)
+    )
 
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:

@@ -18,8 +18,8 @@ from ease.requests.request import Request, SampleRequest
 class Optimiser(Config):
     kind: Literal["sgd", "adam", "sophia"] = "sgd"
     """Plain SGD, or Adam or Sophia with a state that is reset every round."""
-    learning_rate: float = Field(1.0, gt=0)
-    lora_learning_rate: float | None = Field(None, gt=0)
+    learning_rate: float = Field(1.0, gt=0, le=1e30)
+    lora_learning_rate: float | None = Field(None, gt=0, le=1e30)
     """Step size of the LoRA blocks; absent means the same as for the projectors."""
 
     def scaled(self, factor: float) -> "Optimiser":

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ease.federation.fedavg import TrainingConfig, average, participants
+from ease.federation.fedavg import LARGEST_RATE, TrainingConfig, average, participants
 from ease.federation.objectives import Draw, Objective, draw_both_kinds, own_log_probabilities, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
@@ -48,7 +48,7 @@ class FedOsd(Unlearner):
     method: Literal["fed_osd"] = "fed_osd"
     forget_share: float = Field(0.2, gt=0)
     """Rounds of orthogonal descent, as a share of the training rounds."""
-    rate: float = Field(1.0, gt=0)
+    rate: float = Field(1.0, gt=0, le=LARGEST_RATE)
     """Step size of the descent, relative to training."""
     recovery_share: float = Field(0.2, ge=0)
     """Rounds of training on retained data, as a share of the training rounds."""

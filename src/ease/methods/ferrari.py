@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ease.data.examples import States
 from ease.federation.client import ClientData
-from ease.federation.fedavg import TrainingConfig
+from ease.federation.fedavg import LARGEST_RATE, TrainingConfig
 from ease.federation.objectives import Draw, Objective, Tensors, draw_pairs, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
@@ -87,7 +87,7 @@ class Ferrari(Unlearner):
     """Rounds at the holders of forget pairs, one local epoch each."""
     noise_draws: int = Field(20, ge=1)
     """Noises on each input over which its sensitivity is averaged."""
-    rate: float = Field(30.0, gt=0)
+    rate: float = Field(30.0, gt=0, le=LARGEST_RATE)
     """Step size on forget pairs, relative to training; sensitivities of unit vectors, and their slopes, are small."""
     clip: float = Field(1.0, gt=0)
     """Largest norm of a gradient on forget pairs."""

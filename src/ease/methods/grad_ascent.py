@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.federation.fedavg import TrainingConfig
+from ease.federation.fedavg import LARGEST_RATE, TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
 from ease.methods.neg_grad_plus import DIFFERENCE
@@ -32,7 +32,7 @@ class GradAscent(Unlearner):
     method: Literal["grad_ascent"] = "grad_ascent"
     forget_rounds: int = Field(3, ge=1)
     """Rounds of ascent, one local epoch each."""
-    rate: float = Field(1.0, gt=0)
+    rate: float = Field(1.0, gt=0, le=LARGEST_RATE)
     """Step size of the ascent, relative to training."""
     clip: float = Field(1.0, gt=0)
     """Largest norm of an ascent gradient."""

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.federation.fedavg import TrainingConfig
+from ease.federation.fedavg import LARGEST_RATE, TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
 from ease.methods.neg_grad_plus import DIFFERENCE
@@ -30,7 +30,7 @@ class Pgd(Unlearner):
     method: Literal["pgd"] = "pgd"
     epochs: int = Field(5, ge=1)
     """Local epochs of ascent, all in one round."""
-    rate: float = Field(1.0, gt=0)
+    rate: float = Field(1.0, gt=0, le=LARGEST_RATE)
     """Step size of the ascent, relative to training."""
     radius: float = Field(1 / 3, gt=0)
     """Radius of the ball, relative to the distance that training went."""

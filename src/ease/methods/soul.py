@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.federation.fedavg import TrainingConfig
+from ease.federation.fedavg import LARGEST_RATE, TrainingConfig
 from ease.federation.protocol import Federation, Optimiser
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
@@ -30,7 +30,7 @@ class Soul(Unlearner):
     method: Literal["soul"] = "soul"
     retain: float = Field(2.0, ge=0)
     """Weight of the loss of retained pairs against that of forget pairs."""
-    learning_rate: float = Field(3e-4, gt=0)
+    learning_rate: float = Field(3e-4, gt=0, le=LARGEST_RATE)
     """Largest change of a value in one step. It does not follow training's rate, because Sophia's steps are clipped."""
     share: float = Field(0.2, gt=0)
     """Rounds, as a share of the training rounds."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -15,11 +14,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
-from ease.storage import digest, read_json, sha256
+from ease.storage import SMALL_JSON, digest, read_json, sha256
 
 LAYERS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
 MODEL_FILES = (".safetensors", ".json", ".txt", ".model")
 """What decides a checkpoint's embeddings: weights, configuration and vocabulary."""
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Weights in a form that can run code when it is read."""
+VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json")
+"""Large files of words alone, in which transformers looks for no code."""
+INDEX = "model.safetensors.index.json"
+CODE = ("auto_map", "custom_pipelines")
+"""Keys under which a checkpoint names code of its own."""
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN's: it plans anew for every shape, and shapes change from step to step."""
 MOST_VARIANTS = 64
@@ -261,8 +267,10 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
         raise UserError(f'model.backbone = "{name}" needs the hf extra: pip install "ease-unlearning[hf]"')
     with quiet_transformers():
         folder = _folder(checkpoint, name)
-        family = read_json(folder / "config.json").get("model_type")
-        if family not in FAMILIES:
+        check_harmless(folder, name)
+        settings = read_json(folder / "config.json", SMALL_JSON)
+        family = settings.get("model_type") if isinstance(settings, dict) else None
+        if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(
                 f'model.backbone = "{name}": its config.json names the architecture {family!r}; '
                 f"choose a checkpoint of: {', '.join(FAMILIES)}"
@@ -301,6 +309,53 @@ def _folder(checkpoint: str, name: str) -> Path:
     return found.parent
 
 
+def check_harmless(folder: Path, name: str) -> None:
+    """Refuse a folder that would run code of its own, or that leads the reader to files elsewhere."""
+    where = f'model.backbone = "{name}"'
+    present = sorted(path.name for path in folder.iterdir())
+    if "adapter_config.json" in present:  # transformers would go on to whatever base model it names
+        raise UserError(
+            f"{where}: {folder} holds an adapter; name its base model here and this folder in model.adapter"
+        )
+    pickled = [file for file in present if file.endswith(PICKLED)]
+    if pickled and not any(file.endswith(".safetensors") for file in present):
+        raise UserError(
+            f"{where}: {folder / pickled[0]} are pickled weights, which can run code when they are read; "
+            "where the model is at hand, save it as safetensors with save_pretrained"
+        )
+    for file in present:
+        if file.endswith(".json") and file not in (*VOCABULARY, INDEX):
+            code = _named_code(read_json(folder / file, SMALL_JSON))
+            if code is not None:
+                raise UserError(
+                    f"{where}: {folder / file} names code of its own ({code}), and no checkpoint's code is run; "
+                    f"choose a plain checkpoint of: {', '.join(FAMILIES)}"
+                )
+    if INDEX in present:
+        index = read_json(folder / INDEX)
+        weights = index.get("weight_map") if isinstance(index, dict) else None
+        shards = weights.values() if isinstance(weights, dict) else [None]
+        if not all(isinstance(shard, str) and shard in present and shard.endswith(".safetensors") for shard in shards):
+            raise UserError(
+                f"{where}: {folder / INDEX} names other files than safetensors in its folder; save it again"
+            )
+
+
+def _named_code(settings: Any) -> str | None:
+    """The key under which settings name code, at any depth: a processor's may hold those of its parts."""
+    waiting = [settings]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            found = next((key for key in CODE if value.get(key)), None)
+            if found is not None:
+                return found
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return None
+
+
 def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
     """Model, tokenizer and image processor; whatever is absent is named."""
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
@@ -310,21 +365,24 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
         model, loading = AutoModel.from_pretrained(
             folder,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="sdpa",  # the eager form would not know that CLIP's text is causal
             dtype=torch.float32,
             output_loading_info=True,
         )
         part = "tokenizer.json"
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         part = "preprocessor_config.json"
-        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ImportError as error:  # such as sentencepiece and protobuf, which read SigLIP's vocabulary
         raise UserError(
             f'model.backbone = "{name}": a library that reads its {part} is missing ({_first_sentence(error)}); '
             'pip install "ease-unlearning[hf]"'
         ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever transformers, tokenizers and torch make of settings that lie
         raise UserError(_missing(checkpoint, name, part)) from error
     if loading["missing_keys"]:
         # transformers would draw these at random and go on.

@@ -9,8 +9,12 @@ from torch import Tensor, nn
 
 from ease.errors import UserError
 from ease.model.lora import LoraLinear
-from ease.storage import digest, read_json, read_tensors, sha256, write_json, write_tensors
+from ease.storage import SMALL_JSON, digest, read_json, read_tensors, sha256, write_json, write_tensors
 
+LARGEST_RANK = 1 << 14
+"""Above the width of any layer."""
+LARGEST_SCALE = 1e6
+"""Beyond this, adapters of fp32 lose what they adapt."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 STOCK_NAMES = {
@@ -78,12 +82,17 @@ def write_adapter(folder: Path, adapter: Adapter, checkpoint: str) -> list[Path]
 
 def read_adapter(folder: Path) -> Adapter:
     """Read a plain LoRA adapter; kinds whose product is more than scale · B·A are refused."""
+    pickled = folder / "adapter_model.bin"
+    if pickled.is_file() and not (folder / WEIGHTS).is_file():
+        raise UserError(f"{pickled}: pickled weights can run code when they are read; save it again as safetensors")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: no such file; name the folder that PEFT's save_pretrained wrote")
-    settings = read_json(folder / CONFIG)
+    settings = read_json(folder / CONFIG, SMALL_JSON)
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder / CONFIG}: a JSON object is expected; save it again with PEFT")
     for key, plain in PLAIN.items():
-        value = settings.get(key, plain) if isinstance(settings, dict) else None
+        value = settings.get(key, plain)
         if value != plain and (value or plain):
             raise UserError(f"{folder / CONFIG}: {key} is {value!r}; only plain LoRA adapters can be imported")
     start = settings.get("init_lora_weights")
@@ -96,10 +105,17 @@ def read_adapter(folder: Path) -> Adapter:
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
     if {f"{PREFIX}{layer}{part}" for layer in layers for part in (A, B)} != set(tensors) or not layers:
         raise UserError(f"{folder / WEIGHTS}: not the A and B of LoRA layers alone; save it again with PEFT")
-    return Adapter(
-        _scale(settings, folder / CONFIG),
-        {layer: (tensors[f"{PREFIX}{layer}{A}"].float(), tensors[f"{PREFIX}{layer}{B}"].float()) for layer in layers},
-    )
+    rank, scale = _rank_and_scale(settings, folder / CONFIG)
+    factors = {layer: (tensors[f"{PREFIX}{layer}{A}"], tensors[f"{PREFIX}{layer}{B}"]) for layer in layers}
+    for layer, (a, b) in factors.items():
+        if a.dim() != 2 or b.dim() != 2 or not len(a) == b.shape[1] == rank:
+            raise UserError(
+                f"{folder / WEIGHTS}: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, and r is {rank}; "
+                "save it again with PEFT"
+            )
+        if not all(part.is_floating_point() and part.float().isfinite().all() for part in (a, b)):
+            raise UserError(f"{folder / WEIGHTS}: {layer} holds values that are no numbers; save it again with PEFT")
+    return Adapter(scale, {layer: (a.float(), b.float()) for layer, (a, b) in factors.items()})
 
 
 def adapter_fingerprint(folder: Path) -> str:
@@ -107,12 +123,16 @@ def adapter_fingerprint(folder: Path) -> str:
     return digest("adapter", *(sha256(folder / name) for name in (CONFIG, WEIGHTS)))
 
 
-def _scale(settings: dict[str, Any], path: Path) -> float:
-    try:
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-        return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: r and lora_alpha must be numbers; save it again with PEFT") from error
+def _rank_and_scale(settings: dict[str, Any], path: Path) -> tuple[int, float]:
+    """The rank, and the factor before B·A."""
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
+        raise UserError(f"{path}: r must be a whole number of 1..{LARGEST_RANK}; save it again with PEFT")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST_SCALE:
+        raise UserError(
+            f"{path}: lora_alpha must be a number above 0, at most {LARGEST_SCALE:g}; save it again with PEFT"
+        )
+    return rank, alpha / (rank**0.5 if settings.get("use_rslora") else rank)
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:

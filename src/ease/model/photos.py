@@ -101,7 +101,7 @@ class PhotosBackbone(nn.Module):
         with quiet_transformers():
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(self.vocabulary, local_files_only=True)
+            return AutoTokenizer.from_pretrained(self.vocabulary, local_files_only=True, trust_remote_code=False)
 
     def train(self, mode: bool = True) -> "PhotosBackbone":
         """Stays in evaluation mode: training mode would change the batch statistics of frozen layers."""
@@ -186,4 +186,6 @@ def _load_minilm(folder: Path) -> nn.Module:
     with quiet_transformers():
         from transformers import AutoModel
 
-        return AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+        return AutoModel.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, add_pooling_layer=False
+        )

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ease.config import Config, validate
 from ease.requests.request import Request
-from ease.storage import read_json, write_json
+from ease.storage import SMALL_JSON, read_json, write_json
 
 
 class Release(Config):
@@ -41,7 +41,7 @@ class Head(Config):
 
 def read_head(path: Path) -> Head:
     """The stored head; a run that released nothing goes on from its training."""
-    return validate(Head, read_json(path), str(path)) if path.is_file() else Head()
+    return validate(Head, read_json(path, SMALL_JSON), str(path)) if path.is_file() else Head()
 
 
 def write_head(path: Path, head: Head) -> None:

@@ -10,8 +10,10 @@ from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.world import Server, World
-from ease.storage import digest
+from ease.storage import digest, read_bytes
 
+LARGEST_LIST = 1 << 28
+"""Bytes of the largest list of ids that is read."""
 MATCH = 0.15
 """Least cosine of a class descriptor with a pseudo-class."""
 
@@ -80,11 +82,16 @@ def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, 
     for name in named:
         if name in by_name:
             found.add(by_name[str(name)])
-        elif isinstance(name, int) or str(name).isdecimal():
+        elif isinstance(name, int) or _is_number(name):
             found.add(int(name))
         else:
             raise UserError(f"--client {name}: no such client; this run has {_those(members)}")
     return tuple(sorted(found))
+
+
+def _is_number(text: str) -> bool:
+    """Whether it may be the number of a client or a class; Python converts no text of thousands of digits."""
+    return text.isdecimal() and len(text) < 19
 
 
 def class_cosines(server: Server, text: str) -> np.ndarray:
@@ -120,7 +127,7 @@ def parse_request(
     if clients:
         return ClientRequest(clients=find_clients(server.membership, clients))
     if classes:
-        found = {int(text) if text.isdecimal() else match_class(server, text) for text in classes}
+        found = {int(text) if _is_number(text) else match_class(server, text) for text in classes}
         return ClassRequest(classes=tuple(sorted(found)), text=", ".join(classes))
     assert samples is not None  # counted above
     ids = read_ids(samples) if isinstance(samples, Path) else set(samples)
@@ -130,7 +137,7 @@ def parse_request(
 def read_ids(path: Path) -> set[str]:
     """The ids of a file, one a line."""
     try:
-        ids = {line.strip() for line in path.read_text().splitlines()} - {""}
+        ids = {line.strip() for line in read_bytes(path, LARGEST_LIST).decode().splitlines()} - {""}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--samples {path}: cannot be read as a list of ids, one a line ({error})") from error
     if not ids:

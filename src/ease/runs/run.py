@@ -22,6 +22,7 @@ from ease.runs.config import RunConfig
 from ease.runs.head import Head, Release, read_head
 from ease.runs.world import World
 from ease.storage import (
+    SMALL_JSON,
     exclusive,
     read_json,
     read_tensors,
@@ -76,7 +77,7 @@ class Run:
         marker = folder / "run.json"
         if not marker.is_file():
             raise UserError(f"{folder}: no run here (run.json is missing); make one with: ease train --out {folder}")
-        stored = read_json(marker)
+        stored = read_json(marker, SMALL_JSON)
         if not isinstance(stored, dict) or stored.get("format") != FORMAT or "config" not in stored:
             raise UserError(f"{marker}: not a run that this version knows; restore the file or train again elsewhere")
         return cls(folder, validate(RunConfig, stored["config"], str(marker)))
@@ -145,7 +146,9 @@ class Run:
         path = self.folder / "world.json"
         if not path.is_file():
             return
-        told, adapter = read_json(path), self.config.model.adapter
+        told, adapter = read_json(path, SMALL_JSON), self.config.model.adapter
+        if not isinstance(told, dict):
+            raise UserError(f"{path}: a JSON object is expected; restore it or train again")
         # A backbone's weights may be rounded for a device; then nothing can be said.
         if told.get("device") == device.type and told.get("backbone") != backbone.fingerprint:
             raise UserError(

@@ -1,5 +1,6 @@
 """An experiment's results as Markdown and LaTeX: every figure beside retraining, the mean over seeds and its spread."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ease.audit.band import Band
+from ease.console import plain
 from ease.runs.records import BenchResults, BenchRow, Overlap, Varied
 
 RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
@@ -232,27 +234,40 @@ def notes(found: Sequence[Sheet]) -> list[str]:
 def markdown(results: BenchResults) -> str:
     """Two tables for each scenario: what is forgotten, and what is kept at which cost; or the overlap of each block."""
     found = sheets(results)
-    told = f"`{results.header.command}`, {results.seeds} seed{'s' if results.seeds > 1 else ''}."
-    parts = [f"# {results.title}", "", told, ""]
+    told = f"{_code(results.header.command)}, {results.seeds} seed{'s' if results.seeds > 1 else ''}."
+    parts = [f"# {_words(results.title)}", "", told, ""]
     if results.subspaces:
         return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
     parts += [line for note in notes(found) for line in (note, "")]
     for sheet in found:
-        parts += [f"## {sheet.name}", ""]
+        parts += [f"## {_words(sheet.name)}", ""]
         for name, side in SIDES:
             columns = columns_of(sheet, side)
             parts += [f"{name}:", "", f"| Method | {' | '.join(column.title for column in columns)} |"]
             parts += ["|---" * (len(columns) + 1) + "|"]
             cells = [figures(sheet, column) for column in columns]
             for number, line in enumerate(sheet.lines):
-                label = line.label + ("†" if line.tuned else "")
+                label = _words(line.label) + ("†" if line.tuned else "")
                 parts.append(f"| {label} | {' | '.join(_markdown(column[number]) for column in cells)} |")
             parts.append("")
     return "\n".join(parts)
 
 
+def _words(text: str) -> str:
+    """Text of others inside a Markdown table: it stays in its cell and is no markup."""
+    escaped = re.sub(r"[\\|`<\[\]*]", r"\\\g<0>", " ".join(text.split()))
+    return plain(escaped)
+
+
+def _code(text: str) -> str:
+    """Text of others as Markdown code, in more backticks than it holds itself."""
+    line = plain(" ".join(text.split()))
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    return f"{fence} {line} {fence}" if len(fence) > 1 else f"`{line}`"
+
+
 def _overlaps(results: BenchResults) -> list[str]:
-    return [f"| {overlap.block} | {mean_similarity(overlap):.3f} |" for overlap in results.subspaces[0].blocks]
+    return [f"| {_words(overlap.block)} | {mean_similarity(overlap):.3f} |" for overlap in results.subspaces[0].blocks]
 
 
 def _markdown(figure: Figure | None) -> str:
@@ -316,4 +331,4 @@ ESCAPES = str.maketrans(
 
 
 def _escape(text: str) -> str:
-    return text.translate(ESCAPES)
+    return plain(" ".join(text.split())).translate(ESCAPES)

@@ -1,6 +1,7 @@
 """Data sets that the `datasets` library saved: its files are written here with pyarrow, in the same layout."""
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -124,3 +125,28 @@ def test_sites_in_a_column(load, tmp_path, shades):
     found = dict(zip(pairs.ids, pairs.sites, strict=True))
     assert found == {"test/000000": None, "train/000000": "north", "train/000001": "south"}
     assert pairs.report.unused_columns == ("mood",)
+
+
+@pytest.mark.parametrize("how", ["up", "absolute", "link", "number", "nothing"])
+def test_a_saved_data_set_names_files_of_its_own_folder_alone(load, tmp_path, shades, how):
+    save_to_disk(tmp_path / "secret", shades(10, text=["one"]))
+    save_to_disk(tmp_path / "saved", shades(20, text=["two"]))
+    (outside,) = (tmp_path / "secret").glob("*.arrow")
+    (tmp_path / "saved" / "link.arrow").symlink_to(outside)
+    named = {
+        "up": f"../secret/{outside.name}",
+        "absolute": str(outside),
+        "link": "link.arrow",
+        "number": 3,
+        "nothing": "",
+    }
+    (tmp_path / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": named[how]}]}))
+    with pytest.raises(UserError, match=r"state\.json: .* is no file of this folder"):
+        load("hf", tmp_path / "saved")
+
+
+def test_a_pipe_is_no_table(load, tmp_path):
+    (tmp_path / "set").mkdir()
+    os.mkfifo(tmp_path / "set" / "train-0.parquet")
+    with pytest.raises(UserError, match=r"train-0\.parquet: .*Not a regular file"):
+        load("hf", tmp_path / "set")

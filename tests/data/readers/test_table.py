@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -292,3 +293,20 @@ def test_sites_as_clients_are_asked_of_a_table(folder, jsonl):
     )
     with pytest.raises(UserError, match=r"captions\.jsonl: line 2: `client` or `site` is blank"):
         load_pairs(config, 4, by_site=True)
+
+
+def test_a_parquet_file_that_unpacks_to_very_much_is_refused_before_it_has(tmp_path):
+    """One caption of a megabyte, two thousand times: two gigabytes from a file of a few kilobytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from ease.data.readers.arrow import parquet_entries
+
+    captions = pa.DictionaryArray.from_arrays(np.zeros(2000, np.int32), ["x" * (1 << 20)])
+    table = pa.table({"image": ["a.png"] * 2000, "caption": captions})
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=False, compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(UserError, match=r"a\.parquet: unpacks to more than 100 times its size"):
+        parquet_entries(tmp_path / "a.parquet")
+    assert pa.default_memory_pool().max_memory() - before < 1 << 30

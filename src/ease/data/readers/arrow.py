@@ -6,15 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from ease.errors import UserError
+from ease.storage import open_regular
+
+UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 100
+"""What a Parquet file may unpack to: so much, and so many times its size; pictures do not shrink, text to a tenth."""
+ROWS_AT_ONCE = 256
 
 
 def parquet_entries(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file by column; it is unpacked into memory as a whole."""
     with _reading(path):
+        import pyarrow
         from pyarrow import parquet
 
-        table = parquet.read_table(path)
-    return _entries(table)
+        with open_regular(path) as content, parquet.ParquetFile(content) as file:
+            most, taken, parts = UNPACKED_BYTES + UNPACKED_TIMES * path.stat().st_size, 0, []
+            for part in file.iter_batches(ROWS_AT_ONCE):
+                taken += part.nbytes
+                if taken > most:
+                    raise UserError(f"{path}: unpacks to more than {UNPACKED_TIMES} times its size; get the file again")
+                parts.append(part)
+            table = pyarrow.Table.from_batches(parts, file.schema_arrow)
+        table.validate(full=True)
+    return _entries(table, path)
 
 
 def stream_entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -22,8 +36,10 @@ def stream_entries(path: Path) -> Iterator[dict[str, Any]]:
     with _reading(path):
         import pyarrow
 
+        open_regular(path).close()
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-    return _entries(table)
+        table.validate(full=True)  # its offsets are used as they are: wrong ones would read anywhere
+    return _entries(table, path)
 
 
 @contextmanager
@@ -34,14 +50,16 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f'{path}: needs the tables extra: pip install "ease-unlearning[tables]"') from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check data.path") from error
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: damaged or no such table ({reason}); get the file again") from error
 
 
-def _entries(table: Any) -> Iterator[dict[str, Any]]:
+def _entries(table: Any, path: Path) -> Iterator[dict[str, Any]]:
     for values in zip(*table.itercolumns(), strict=True):
-        yield {name: _plain(value) for name, value in zip(table.column_names, values, strict=True)}
+        with _reading(path):
+            entry = {name: _plain(value) for name, value in zip(table.column_names, values, strict=True)}
+        yield entry
 
 
 def _plain(scalar: Any) -> Any:

@@ -33,7 +33,7 @@ def coco_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         where = f"{path}: images[{index}]"
         name = check_relative_path(field(entry, "file_name", where), f"{where}.file_name")
         texts = tuple(captions[entry["id"]])
-        yield Row(name.stem, folder / name, texts, None, where, site_of(entry, where), tuple(entry))
+        yield Row(name.stem, folder / name, texts, None, where, site_of(entry, where), tuple(entry), folder=folder)
 
 
 def _image_id(entry: dict, key: str, where: str) -> int:

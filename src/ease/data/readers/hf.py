@@ -1,11 +1,13 @@
 """Hugging Face `datasets` on disk: what `save_to_disk` writes, or Parquet files named by their split."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ease.console import plain
 from ease.data.readers.arrow import parquet_entries, stream_entries
 from ease.data.readers.table import row_of
 from ease.data.rows import Row, check_folder, check_split, read_lists
@@ -37,7 +39,12 @@ def _saved_splits(path: Path) -> dict[str, Iterator[dict[str, Any]]]:
 
 def _saved(folder: Path) -> Iterator[dict[str, Any]]:
     (files,) = read_lists(folder / STATE, "_data_files")
-    return chain.from_iterable(stream_entries(folder / str(file.get("filename"))) for file in files)
+    names: list[Any] = [file.get("filename") for file in files]
+    for name in names:
+        harmless = isinstance(name, str) and Path(name).name == name and plain(name) == name
+        if not harmless or Path(os.path.realpath(folder / name)).parent != folder.resolve():
+            raise UserError(f"{folder / STATE}: {name!r} is no file of this folder; save the data set again")
+    return chain.from_iterable(stream_entries(folder / name) for name in names)
 
 
 def _parquet_splits(path: Path) -> dict[str, Iterator[dict[str, Any]]]:

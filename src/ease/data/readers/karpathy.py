@@ -26,12 +26,12 @@ def karpathy_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         where = f"{path}: images[{index}]"
         name = check_relative_path(field(entry, "filename", where), f"{where}.filename")
         image = folder / name
-        if entry.get("filepath"):
+        if entry.get("filepath") not in (None, "", "."):
             # COCO names a subfolder, but many copies keep all images in one folder.
             image = first_existing([folder / check_relative_path(entry["filepath"], f"{where}.filepath") / name, image])
         split = check_split(field(entry, "split", where), f"{where}.split")
         captions = _captions(field(entry, "sentences", where), f"{where}.sentences")
-        yield Row(name.stem, image, captions, split, where, site_of(entry, where), tuple(entry))
+        yield Row(name.stem, image, captions, split, where, site_of(entry, where), tuple(entry), folder=folder)
 
 
 def _captions(sentences: Any, where: str) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ def row_of(entry: dict[str, Any], where: str, folder: Path, number: str) -> Row:
         site=site_of(entry, where),
         columns=tuple(map(sys.intern, entry)),
         unused=tuple(sys.intern(name) for name, value in entry.items() if value is not None and name not in read),
+        folder=folder,
     )
 
 
@@ -92,7 +93,7 @@ def _image(entry: dict[str, Any], where: str, folder: Path) -> tuple[ImageSource
     value = entry[column]
     content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
     if isinstance(content, memoryview):
-        return content, PurePosixPath(path).stem if path else None
+        return content, PurePosixPath(path).stem if path and isinstance(path, str) else None
     relative = check_relative_path(content if content is not None else path, f"{where}: {column}", folder)
     return folder / relative, relative.with_suffix("").as_posix()
 

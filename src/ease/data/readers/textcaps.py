@@ -30,7 +30,9 @@ def textcaps_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         image = first_existing([unpacked, folder / name, folder / name.name])
         split = None if one_set else check_split(field(entry, "set_name", where), f"{where}.set_name")
         pair_id = str(field(entry, "image_id", where))
-        yield Row(pair_id, image, _captions(entry, where), split, where, site_of(entry, where), tuple(entry))
+        yield Row(
+            pair_id, image, _captions(entry, where), split, where, site_of(entry, where), tuple(entry), folder=folder
+        )
 
 
 def _captions(entry: dict, where: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ease.errors import UserError
 from ease.params import Block, Params
 from ease.storage import read_tensors, write_tensors
 

@@ -15,7 +15,7 @@ from ease.federation.history import History
 from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Update
 from ease.methods.base import Trained
-from ease.methods.ease.counterfactual import replayed_rounds, standing_for, written_by
+from ease.methods.ease.counterfactual import replay_count, standing_for, written_by
 from ease.methods.ease.replay import ROUND
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest, forget_mask
@@ -236,21 +236,26 @@ def test_a_second_request_does_not_subtract_the_first_again(learnt) -> None:
 @pytest.mark.parametrize("rounds", [1, 5, 20, 33, 100])
 @pytest.mark.parametrize("replay", ["auto", 0.01, 0.25, 0.9, 1.0])
 @pytest.mark.parametrize("concerned", [0.1, 1.0])
-def test_replayed_rounds_are_rounds_and_stand_for_all(rounds: int, replay, concerned: float) -> None:
-    everything = list(range(1, rounds + 1))
-    used = replayed_rounds(everything, concerned, replay)
+def test_replayed_rounds_stand_for_the_whole_way(rounds: int, replay, concerned: float) -> None:
+    count = replay_count(rounds, concerned, replay)
     if replay == "auto":
-        assert len(used) == (rounds if concerned < 1 / 3 else min(rounds, 32))
+        assert count == (rounds if concerned < 1 / 3 else min(max(1, round(rounds / 2)), 32))
     else:
-        assert len(used) == max(1, round(replay * rounds))
-    assert used == sorted(set(used)) and set(used) <= set(everything)
-    counts = standing_for(everything, used)
-    assert list(counts) == used and sum(counts.values()) == rounds and min(counts.values()) >= 1
-    apart = np.diff([0, *used, rounds + 1])
-    assert apart.max() <= 2 * np.ceil(rounds / len(used))
+        assert count == max(1, round(replay * rounds))
+    moved, early = [1 / number for number in range(1, rounds + 1)], max(1, round(0.2 * rounds))
+    used = standing_for(moved, early, count)
+    assert list(used) == sorted(used) and set(used) <= set(range(1, rounds + 1)) and 1 <= len(used) <= count
+    assert min(used.values()) >= 1 or count > early  # a stretch of one round counts once
+    stood_for = sum(weight * moved[number - 1] for number, weight in used.items())
+    assert stood_for == pytest.approx(sum(moved))
+    if early < count:
+        assert [used.get(number) for number in range(1, early + 1)] == [1.0] * early
+    if count == rounds:
+        assert used == dict.fromkeys(range(1, rounds + 1), 1.0)
 
 
-def test_replayed_rounds_are_spread_evenly() -> None:
-    assert replayed_rounds(range(1, 11), 1.0, 0.2) == [1, 6]  # the first is always among them
-    assert standing_for(range(1, 11), [3, 8]) == {3: 5, 8: 5}  # round 5 is nearer to 3, round 6 to 8
-    assert standing_for(range(1, 5), [2]) == {2: 4}
+def test_later_rounds_are_parted_by_how_far_the_model_moved() -> None:
+    # Of the way 4 + 2 + 1 + 1 after two early rounds, the first half is round 3, the second rounds 4 to 6.
+    assert standing_for([9, 9, 4, 2, 1, 1], 2, 4) == {1: 1, 2: 1, 3: 1, 5: 4}
+    assert standing_for([1, 1, 1, 1], 2, 1) == {2: 4}  # too few to tell early ones apart
+    assert standing_for([0, 0, 0, 0], 1, 2) == {1: 1, 3: 3}  # a model that never moved

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ease.data.examples import Examples
 from ease.federation.client import ClientData
-from ease.federation.objectives import Objective, Tensors, embed_states, register
+from ease.federation.objectives import Objective, Tensors, register
 from ease.federation.protocol import LocalJob
-from ease.model.dual_encoder import DualEncoder
+from ease.model.dual_encoder import DualEncoder, Modality
 from ease.model.losses import log_odds
 from ease.params import Params
 from ease.requests.request import ClassRequest, forget_mask, validation_mask
@@ -17,6 +17,8 @@ from ease.seeding import generator
 LEVELS = "levels"
 POOL = 128
 """Pairs of its own that a client compares with, at most."""
+CHUNK_PAIRS = 512
+"""Most pairs in one pass: measuring takes no more memory than a training step."""
 
 
 def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
@@ -35,7 +37,11 @@ def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob
     if len(pool) < 2:
         return {name: torch.zeros(len(rows)) for name, rows in (("forget", forget), ("kin", kin))}
     base = np.concatenate([pool, peers])
-    against = _embedded(model, params.tensors, client.train, base, rng.integers(client.train.captions, size=len(base)))
+    drawn = base, rng.integers(client.train.captions, size=len(base))
+    against = (
+        _embedded(model, params.tensors, "image", client.train, *drawn),
+        _embedded(model, params.tensors, "text", client.train, *drawn),
+    )
     found = {}
     for name, examples, queries, classes in (
         ("forget", client.train, forget, client.shard.train_classes[forget]),
@@ -73,19 +79,29 @@ def _phi(
     """Log-odds of pairs, mean over their captions [queries]."""
     if not len(queries):
         return torch.zeros(0)
-    rows, captions = np.repeat(queries, examples.captions), np.tile(np.arange(examples.captions), len(queries))
-    own = _embedded(model, tensors, examples, rows, captions)
-    counted = weights.repeat_interleave(examples.captions, 0).to(own[0])
-    return log_odds(*own, *against, counted, job.temperature).view(len(queries), -1).mean(1)
+    each = examples.captions
+    every = np.repeat(queries, each), np.tile(np.arange(each), len(queries))
+    image = _embedded(model, tensors, "image", examples, queries, np.zeros_like(queries))  # once for all captions
+    text = _embedded(model, tensors, "text", examples, *every)
+    counted = weights.repeat_interleave(each, 0).to(text)
+    found = log_odds(image.repeat_interleave(each, 0), text, *against, counted, job.temperature)
+    return found.view(len(queries), each).mean(1)
 
 
 @torch.no_grad()
 def _embedded(
-    model: DualEncoder, tensors: Tensors, examples: Examples, rows: np.ndarray, captions: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    chunks = [(rows[start : start + 512], captions[start : start + 512]) for start in range(0, max(len(rows), 1), 512)]
-    images, texts = zip(*(embed_states(model, tensors, states) for states in examples.feed(chunks)), strict=True)
-    return torch.cat(images), torch.cat(texts)
+    model: DualEncoder,
+    tensors: Tensors,
+    modality: Modality,
+    examples: Examples,
+    rows: np.ndarray,
+    captions: np.ndarray,
+) -> Tensor:
+    """One side of pairs, each with one of its captions."""
+    starts = range(0, max(len(rows), 1), CHUNK_PAIRS)
+    chunks = [(rows[start : start + CHUNK_PAIRS], captions[start : start + CHUNK_PAIRS]) for start in starts]
+    sides = ((image, None) if modality == "image" else (text, mask) for image, text, mask in examples.feed(chunks))
+    return torch.cat([model.embed(tensors, modality, states, mask) for states, mask in sides])
 
 
 register(LEVELS, Objective(measure=levels, reads=frozenset({"forget"}), passes=1 / 3))

@@ -352,6 +352,11 @@ def main() -> None:
             raise
         _complain(error)
         raise SystemExit(2) from None
+    except MemoryError:
+        if "--debug" in sys.argv:
+            raise
+        _complain(UserError("memory ran out; close other programs, or run the same command again with smaller batches"))
+        raise SystemExit(2) from None
     if code == INTERRUPTED:
         print("\nstopped; run the same command again to continue", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -261,7 +261,7 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
         raise UserError(f'model.backbone = "{name}" needs the hf extra: pip install "ease-unlearning[hf]"')
     with quiet_transformers():
         folder = _folder(checkpoint, name)
-        family = read_json(folder / "config.json").get("model_type")
+        family = read_json(folder / "config.json", sealed=False).get("model_type")
         if family not in FAMILIES:
             raise UserError(
                 f'model.backbone = "{name}": its config.json names the architecture {family!r}; '

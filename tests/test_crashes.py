@@ -40,7 +40,7 @@ COMMANDS = {
     "forget": ["forget", "run", "--samples", "ids.txt", "--quiet"],
 }
 WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
-STRUCK_BY_DEFAULT = 6
+STRUCK_BY_DEFAULT = 3
 Strike = Callable[[], None]
 
 

@@ -187,6 +187,19 @@ def test_a_flipped_count_of_pairs_is_refused(world, run: Run) -> None:
         list(forget(run, world, CLIENT, make_method("fed_eraser"), observe=False))
 
 
+def test_a_removed_update_can_be_computed_from_what_is_left(run: Run) -> None:
+    """So removing it deletes nothing, and no page may say that it does."""
+    history = run.history
+    removed = history.update(2, 1).change
+    history.update_path(2, 1).unlink()
+    pairs = {int(client): count for client, count in history.record(2)["pairs"].items()}
+    moved = history.state(2) - history.state(1)
+    others = [history.update(2, client).change * pairs[client] for client in pairs if client != 1]
+    rest = sum(others[1:], others[0])
+    found = (moved * sum(pairs.values()) - rest) * (1 / pairs[1])
+    assert (found - removed).norm() < 1e-5 * removed.norm()
+
+
 # --- commands that are refused ---
 
 

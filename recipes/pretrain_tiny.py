@@ -181,7 +181,7 @@ def save(
     tensors = dict(backbone.state_dict())
     if sum(tensor.nbytes for tensor in tensors.values()) > 10_000_000:
         tensors = {name: tensor.half() for name, tensor in tensors.items()}
-    write_tensors(weights, tensors)
+    write_tensors(weights, tensors, sealed=False)
     recipe = {
         "arguments": {name: str(value) for name, value in vars(args).items() if name != "out"},
         "generator_version": GENERATOR_VERSION,
@@ -194,7 +194,7 @@ def save(
         "vocabulary": list(backbone.vocabulary),
         "zero_shot": {"gallery": GALLERY, **figures},
     }
-    write_json(args.out / "tiny.json", recipe)
+    write_json(args.out / "tiny.json", recipe, sealed=False)
     print(f"{weights}: {weights.stat().st_size} bytes, {recipe['parameters']} parameters", flush=True)
 
 

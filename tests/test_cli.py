@@ -428,7 +428,7 @@ def test_a_second_process_in_the_same_folder_is_refused(uninterrupted, small, tm
     out = tmp_path / "run"
     first, second = start(out, small), None
     try:
-        wait_for(out / ".lock", first)
+        wait_for(out / "initial.safetensors", first)  # written by one that holds the run
         os.kill(first.pid, signal.SIGSTOP)  # so that it surely still holds the lock
         second = start(out, small)
         _, complaint = second.communicate(timeout=60)

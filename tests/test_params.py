@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ease import storage
 from ease.errors import UserError
-from ease.params import Block, Params, blocks_of, weighted_mean
+from ease.params import Block, Params, weighted_mean
+from ease.storage import read_noted
 
 BLOCKS = (
     Block("text.projector.0", "text", "projector", ("text.projector.0.bias", "text.projector.0.weight")),
@@ -53,7 +55,8 @@ def rewrite_note(path: Path, change) -> None:
     header = json.loads(content[8 : 8 + length])
     header["__metadata__"]["ease"] = change(header["__metadata__"]["ease"])
     text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    changed = struct.pack("<Q", len(text)) + text + content[8 + length :]
+    path.write_bytes(storage._seal(storage.SEAL.sub(storage.BLANK, changed, 1)))
 
 
 # --- arithmetic ---
@@ -161,7 +164,7 @@ def test_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype) -> None:
     assert same(loaded, params)
     assert loaded.blocks == params.blocks
     assert loaded.norm() == params.norm()
-    assert blocks_of(tmp_path / "a.safetensors", SHAPES) == BLOCKS
+    assert read_noted(tmp_path / "a.safetensors")[1]["blocks"] == [json.loads(json.dumps(vars(b))) for b in BLOCKS]
 
 
 def test_special_values_survive(tmp_path: Path) -> None:
@@ -237,16 +240,17 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"notes\.safetensors"):
         Params.load(path)
-    with pytest.raises(UserError, match=r"notes\.safetensors"):
-        blocks_of(path, [])
 
 
 def test_tensors_of_another_tool_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(2)}, tmp_path / "foreign.safetensors")
-    with pytest.raises(UserError, match=r"foreign\.safetensors: not a parameter file"):
+    with pytest.raises(UserError, match=r"foreign\.safetensors: .*it has no seal"):
         Params.load(tmp_path / "foreign.safetensors")
+    storage.write_tensors(tmp_path / "other.safetensors", {"x": torch.zeros(2)})
+    with pytest.raises(UserError, match=r"other\.safetensors: not a parameter file"):
+        Params.load(tmp_path / "other.safetensors")
 
 
 def altered(**fields):
@@ -265,7 +269,7 @@ def altered(**fields):
 
 
 def blocks_changed(function):
-    return lambda text: json.dumps({"blocks": function(json.loads(text)["blocks"])})
+    return lambda text: json.dumps({**json.loads(text), "blocks": function(json.loads(text)["blocks"])})
 
 
 @pytest.mark.parametrize(

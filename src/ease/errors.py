@@ -5,5 +5,9 @@ class UserError(Exception):
     """A mistake the user can mend; the message names the file or field and the remedy."""
 
 
+class Missing(UserError):
+    """A file that is not there, which for a cache is no fault."""
+
+
 class Diverged(UserError):
     """Training or unlearning ended in no usable model: for a grid of many answers a finding, and no reason to stop."""

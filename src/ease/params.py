@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.storage import read_note, read_tensors, write_tensors
+from ease.storage import read_noted, write_tensors
 
 Modality = Literal["image", "text"]
 Kind = Literal["lora", "projector"]
@@ -120,8 +120,8 @@ class Params:
     @classmethod
     def load(cls, path: Path) -> "Params":
         """Read a state. The file gives its tensors in any order, and sums over them must always go the same way."""
-        tensors = read_tensors(path)
-        blocks = blocks_of(path, tensors)
+        tensors, note = read_noted(path)
+        blocks = blocks_of(path, note, tensors)
         return cls({name: tensors[name] for block in blocks for name in block.tensors}, blocks)
 
 
@@ -145,10 +145,9 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def blocks_of(path: Path, names: Iterable[str]) -> tuple[Block, ...]:
-    """Read the block list from a file's header without reading its tensors."""
-    note = read_note(path)
-    if not isinstance(note, dict) or "blocks" not in note:
+def blocks_of(path: Path, note: Mapping[str, Any], names: Iterable[str]) -> tuple[Block, ...]:
+    """The block list in the note of a file, checked against the names of its tensors."""
+    if "blocks" not in note:
         raise UserError(f"{path}: not a parameter file of this tool (no block list in its header)")
     try:
         blocks = tuple(block_from(fields) for fields in note["blocks"])

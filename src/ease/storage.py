@@ -1,14 +1,23 @@
-"""Files that are either whole or absent: atomic writes, safe reads, one place for the cache folder."""
+"""Files that are either whole or absent, and carry their own hash: atomic writes, checked reads, the cache folder.
+
+A file is sealed: somewhere near its beginning (of an array: at its end) stands `sha256:` and the hash of the whole file
+with zeros in the place of the hash. So one rule covers JSON, tensors, answers of clients and arrays, no second file has
+to be kept beside the first, and every byte counts. Files of other programs have no seal and are read with
+`sealed=False`.
+"""
 
 import errno
 import hashlib
 import json
 import os
+import re
 import stat
-import tempfile
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -20,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as serialise_tensors
 
-from ease.errors import UserError
+from ease.errors import Missing, UserError
 
 LEFTOVER = ".partial-"
 """How the names of unfinished files begin; a killed process may leave some behind."""
@@ -39,6 +48,12 @@ TENSOR_ERRORS = (
     AttributeError,
 )
 """What a safetensors file whose header lies makes its reader raise."""
+SEAL = re.compile(rb"sha256:[0-9a-f]{64}")
+BLANK = b"sha256:" + b"0" * 64
+"""A seal before the hash is known; the hash is that of the file with this in its place."""
+PIECE = 1 << 24
+"""Bytes of an array that one thread hashes at a time."""
+RESTORE = "restore it, or delete it and make it again"
 
 
 def cache_folder() -> Path:
@@ -48,9 +63,18 @@ def cache_folder() -> Path:
     return folder
 
 
-def _make_folder(folder: Path, remedy: str = "check the path, its permissions and the space left") -> None:
+def _make_folder(
+    folder: Path, remedy: str = "check the path, its permissions and the space left", durable: bool = True
+) -> None:
+    """Make a folder and those above it, for this user alone: they hold pictures, captions and what models learnt."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in reversed([folder, *folder.parents]):
+            if not each.exists():
+                with suppress(FileExistsError):  # made by another process just now
+                    each.mkdir(mode=0o700)
+                if durable:
+                    _sync_folder(each.parent)
+        folder.mkdir(exist_ok=True)  # refuses a file in its place
     except OSError as error:
         raise UserError(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
 
@@ -60,24 +84,32 @@ def write_atomic(path: Path, content: bytes, durable: bool = True) -> None:
 
     `durable` waits for the disk, so that this holds for a power cut too; scratch files need no such wait.
     """
-    _make_folder(path.parent)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{LEFTOVER}{path.name}-")
-    except OSError as error:
-        raise UserError(f"{path}: cannot write here ({error.strerror}); check space and permissions") from error
-    try:
-        with _refusal_to_write(path):
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(temporary, path)
+    _make_folder(path.parent, durable=durable)
+    with _unfinished(path) as temporary, _refusal_to_write(path):
+        with temporary.open("wb") as file:
+            file.write(content)
             if durable:
-                _sync_folder(path.parent)
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if durable:
+            _sync_folder(path.parent)
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """An empty file of this process alone, in the folder of the file it is to become; it goes unless it was renamed.
+
+    Process numbers would not do for its name: containers and machines that share a folder have equal ones.
+    """
+    temporary = path.parent / f"{LEFTOVER}{path.name[:100]}-{uuid.uuid4().hex}"
+    with _refusal_to_write(path):
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    try:
+        yield temporary
     finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+        with suppress(OSError):  # its error would hide the one that brought us here
+            temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
@@ -89,6 +121,7 @@ def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder outlast a power cut."""
     if os.name == "nt":  # Windows opens no folders; it writes the names of files by itself
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -124,70 +157,165 @@ def read_bytes(path: Path, most: int) -> bytes:
     return content
 
 
-def write_json(path: Path, value: Any, durable: bool = True) -> None:
-    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), durable)
+def _seal(content: bytes) -> bytes:
+    """The same with its hash in place of the first blank seal."""
+    return content.replace(BLANK, b"sha256:" + hashlib.sha256(content).hexdigest().encode(), 1)
 
 
-def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
+def _check_seal(path: Path, content: bytes) -> None:
+    """Refuse a file that is not what was written, to the last bit."""
+    found = SEAL.search(content)
+    if found is None:
+        raise UserError(f"{path}: damaged, or written by an earlier version: it has no seal; {RESTORE}")
+    view = memoryview(content)
+    whole = hashlib.sha256(view[: found.start()])
+    whole.update(BLANK)
+    whole.update(view[found.end() :])
+    if whole.hexdigest().encode() != found[0][len(b"sha256:") :]:
+        raise UserError(f"{path}: damaged (its content is not what its seal says); {RESTORE}")
+
+
+def _content(path: Path, most: int | None = None) -> bytes:
     try:
-        return json.loads(read_bytes(path, most).decode())
+        if most is not None:
+            return read_bytes(path, most)
+        with open_regular(path) as file:
+            return file.read()
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
+        raise Missing(f"{path}: no such file; {RESTORE}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
-        raise UserError(f"{path}: damaged JSON ({error}); delete it and run again") from error
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], note: Any = None, durable: bool = True) -> None:
-    """Write named tensors as safetensors; `note` travels as JSON in the header.
+def write_sealed(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write bytes of any form behind a seal of their own line."""
+    write_atomic(path, _seal(BLANK + b"\n" + content), durable)
+
+
+def read_sealed(path: Path) -> bytes:
+    """What `write_sealed` wrote."""
+    content = _content(path)
+    _check_seal(path, content)
+    return content[len(BLANK) + 1 :]
+
+
+def write_json(path: Path, value: Any, durable: bool = True, sealed: bool = True) -> None:
+    """Write JSON; sealed, it is an object whose first key is `seal`."""
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    if not sealed:
+        write_atomic(path, text.encode(), durable)
+        return
+    rest = f",{text[1:]}" if value else text[1:]
+    write_atomic(path, _seal(f'{{\n "seal": "{BLANK.decode()}"{rest}'.encode()), durable)
+
+
+def read_json(path: Path, sealed: bool = True, most: int = LARGEST_JSON) -> Any:
+    """Read JSON of at most so many bytes; of a sealed object the seal is checked and left out."""
+    content = _content(path, most)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of too many digits
+        raise UserError(f"{path}: damaged JSON ({_short(error)}); delete it and run again") from error
+    if not sealed:
+        return value
+    _check_seal(path, content)
+    if not isinstance(value, dict) or "seal" not in value:
+        raise UserError(f"{path}: damaged: a JSON object with a seal is expected; {RESTORE}")
+    return {key: each for key, each in value.items() if key != "seal"}
+
+
+def _short(error: Exception) -> str:
+    return str(error)[:200]
+
+
+def write_tensors(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    note: Mapping[str, Any] | None = None,
+    durable: bool = True,
+    sealed: bool = True,
+) -> None:
+    """Write named tensors as safetensors; the seal and the `note` travel as JSON in the header.
 
     One header key only: several would be stored in random order and equal contents would differ in bytes.
     """
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"ease": json.dumps(note, sort_keys=True)} if note is not None else None
-    write_atomic(path, serialise_tensors(contiguous, metadata=header), durable)
+    if not sealed:
+        write_atomic(path, serialise_tensors(contiguous), durable)
+        return
+    ordered = json.loads(json.dumps(note or {}, sort_keys=True))
+    header = {"ease": json.dumps({"seal": BLANK.decode(), **ordered})}
+    write_atomic(path, _seal(serialise_tensors(contiguous, metadata=header)), durable)
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, sealed: bool = True) -> dict[str, torch.Tensor]:
+    return _read_tensors(path, sealed)[0]
+
+
+def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors with the note that was written beside them."""
+    tensors, content = _read_tensors(path, sealed=True)
     try:
-        with open_regular(path) as file:
-            return parse_tensors(file.read())
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        note = json.loads(header["__metadata__"]["ease"])
+        return tensors, {key: value for key, value in note.items() if key != "seal"}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: its header has no note; the file was altered, restore it") from error
+
+
+def _read_tensors(path: Path, sealed: bool) -> tuple[dict[str, torch.Tensor], bytes]:
+    content = _content(path)
+    if sealed:
+        _check_seal(path, content)
+    try:
+        return parse_tensors(content), content
     except TENSOR_ERRORS as error:
-        raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
+        raise UserError(f"{path}: damaged or truncated safetensors ({_short(error)}); {RESTORE}") from error
 
 
-def read_note(path: Path) -> Any:
-    """The JSON note in a tensor file's header; the tensors themselves are not read."""
+def read_some(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Some tensors of a sealed file, and no more of it in memory; the seal is checked once for all readings."""
+    _check_once(path, *_identity(path))
     try:
         open_regular(path).close()
         with safe_open(path, framework="pt") as file:
-            return json.loads((file.metadata() or {}).get("ease", "null"))
-    except (*TENSOR_ERRORS, OSError, RecursionError) as error:
-        raise UserError(f"{path}: damaged or truncated safetensors ({error}); restore it or train again") from error
+            return {name: file.get_tensor(name) for name in names}
+    except (*TENSOR_ERRORS, OSError) as error:
+        raise UserError(f"{path}: damaged or truncated safetensors ({_short(error)}); {RESTORE}") from error
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise Missing(f"{path}: missing or unreadable ({error.strerror}); {RESTORE}") from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=100_000)
+def _check_once(path: Path, *identity: int) -> None:
+    _check_seal(path, _content(path))
 
 
 @contextmanager
 def new_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
-    """Fill a memory-mapped .npy array of any size; the file appears under its name only when complete."""
+    """Fill a memory-mapped .npy array of any size; the file appears under its name only when complete and sealed."""
     _make_folder(path.parent)
     remove_leftovers(path.parent, older_than_seconds=86400)  # another process may be writing here now
-    temporary = path.parent / f"{LEFTOVER}{path.name}-{os.getpid()}"
-    try:
+    with _unfinished(path) as temporary:
         with _refusal_to_write(path):
             array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
             _reserve(temporary)
         yield array
         with _refusal_to_write(path):
             array.flush()
+            with temporary.open("r+b") as file:
+                hashed = _hash_in_pieces(temporary, file.seek(0, os.SEEK_END))
+                file.write(b"sha256:" + hashed.encode())
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
             _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _reserve(path: Path) -> None:
@@ -227,11 +355,30 @@ def exclusive(path: Path, busy: str) -> Iterator[None]:
 
 
 def map_array(path: Path) -> np.ndarray:
-    """Memory-map an array that `new_array` wrote."""
+    """Memory-map an array that `new_array` wrote; all of it is read once to check its seal."""
+    _, size, _ = _identity(path)
+    length = size - len(BLANK)
     try:
+        with path.open("rb") as file:
+            file.seek(max(length, 0))
+            seal = file.read()
+        if length < 0 or seal != b"sha256:" + _hash_in_pieces(path, length).encode():
+            raise ValueError("its content is not what its seal says")
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path}: damaged array file ({error}); delete it and run again") from error
+
+
+def _hash_in_pieces(path: Path, length: int) -> str:
+    """The hash of the hashes of a file's pieces, so that all cores share the work on a large one."""
+
+    def hashed(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(min(PIECE, length - start))).digest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return hashlib.sha256(b"".join(pool.map(hashed, range(0, length, PIECE)))).hexdigest()
 
 
 def digest(*parts: Any) -> str:

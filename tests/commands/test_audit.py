@@ -18,6 +18,7 @@ from ease.runs.config import load_config
 from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.storage import read_json
 
 CLIENT = ClientRequest(clients=(1,))
 QUICK = ("--shadows", 4, "--retrains", 2, "--pool", 16, "--workers", 1, "--fpr", 0.1)
@@ -89,7 +90,7 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     shown = json.loads(result.out)
     assert (run / "requests" / "client-1" / "retrain" / "record.json").is_file()
-    kept = json.loads((run / "requests" / "client-1" / "finetune" / "audit.json").read_text())
+    kept = read_json(run / "requests" / "client-1" / "finetune" / "audit.json")
     assert shown == {**kept, "id": "client-1/finetune", "folder": str(run / "requests" / "client-1" / "finetune")}
     page = ease("audit", run, "--request", "client-1/finetune", *QUICK)
     assert page.code == 0 and "shadow models" not in page.err, "the second time nothing is trained"

@@ -286,7 +286,7 @@ def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", ["--client", "1"], "no run here")
     refused(tmp_path / "thesis.tex", ["--client", "1"], "no run here")
     (tmp_path / "run.json").write_text("{}")
-    refused(tmp_path, ["--client", "1"], "not a run that this version knows")
+    refused(tmp_path, ["--client", "1"], "it has no seal")
 
 
 def test_without_held_out_pairs_the_usual_share_goes(ease, small, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from ease.runs.forget import forget
 from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Role, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import sha256
+from ease.storage import read_json, sha256, write_json
 from ease.studies.bench import header
 from ease.studies.experiment import Experiment
 
@@ -125,9 +125,9 @@ def test_pictures_can_be_left_out(run: Path) -> None:
 
 def test_other_peoples_pictures_are_shown_only_when_asked_for(run: Path) -> None:
     """With another layout in run.json nothing of the data is even opened: its path does not exist."""
-    stored = json.loads((run / "run.json").read_text())
+    stored = read_json(run / "run.json")
     stored["config"]["data"] |= {"name": "folder", "path": str(run / "absent")}
-    (run / "run.json").write_text(json.dumps(stored))
+    write_json(run / "run.json", stored)
     html = report_run(run, None, None, quiet=True).path.read_text()
     assert "<img " not in html and PRIVATE in html
     with pytest.raises(UserError, match="absent"):

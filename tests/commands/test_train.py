@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from ease.storage import read_json
+
 
 @pytest.fixture
 def odd_data(tmp_path: Path) -> Path:
@@ -58,7 +60,7 @@ def test_programs_are_told_too(ease, small, tmp_path, odd_data) -> None:
     told = json.loads(train(ease, small, tmp_path, odd_data, "--json").out)["data"]
     splits = {"train": 8, "validation": 0, "test": 3}
     odd = {"unreadable": 1, "blank_captions": 1, "cut_captions": 1, "under_five": 11, "same_picture": 2, "converted": 1}
-    assert told == splits | odd == json.loads((tmp_path / "run" / "summary.json").read_text())["data"]
+    assert told == splits | odd == read_json(tmp_path / "run" / "summary.json")["data"]
 
 
 def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import os
 import shutil
 import socket
@@ -19,7 +18,8 @@ import pytest
 from PIL import Image
 
 from ease.data import images
-from ease.data.images import COEFFICIENT_BYTES, PIXEL_BYTES, WHOLE_BYTES, decode, decode_image, identify
+from ease.data.images import COEFFICIENT_BYTES, PIXEL_BYTES, decode, decode_image, identify
+from ease.storage import read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -181,14 +181,28 @@ def test_identity_follows_the_content_not_name_or_time(tmp_path):
     assert one == two == held != three and not missing
 
 
-@pytest.mark.parametrize("place", [0, WHOLE_BYTES + 5, 2 * WHOLE_BYTES - 1])
-def test_a_change_at_the_ends_or_in_the_middle_of_a_large_file_is_seen(place):
-    content = bytearray(2 * WHOLE_BYTES)
+@pytest.mark.parametrize("place", [0, 20_000, 40_000, 3_000_000, 4_000_000 - 1])
+def test_a_change_anywhere_in_a_large_file_is_seen(place):
+    content = bytearray(4_000_000)
     changed = content.copy()
     changed[place] = 1
     longer = content + b"\0"
     (before, after, grown), _ = identify([memoryview(bytes(item)) for item in (content, changed, longer)])
     assert len({before, after, grown}) == 3
+
+
+def test_a_picture_in_which_rows_are_blacked_out_is_another_picture(tmp_path):
+    """A BMP keeps its size, and by these dates its time and most of its bytes."""
+    path = tmp_path / "a.bmp"
+    pixels = np.random.default_rng(0).integers(1, 256, (300, 200, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    times, size = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_size
+    before = np.array(decoded(path, size=200).pixels[0])
+    pixels[80:120] = 0
+    Image.fromarray(pixels).save(path)
+    os.utime(path, ns=times)
+    assert path.stat().st_size == size > 64 * 1024
+    assert not np.array_equal(decoded(path, size=200).pixels[0], before)
 
 
 def test_what_cannot_be_opened_is_named_by_position(tmp_path):
@@ -296,7 +310,7 @@ def test_a_record_that_lacks_a_digest_is_made_again(tmp_path, own_cache):
     path = photo(tmp_path / "a.png")
     expected = decoded(path).digests
     (file,) = (own_cache / "pixels").glob("*.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "digests": []}))
+    write_json(file, {**read_json(file), "digests": []})
     assert decoded(path).digests == expected
 
 

@@ -23,7 +23,7 @@ from ease.runs.config import load_config
 from ease.runs.forget import forget
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import read_note, read_tensors
+from ease.storage import read_json, read_noted, read_tensors, write_json
 
 ADAPTED = ("model.lora_rank=2", "model.lora_blocks=2", "model.lora_scale=1.5")
 
@@ -156,7 +156,7 @@ def test_safetensors_hold_the_state_its_frozen_part_and_where_it_comes_from(ease
     exported, state = Params.load(tmp_path / "model.safetensors"), unlearned(tiny)
     assert exported.blocks == state.blocks
     assert all(torch.equal(exported[name], tensor) for name, tensor in state.tensors.items())
-    note = read_note(tmp_path / "model.safetensors")
+    note = read_noted(tmp_path / "model.safetensors")[1]
     assert note["request"] == "client-1" and ModelConfig(**note["model"]) == tiny.config.model
     frozen = DualEncoder(load_backbone("tiny"), tiny.config.model, note["seed"]).frozen_adapters()
     written = read_tensors(tmp_path / "frozen.safetensors")
@@ -246,8 +246,8 @@ def test_peft_needs_adapters(ease, checkpoint, finished, tmp_path: Path) -> None
 
 def test_states_of_another_model_are_refused(ease, tiny: Run, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny.folder, tmp_path / "run")
-    marker = json.loads((folder / "run.json").read_text())
+    marker = read_json(folder / "run.json")
     marker["config"]["model"]["lora_blocks"] = 2
-    (folder / "run.json").write_text(json.dumps(marker))
+    write_json(folder / "run.json", marker)
     result = ease("export", folder)
     assert result.code == 2 and "do not fit the model" in result.err

@@ -9,6 +9,7 @@ import pytest
 from ease.errors import UserError
 from ease.requests.request import ClientRequest
 from ease.runs.records import AnswerRecord, Price, RoundRecord, TrialRecord, read_record, write_record
+from ease.storage import write_json
 
 BLOCK = {
     "block": "image.tower.blocks.2.attention.q",
@@ -74,7 +75,7 @@ def test_a_damaged_record_is_named_with_its_field_and_the_remedy(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     path = tmp_path / "record.json"
-    path.write_text(json.dumps(answer().model_dump(mode="json") | change))
+    write_json(path, answer().model_dump(mode="json") | change)
     with pytest.raises(UserError) as raised:
         read_record(AnswerRecord, path)
     text = str(raised.value)
@@ -85,12 +86,14 @@ def test_a_damaged_record_is_named_with_its_field_and_the_remedy(
 def test_a_file_without_a_format_is_of_another_version(tmp_path: Path) -> None:
     stored = answer().model_dump(mode="json")
     del stored["format"]
-    (tmp_path / "record.json").write_text(json.dumps(stored))
+    write_json(tmp_path / "record.json", stored)
     with pytest.raises(UserError, match=r"record\.json: format: none, and this version reads 2; delete"):
         read_record(AnswerRecord, tmp_path / "record.json")
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "damaged JSON"), ("[1]", "damaged: a JSON object is expected")])
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "damaged JSON"), ("[1]", "damaged, or written by an earlier version: it has no seal")]
+)
 def test_what_is_no_object_is_damaged(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "trial.json").write_text(content)
     with pytest.raises(UserError, match=rf"trial\.json: {said}.*run"):
@@ -100,7 +103,7 @@ def test_what_is_no_object_is_damaged(tmp_path: Path, content: str, said: str) -
 def test_as_many_energies_as_cosines(tmp_path: Path) -> None:
     stored = answer().model_dump(mode="json")
     stored["rounds"][0]["spectrum"]["blocks"][0]["energies"] = [1.0]
-    (tmp_path / "record.json").write_text(json.dumps(stored))
+    write_json(tmp_path / "record.json", stored)
     with pytest.raises(UserError, match=r"rounds\.0\.spectrum\.blocks\.0: 2 cosines and 1 energies"):
         read_record(AnswerRecord, tmp_path / "record.json")
 

@@ -18,7 +18,7 @@ from ease.runs.config import RunConfig, load_config
 from ease.runs.resolve import class_cosines, match_class
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import LEFTOVER
+from ease.storage import LEFTOVER, read_json, write_json
 
 Configs = Callable[..., RunConfig]
 
@@ -258,13 +258,18 @@ def test_a_folder_that_is_no_run_is_refused_and_kept(small_config: Configs, tmp_
     ("content", "message"),
     [
         ("{", "damaged JSON"),
-        ("[]", "not a run that this version knows"),
-        ('{"format": 99}', "not a run that this version knows"),
-        ('{"format": 1, "config": {"sed": 1}}', "sed: unknown key"),
+        ("[]", "it has no seal"),
+        ('{"format": 1}', "it has no seal"),
+        ({}, "not a run that this version knows"),
+        ({"format": 99}, "not a run that this version knows"),
+        ({"format": 1, "config": {"sed": 1}}, "sed: unknown key"),
     ],
 )
-def test_a_damaged_run_file_is_named(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "run.json").write_text(content)
+def test_a_damaged_run_file_is_named(tmp_path: Path, content: str | dict, message: str) -> None:
+    if isinstance(content, str):
+        (tmp_path / "run.json").write_text(content)
+    else:
+        write_json(tmp_path / "run.json", content)
     with pytest.raises(UserError, match=rf"run\.json: .*{message}|run\.json: {message}"):
         Run.load(tmp_path)
 
@@ -335,7 +340,7 @@ def test_a_disk_that_fills_up_keeps_every_complete_round(reference, small_config
 
 def test_the_summary_is_written_and_is_json(small_config: Configs, tmp_path: Path) -> None:
     summary = train_run(small_config(), tmp_path / "run", quiet=True)
-    stored = json.loads((tmp_path / "run" / "summary.json").read_text())
+    stored = read_json(tmp_path / "run" / "summary.json")
     assert stored == json.loads(json.dumps(summary.as_json())) and stored["rounds"] == 2
     records = [summary.recalls[name]["recall@1"].mean for name in ("seen", "unseen", "test")]
     assert [stored["metrics"][f"{name}/recall@1"] for name in ("seen", "unseen", "test")] == records

@@ -12,6 +12,7 @@ from rich.text import Text
 from ease.audit.config import AuditConfig
 from ease.audit.verdict import EVIDENCE, Measure
 from ease.commands.forget import answer
+from ease.commands.train import tell_threads
 from ease.console import labelled, megabytes, status, table, ticks_bar
 from ease.methods.retrain import Retrain
 from ease.runs.answers import find_answer, open_world
@@ -100,6 +101,7 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
     """Audit a finished answer of a run."""
     run = Run.load(folder)
     _, request, _ = find_answer(run, name)
+    tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     Subjects.of(world, request, config.pool)  # refuses too large a pool before the long work begins

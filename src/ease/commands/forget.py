@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from ease.audit.alignment import alignment_residual
-from ease.commands.train import TrainSummary, train_run
+from ease.commands.train import TrainSummary, tell_threads, train_run
 from ease.console import megabytes, rounds_bar, status, table
 from ease.methods import make_method
 from ease.methods.base import Unlearner
@@ -147,6 +147,7 @@ def forget_run(
     """Answer a request on a finished run."""
     run = Run.load(folder)
     trained_of(run)  # refuses an unfinished training before the long work begins
+    tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
         request = parse_request(world.server, clients, classes, samples)
@@ -192,6 +193,7 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     """Go on training after a request and watch whether the forgotten comes back."""
     run = Run.load(folder)
     stored, request, _ = find_answer(run, after)
+    tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     with rounds_bar("training on", rounds, 0, quiet) as bar:

@@ -88,6 +88,7 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
         report = _data_report(world)
     for line in report.lines() if report and not quiet else ():  # before training, while it can still be corrected
         errors.print(line, soft_wrap=True, markup=False, highlight=False)
+    tell_threads(run)
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
@@ -97,6 +98,12 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
         summary = replace(_summarise(run, world), data=report)
     write_json(out / "summary.json", summary.as_json())
     return summary
+
+
+def tell_threads(run: Run) -> None:
+    """Say it where another number of threads would give other bytes."""
+    if note := run.threads_note():
+        errors.print(note, soft_wrap=True, markup=False, highlight=False)
 
 
 def _data_report(world: World) -> DataReport | None:

@@ -11,11 +11,14 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ease.data.cache import cached
 from ease.data.partition import joint_embedding
 from ease.errors import UserError
 from ease.seeding import stream_seed
@@ -70,13 +73,16 @@ def cached_classes(
     if clients is not None:
         key += ["federated", SMALLEST_GROUP, [hashlib.sha256(positions.tobytes()).hexdigest() for positions in clients]]
     path = cache_folder() / "classes" / f"{digest(*key)}.safetensors"
-    try:
-        kept = read_tensors(path)
-        return kept["labels"].numpy(), kept["centroids"].numpy()
-    except (UserError, KeyError):  # absent or damaged
-        labels, centroids = _classes(image, text, count, seed, clients)
-        write_tensors(path, {"labels": torch.from_numpy(labels), "centroids": torch.from_numpy(centroids)})
-        return labels, centroids
+    return cached(partial(_kept, path), lambda: _keep(path, *_classes(image, text, count, seed, clients)))
+
+
+def _kept(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    kept = read_tensors(path)
+    return kept["labels"].numpy(), kept["centroids"].numpy()
+
+
+def _keep(path: Path, labels: np.ndarray, centroids: np.ndarray) -> None:
+    write_tensors(path, {"labels": torch.from_numpy(labels), "centroids": torch.from_numpy(centroids)})
 
 
 def _classes(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ease.console import with_progress
+from ease.data.cache import cached
 from ease.data.pairs import PairSet
 from ease.data.report import count_cut
-from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
@@ -42,22 +43,16 @@ def cached_activations(
     """Activations of all pairs from the cache, or computed now; the backbone must already be on `device`."""
     key = digest("activations", pairs.fingerprint, backbone.fingerprint, first_image, first_text)
     folder = cache_folder() / "activations" / key
-    try:
-        return _open(folder)
-    except UserError:
-        _compute(folder, pairs, backbone, first_image, first_text, device)
-        return _open(folder)
+    make = partial(_compute, folder, pairs, backbone, first_image, first_text, device)
+    return cached(partial(_open, folder), make)
 
 
 def cached_cut(pairs: PairSet, backbone: Backbone) -> int:
     """How many captions the tokenizer cuts; kept, since counting them means to tokenise them all again."""
     path = cache_folder() / "activations" / f"cut-{digest(pairs.fingerprint, backbone.fingerprint)}.json"
-    try:
-        return int(read_json(path))
-    except (UserError, TypeError, ValueError):  # absent or damaged
-        cut = count_cut(pairs.captions, backbone)
-        write_json(path, cut)
-        return cut
+    return cached(
+        lambda: int(read_json(path)["cut"]), lambda: write_json(path, {"cut": count_cut(pairs.captions, backbone)})
+    )
 
 
 def _open(folder: Path) -> Activations:

@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ease.console import with_progress
+from ease.data.cache import cached
 from ease.data.pairs import picture_digest
-from ease.errors import UserError
 from ease.storage import cache_folder, digest, map_array, new_array, open_regular, read_json, write_json
 
 ImageSource = Path | memoryview
@@ -36,8 +36,6 @@ PIXEL_BYTES = 24
 """Most that a decoded pixel takes while a picture is turned, laid on white and resized."""
 COEFFICIENT_BYTES = 8
 """What a JPEG file keeps of each pixel while it is decoded, also of those that are skipped."""
-WHOLE_BYTES = 64 * 1024
-"""Files up to this size are hashed whole; of larger ones, three pieces of a quarter of it."""
 # What Pillow's decoders raise on damaged files; running out of memory is not the fault of a file and passes through.
 DECODER_ERRORS = (
     OSError,
@@ -83,7 +81,8 @@ class Picture(NamedTuple):
 def identify(images: Sequence[ImageSource]) -> tuple[list[str], dict[int, str]]:
     """A hash of every image that follows its content, and for those that cannot be opened why, by position.
 
-    Names and times do not count, so a copied data set is not decoded again.
+    Names and times do not count, so a copied data set is not decoded again. Every byte counts: a picture in which
+    someone is blacked out may keep its name, its size, its time and most of its bytes.
     """
     unreadable: dict[int, str] = {}
     identities = []
@@ -96,17 +95,12 @@ def identify(images: Sequence[ImageSource]) -> tuple[list[str], dict[int, str]]:
 
 
 def _identity(image: ImageSource) -> str | OSError:
-    """Of a large file the two ends and the middle count: an edit that keeps the size and all three is missed."""
     try:
         with _open(image) as file:
-            size = file.seek(0, os.SEEK_END)
-            piece = WHOLE_BYTES // 4
-            starts = (0, size // 2, size - piece) if size > WHOLE_BYTES else (0,)
-            content = hashlib.blake2b(str(size).encode(), digest_size=16)
-            for start in starts:
-                file.seek(start)
-                content.update(file.read(piece if size > WHOLE_BYTES else size))
-            return content.hexdigest()
+            whole = hashlib.sha256()
+            while piece := file.read(1 << 20):
+                whole.update(piece)
+            return whole.hexdigest()[:32]
     except OSError as error:
         return error
     except ValueError as error:  # a name that no file can have
@@ -124,14 +118,11 @@ def decode(images: Sequence[ImageSource], identities: Sequence[str], size: int, 
     """
     stem = cache_folder() / "pixels" / digest("pixels", DECODER_VERSION, identities, size, *(["crop"] if crop else []))
     array_path, record_path = stem.with_suffix(".npy"), stem.with_suffix(".json")
-    try:
-        return _cached(array_path, record_path)
-    except (UserError, LookupError, TypeError, ValueError):  # absent or damaged
-        _decode_into(array_path, record_path, images, size, crop)
-        return _cached(array_path, record_path)
+    make = partial(_decode_into, array_path, record_path, images, size, crop)
+    return cached(partial(_stored, array_path, record_path), make)
 
 
-def _cached(array_path: Path, record_path: Path) -> Decoded:
+def _stored(array_path: Path, record_path: Path) -> Decoded:
     record = read_json(record_path)
     unreadable = {int(position): reason for position, reason in record["unreadable"].items()}
     pixels = map_array(array_path)

@@ -1,10 +1,13 @@
 """Generated scenes: pictures with five captions each, made from a seed, so a first run needs no download."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from ease.data.cache import cached
 from ease.data.pairs import SPLITS, PairSet
 from ease.data.render import SIDE, draw
 from ease.data.scenery import COLOURS, KINDS, OWNERS, TOWNS, WORDS, Group, Scene, draw_scene, pick
@@ -184,20 +187,28 @@ def load_scenes(seed: int = 0, train: int = 2000, validation: int = 300, test: i
     fingerprint = digest("scenes", GENERATOR_VERSION, seed, sizes)
     folder = cache_folder() / f"scenes-{fingerprint}"
     places = [(split, index) for split in SPLITS for index in range(sizes[split])]
-    if not ((folder / "captions.json").exists() and (folder / "pixels.npy").exists()):
-        captions = []
-        with new_array(folder / "pixels.npy", (len(places), SIDE, SIDE, 3), np.uint8) as pixels:
-            for row, (split, index) in enumerate(places):
-                scene, rng = scene_at(seed, split, index)
-                captions.append(caption_scene(scene, rng))
-                pixels[row] = draw(scene, rng)
-        write_json(folder / "captions.json", captions)
+    captions, pixels = cached(partial(_drawn, folder), partial(_draw_all, folder, seed, places))
     return PairSet(
         ids=tuple(f"{split}-{index:06d}" for split, index in places),
-        captions=tuple(tuple(five) for five in read_json(folder / "captions.json")),
-        pixels=map_array(folder / "pixels.npy"),
+        captions=captions,
+        pixels=pixels,
         splits=tuple(split for split, _ in places),
         fingerprint=fingerprint,
         # A scene is all that its place in the generated world makes of it, so that its pixels need not be read.
         digests=tuple(digest("scene", GENERATOR_VERSION, seed, split, index) for split, index in places),
     )
+
+
+def _drawn(folder: Path) -> tuple[tuple[tuple[str, ...], ...], np.ndarray]:
+    captions = read_json(folder / "captions.json")["captions"]
+    return tuple(tuple(five) for five in captions), map_array(folder / "pixels.npy")
+
+
+def _draw_all(folder: Path, seed: int, places: Sequence[tuple[str, int]]) -> None:
+    captions = []
+    with new_array(folder / "pixels.npy", (len(places), SIDE, SIDE, 3), np.uint8) as pixels:
+        for row, (split, index) in enumerate(places):
+            scene, rng = scene_at(seed, split, index)
+            captions.append(caption_scene(scene, rng))
+            pixels[row] = draw(scene, rng)
+    write_json(folder / "captions.json", {"captions": captions})

@@ -1,6 +1,8 @@
 """The training history on disk: start state, every round's state and every client's update, whole and hashed.
 
-Where clients keep their updates themselves, it holds global states alone.
+It is a chain: a round's record holds the hash of the state it began from, which the round before has made, and the
+hashes of its own files; a seal covers the record itself. Where clients keep their updates themselves, it holds global
+states alone.
 """
 
 import shutil
@@ -9,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ease.errors import UserError
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
 from ease.params import Block, Params
-from ease.storage import read_json, sha256, write_json
+from ease.storage import read_json, read_some, sha256, write_json
 
 MISSING = "missing from the history; restore it or train again"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
@@ -139,12 +140,18 @@ class History:
         return record
 
     def verify(self) -> None:
-        """Refuse a damaged history: every file must have the bytes it was written with."""
-        for number in range(1, self.rounds() + 1):
-            for name in self.record(number)["sha256"]:
-                self._verify(number, name)
+        """Refuse a damaged history: every file must have the bytes it was written with, and every round its start."""
         if self.rounds():
             self.verify_state(0)
+        for number in range(1, self.rounds() + 1):
+            record = self.record(number)
+            for name in record["sha256"]:
+                self._verify(number, name)
+            start = self.folder / record["start"]
+            if not start.is_file():
+                raise UserError(f"{start}: {MISSING}")
+            if sha256(start) != record["start_sha256"]:
+                raise UserError(f"{start}: not the state that round {number} began from; restore it or train again")
 
     def verify_state(self, number: int) -> None:
         """Refuse a damaged global state; the start state is hashed in the first round's record."""
@@ -195,8 +202,4 @@ def _is_record(found: Any) -> bool:
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:
     """Read one block's tensors from a parameter file, and nothing else of it."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in block.tensors}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: missing, damaged or truncated ({error}); restore it or train again") from error
+    return read_some(path, block.tensors)

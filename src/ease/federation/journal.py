@@ -1,7 +1,8 @@
 """Client answers kept on disk as they arrive, so that an interrupted method replays them and goes on, byte for byte.
 
 Methods are deterministic functions of the answers they get. Keeping the answers therefore makes every method
-resumable without a line of its own.
+resumable without a line of its own. An answer is kept with the key of the work it belongs to, above all the hash of the
+model that the work began from: one that was given on the way from another model is never taken for it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from ease.errors import UserError
 from ease.federation.codec import decode_update, encode_update
 from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
 from ease.params import Params
-from ease.storage import write_atomic
+from ease.storage import read_sealed, write_sealed
 
 SUFFIX = ".update"
 
@@ -22,40 +23,47 @@ SUFFIX = ".update"
 class Journal(Wrapped):
     """A federation that answers from its folder where it can, and asks the one it wraps where it cannot."""
 
-    def __init__(self, inner: Federation, folder: Path):
+    def __init__(self, inner: Federation, folder: Path, key: str = ""):
         super().__init__(inner)
         self.folder = folder
+        self.key = key
         self._calls = 0
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         call, self._calls = self._calls, self._calls + 1
         device = next(iter(params.tensors.values())).device
         paths = {client: self.folder / f"{call:05d}-{client:05d}{SUFFIX}" for client in clients}
-        missing = [client for client, path in paths.items() if not path.is_file()]
+        missing = []
         for client, path in paths.items():
-            if client not in missing:
-                yield self._stored(path, device)
+            update = self._stored(path, device) if path.is_file() else None
+            if update is None:
+                missing.append(client)
+            else:
+                yield update
         for update in self.inner.run(params, job, missing) if missing else ():
-            write_update(paths[update.client], update)
+            write_update(paths[update.client], update, self.key)
             yield update
 
-    def _stored(self, path: Path, device: torch.device) -> Update:
+    def _stored(self, path: Path, device: torch.device) -> Update | None:
         try:
-            return read_update(path, device)
+            return read_update(path, device, self.key)
         except UserError as error:
             raise UserError(
                 f"{path}: this stored answer is damaged; delete it and run the same command again"
             ) from error
 
 
-def write_update(path: Path, update: Update) -> None:
-    write_atomic(path, encode_update(update))
+def write_update(path: Path, update: Update, key: str = "") -> None:
+    write_sealed(path, f"{key}\n".encode() + encode_update(update))
 
 
-def read_update(path: Path, device: torch.device | str = "cpu") -> Update:
-    """The update as it was answered: its change of the parameters on `device`, its values on the CPU."""
-    try:
-        update = decode_update(path.read_bytes(), str(path))
-    except OSError as error:
-        raise UserError(f"{path}: cannot read ({error.strerror}); check the path and its permissions") from error
+def read_update(path: Path, device: torch.device | str = "cpu", key: str = "") -> Update | None:
+    """The update as it was answered: its change of the parameters on `device`, its values on the CPU.
+
+    None if it was kept under another key.
+    """
+    kept, _, message = read_sealed(path).partition(b"\n")
+    if kept != key.encode():
+        return None
+    update = decode_update(message, str(path))
     return update if update.delta is None else replace(update, delta=update.delta.to(device))

@@ -75,8 +75,8 @@ def write_adapter(folder: Path, adapter: Adapter, checkpoint: str) -> list[Path]
         "task_type": None,
         "use_rslora": False,
     }
-    write_tensors(folder / WEIGHTS, tensors)
-    write_json(folder / CONFIG, settings)
+    write_tensors(folder / WEIGHTS, tensors, sealed=False)
+    write_json(folder / CONFIG, settings, sealed=False)
     return [folder / CONFIG, folder / WEIGHTS]
 
 
@@ -88,7 +88,7 @@ def read_adapter(folder: Path) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: no such file; name the folder that PEFT's save_pretrained wrote")
-    settings = read_json(folder / CONFIG, SMALL_JSON)
+    settings = read_json(folder / CONFIG, sealed=False, most=SMALL_JSON)
     if not isinstance(settings, dict):
         raise UserError(f"{folder / CONFIG}: a JSON object is expected; save it again with PEFT")
     for key, plain in PLAIN.items():
@@ -101,7 +101,7 @@ def read_adapter(folder: Path) -> Adapter:
             f"{folder / CONFIG}: init_lora_weights is {start!r}, which changes the base model; save it again with "
             "PEFT's path_initial_model_for_weight_conversion"
         )
-    tensors = read_tensors(folder / WEIGHTS)
+    tensors = read_tensors(folder / WEIGHTS, sealed=False)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
     if {f"{PREFIX}{layer}{part}" for layer in layers for part in (A, B)} != set(tensors) or not layers:
         raise UserError(f"{folder / WEIGHTS}: not the A and B of LoRA layers alone; save it again with PEFT")

@@ -1,6 +1,7 @@
 """The `photos` backbone: EfficientNet-Lite2 and MiniLM as fixed features, with weights from pip packages only."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from ease.errors import UserError
 from ease.model.hub import quiet_transformers
-from ease.storage import cache_folder, digest, read_json, read_tensors, sha256, write_json, write_tensors
+from ease.storage import cache_folder, digest, read_noted, sha256, write_tensors
 
 IMAGE_SIZE = 224
 MAX_TOKENS = 64
@@ -159,17 +160,14 @@ def converted_once(
 ) -> dict[str, Tensor]:
     """Weights from a safetensors copy in the cache, made once from a file of another format and checked by hash."""
     converted = cache_folder() / "weights" / f"{name}.safetensors"
-    record = converted.with_suffix(".json")
-    if converted.exists() and record.exists():
-        try:
-            if read_json(record) == {"source_sha256": known, "sha256": sha256(converted)}:
-                return read_tensors(converted)
-        except UserError:
-            pass  # a damaged cache is made again below
+    if converted.exists():
+        with suppress(UserError):  # a damaged cache is made again below
+            tensors, note = read_noted(converted)
+            if note == {"source_sha256": known}:
+                return tensors
     check_source(source, known, package)
     tensors = read(source)
-    write_tensors(converted, tensors)
-    write_json(record, {"source_sha256": known, "sha256": sha256(converted)})
+    write_tensors(converted, tensors, note={"source_sha256": known})
     return tensors
 
 

@@ -324,7 +324,7 @@ def read_onnx(exported: Path) -> dict[str, Tensor]:
 
 
 def load_minilm(weights: Path) -> TextTower:
-    stock = read_tensors(weights)
+    stock = read_tensors(weights, sealed=False)
     tokens, positions = stock["embeddings.word_embeddings.weight"], stock["embeddings.position_embeddings.weight"]
     own = {
         "tokens.weight": tokens,

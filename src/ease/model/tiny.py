@@ -254,8 +254,8 @@ class TinyBackbone(nn.Module):
 
 def load_tiny(folder: Path = ASSETS) -> TinyBackbone:
     """The pretrained backbone, frozen and in evaluation mode; its weights are checked against their recorded hash."""
-    weights, recipe = folder / "tiny.safetensors", read_json(folder / "tiny.json")
-    tensors = read_tensors(weights)
+    weights, recipe = folder / "tiny.safetensors", read_json(folder / "tiny.json", sealed=False)
+    tensors = read_tensors(weights, sealed=False)
     measured = hashlib.sha256(weights.read_bytes()).hexdigest()
     if measured != recipe["sha256"]:
         raise UserError(f"{weights}: not the weights that tiny.json records (sha256 {measured[:12]}); reinstall ease")

@@ -11,7 +11,7 @@ from ease.requests.request import Request
 from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import named_ids, request_id
-from ease.runs.run import Run
+from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.world import World
 from ease.storage import digest, sha256
 
@@ -50,6 +50,7 @@ class StoredAnswer:
         return self.record_path.is_file()
 
     def model(self) -> Params:
+        check_answer_file(self.record(), self.model_path)
         return Params.load(self.model_path)
 
     def record(self) -> AnswerRecord:
@@ -74,7 +75,7 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
     if closed is not None:
         training = training.model_copy(update={"rounds": closed.after_round})
     release = head.follows(training.rounds)
-    start = None if release is None else Params.load(run.model_path(release))
+    start = None if release is None else Params.load(check_released_model(run, release))
     return Trained(run.history, training, run.config.model.temperature, run.config.seed, gone=head.gone, answered=start)
 
 

@@ -109,7 +109,11 @@ class Audit:
     def missing(self) -> tuple[list[int], list[int]]:
         """Shadows and retraining orders that are not stored yet."""
         shadows = [n for n in range(self.config.shadows) if not self.plan.shadow_path(n).is_file()]
-        orders = [n for n in range(1, self.config.retrains + 1) if not self.plan.retrain_path(n).is_file()]
+        orders = [
+            n
+            for n in range(1, self.config.retrains + 1)
+            if not all(self.plan.retrain_path(n, share).is_file() for share in (*SHARES, 1.0))
+        ]
         return shadows, orders
 
     def ticks_left(self) -> int:

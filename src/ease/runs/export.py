@@ -98,7 +98,7 @@ def write_peft(source: Source, out: Path) -> list[Path]:
     }
     if projectors:
         files.append(out / "projectors.safetensors")
-        write_tensors(files[-1], projectors)
+        write_tensors(files[-1], projectors, sealed=False)
     files.append(out / "README.md")
     write_atomic(files[-1], _readme(checkpoint, source.request, bool(projectors)).encode())
     return files

@@ -32,7 +32,7 @@ from ease.runs.records import AnswerRecord, RoundRecord, write_record
 from ease.runs.resolve import check_request
 from ease.runs.run import Run, load_held
 from ease.runs.world import World
-from ease.storage import read_json, remove_leftovers, write_json
+from ease.storage import digest, read_json, remove_leftovers, sha256, write_json
 from ease.subspace import Held, save_bases
 
 
@@ -56,7 +56,8 @@ def forget(
                 "trained_sha256": start_hash(run, request),
             }
             known = (trained.start,)  # every client was sent the trained model
-            yield from _follow(run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known)
+            begun = run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known
+            yield from _follow(*begun, digest(settings))
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
@@ -66,7 +67,8 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
     with run.locked():
         continued = continuation(stored, rounds, locked)
         if not continued.done:
-            held = (load_held(stored.folder),) if locked and stored.bases_path.is_file() else ()
+            kept = load_held(stored.folder) if locked else None
+            held = () if kept is None else (kept,)
             steps = partial(continue_training, trained, stored.model(), held, rounds=rounds)
             settings = {
                 "request": request.model_dump(mode="json"),
@@ -75,7 +77,8 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
                 "locked": bool(held),
             }
             closed = world if request in world.gone else world.without(request)
-            yield from _follow(closed, continued, request, steps, settings, run.config.seed, observe=True)
+            key = digest(settings, sha256(stored.model_path))
+            yield from _follow(closed, continued, request, steps, settings, run.config.seed, True, key=key)
 
 
 def continue_training(
@@ -96,6 +99,7 @@ def _follow(
     seed: int,
     observe: bool,
     known: Sequence[Params] = (),
+    key: str = "",
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count."""
     begun = stored.folder / "request.json"
@@ -106,12 +110,13 @@ def _follow(
         remove_leftovers(stored.folder)
     resumed = any((stored.folder / "journal").glob("*.update"))
     forget_peak_memory(world.server.device)
-    metered = Metered(Journal(world.federation, stored.folder / "journal"), known)
+    metered = Metered(Journal(world.federation, stored.folder / "journal", key), known)
     sets = evaluation_sets(world, request)
     rounds: list[RoundRecord] = []
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     last: Step | None = None
+    kept: tuple[Path, ...] = ()
     for step in _undone_if_refused(steps(metered), stored.folder if fresh else None):
         if last is None:
             write_json(begun, settings)
@@ -122,6 +127,7 @@ def _follow(
         if step.bases is not None:
             step.state.save(stored.held_path)
             save_bases(stored.bases_path, step.bases)
+            kept = (stored.held_path, stored.bases_path)
         yield step, metrics
         started = time.perf_counter()
     if last is None:
@@ -131,7 +137,8 @@ def _follow(
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
     total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.server.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
-    record = AnswerRecord(**settings, seed=seed, resumed=resumed, rounds=tuple(rounds), metrics=metrics)
+    files = {path.name: sha256(path) for path in (stored.model_path, *kept)}
+    record = AnswerRecord(**settings, seed=seed, resumed=resumed, files=files, rounds=tuple(rounds), metrics=metrics)
     write_record(stored.record_path, record)
     shutil.rmtree(stored.folder / "journal", ignore_errors=True)
 

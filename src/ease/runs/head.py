@@ -41,7 +41,7 @@ class Head(Config):
 
 def read_head(path: Path) -> Head:
     """The stored head; a run that released nothing goes on from its training."""
-    return validate(Head, read_json(path, SMALL_JSON), str(path)) if path.is_file() else Head()
+    return validate(Head, read_json(path, most=SMALL_JSON), str(path)) if path.is_file() else Head()
 
 
 def write_head(path: Path, head: Head) -> None:

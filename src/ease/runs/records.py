@@ -35,9 +35,10 @@ def write_record(path: Path, record: Record) -> None:
 
 def read_record(kind: type[R], path: Path) -> R:
     """The record in a file; of another format or damaged, one line names the file, the field and the remedy."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: damaged: a JSON object is expected; {kind.remedy}")
+    try:
+        found = read_json(path)
+    except UserError as error:
+        raise UserError(f"{str(error).rpartition('; ')[0]}; {kind.remedy}") from error
     known = kind.model_fields["format"].default
     if found.get("format") != known:
         other = found.get("format", "none")
@@ -155,6 +156,8 @@ class AnswerRecord(MethodRecord):
     resumed: bool
     locked: bool | None = None
     """Of further training: whether the directions were held."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """The answer's other files and the hash of each: one that is missing is missed."""
     rounds: tuple[RoundRecord, ...] = Field(min_length=1)
     metrics: Metrics
 

@@ -20,6 +20,7 @@ from ease.model.peft import adapter_fingerprint
 from ease.params import Params
 from ease.runs.config import RunConfig
 from ease.runs.head import Head, Release, read_head
+from ease.runs.records import AnswerRecord, read_record
 from ease.runs.world import World
 from ease.storage import (
     SMALL_JSON,
@@ -50,10 +51,11 @@ class Run:
         """A new run, or the same run continued; another configuration in the same place is refused."""
         run = cls.plan(folder, config)
         run.check_released()
-        marker = folder / "run.json"
-        if not marker.is_file() or cls.load(folder).config != run.config:
-            write_json(marker, {"format": FORMAT, "config": run.config.model_dump(mode="json")})
-        write_atomic(folder / "config.toml", to_toml(run.config).encode())
+        if not (folder / "run.json").is_file():
+            with run.locked():
+                run = cls.plan(folder, config)  # another process may have begun one here since
+                if not (folder / "run.json").is_file():
+                    run._write_config()
         return run
 
     @classmethod
@@ -77,10 +79,15 @@ class Run:
         marker = folder / "run.json"
         if not marker.is_file():
             raise UserError(f"{folder}: no run here (run.json is missing); make one with: ease train --out {folder}")
-        stored = read_json(marker, SMALL_JSON)
-        if not isinstance(stored, dict) or stored.get("format") != FORMAT or "config" not in stored:
+        stored = read_json(marker, most=SMALL_JSON)
+        if stored.get("format") != FORMAT or "config" not in stored:
             raise UserError(f"{marker}: not a run that this version knows; restore the file or train again elsewhere")
         return cls(folder, validate(RunConfig, stored["config"], str(marker)))
+
+    def _write_config(self) -> None:
+        """Say what is trained here; whoever calls holds the run, so that one who is refused changes nothing."""
+        write_json(self.folder / "run.json", {"format": FORMAT, "config": self.config.model_dump(mode="json")})
+        write_atomic(self.folder / "config.toml", to_toml(self.config).encode())
 
     @property
     def history(self) -> History:
@@ -146,7 +153,7 @@ class Run:
         path = self.folder / "world.json"
         if not path.is_file():
             return
-        told, adapter = read_json(path, SMALL_JSON), self.config.model.adapter
+        told, adapter = read_json(path, most=SMALL_JSON), self.config.model.adapter
         if not isinstance(told, dict):
             raise UserError(f"{path}: a JSON object is expected; restore it or train again")
         # A backbone's weights may be rounded for a device; then nothing can be said.
@@ -156,6 +163,17 @@ class Run:
             )
         if adapter is not None and told.get("adapter") != adapter_fingerprint(adapter):
             raise UserError(f"{self.folder}: the adapter in {adapter} is not the one this run began from; restore it")
+
+    def threads_note(self) -> str:
+        """One line where more or fewer threads are at work now than when the run was begun; else nothing."""
+        path, now = self.folder / "world.json", torch.get_num_threads()
+        begun = read_json(path).get("threads", now) if path.is_file() else now
+        if begun == now:
+            return ""
+        return (
+            f"{self.folder} was begun with {begun} threads and there are {now} now: what follows is as good, but not "
+            f"equal to the byte; for equal bytes set OMP_NUM_THREADS={begun}"
+        )
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the run for this process alone."""
@@ -171,15 +189,17 @@ class Run:
         self.check_frozen(world.server.backbone, world.server.device)
         history.verify()
         self.check_released()
-        release = head.follows(done)
-        start = history.state_path(done) if release is None else self.model_path(release)
-        if release is not None and sha256(start) != release.model_sha256:
-            raise UserError(f"{start}: not the model that was released; restore it")
+        release, held = head.follows(done), self._held(head)
+        start = history.state_path(done) if release is None else check_released_model(self, release)
         state = Params.load(start)
         if _layout(state) != _layout(world.server.initial()):
             raise UserError(
                 f"{start}: made by another model than config.toml names; restore it or train again elsewhere"
             )
+        if Run.plan(self.folder, self.config).config != self.config:
+            raise UserError(f"{self.folder}: another process trains more rounds here; run the same command again")
+        if Run.load(self.folder).config != self.config or not (self.folder / "config.toml").is_file():
+            self._write_config()
         here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
         metered = Metered(here.federation)
         for finished in fedavg(
@@ -189,7 +209,7 @@ class Run:
             config.seed,
             config.model.temperature,
             first_round=done + 1,
-            held=self._held(head),
+            held=held,
             keep=config.training.history == "client",
         ):
             cost, metered.cost = metered.cost, Cost()
@@ -198,23 +218,46 @@ class Run:
 
     def _held(self, head: Head) -> tuple[Held, ...]:
         """Directions that released answers keep down in further rounds."""
-        folders = [self.model_path(release).parent for release in head.releases]
-        return tuple(load_held(folder) for folder in folders if (folder / "bases.safetensors").is_file())
+        answers = [load_held(self.model_path(release).parent) for release in head.releases]
+        return tuple(each for each in answers if each is not None)
 
 
-def _frozen_parts(world: World) -> dict[str, str | None]:
-    """What is frozen under the training, by hash."""
+def _frozen_parts(world: World) -> dict[str, str | int | None]:
+    """What is frozen under the training, by hash, and how many threads add up: another number rounds otherwise."""
     adapter = world.config.model.adapter
     return {
         "backbone": world.server.backbone.fingerprint,
         "adapter": adapter_fingerprint(adapter) if adapter else None,
         "device": world.server.device.type,
+        "threads": torch.get_num_threads(),
     }
 
 
-def load_held(folder: Path) -> Held:
-    """The directions an answer keeps down, and the state it keeps them at."""
-    return Held(load_bases(folder / "bases.safetensors"), Params.load(folder / "held.safetensors"))
+def load_held(folder: Path) -> Held | None:
+    """The directions an answer keeps down, and the state it keeps them at; None if its record tells of none."""
+    record = read_record(AnswerRecord, folder / "record.json")
+    bases, held = folder / "bases.safetensors", folder / "held.safetensors"
+    if bases.name not in record.files:
+        return None
+    for path in (bases, held):
+        check_answer_file(record, path)
+    return Held(load_bases(bases), Params.load(held))
+
+
+def check_answer_file(record: AnswerRecord, path: Path) -> None:
+    """Refuse a file of an answer that is not the one its record tells of."""
+    if not path.is_file():
+        raise UserError(f"{path}: missing, and the record beside it tells of it; restore it, or {record.remedy}")
+    if sha256(path) != record.files.get(path.name):
+        raise UserError(f"{path}: damaged (its hash is not the recorded one); restore it, or {record.remedy}")
+
+
+def check_released_model(run: Run, release: Release) -> Path:
+    """The file of the model that a run goes on from, refused if it is another one."""
+    path = run.model_path(release)
+    if not path.is_file() or sha256(path) != release.model_sha256:
+        raise UserError(f"{path}: not the model that was released; restore it")
+    return path
 
 
 def _layout(state: Params) -> tuple[Any, ...]:

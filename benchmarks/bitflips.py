@@ -1,0 +1,277 @@
+"""Flips single bits in copies of a run and of its cache, and counts what the commands that read them make of it.
+
+python benchmarks/bitflips.py --flips 200
+
+Each copy has one flipped bit, in a file drawn by lot. `detected`: refused in one line that names the file, or made
+again with a line that names it and the same results. `harmless`: the same results to the byte, and nothing said.
+`silent`: other results, and nothing said. `unnamed`: refused, and the file is not named. `traceback`: anything else.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ease.cli import main as ease_main
+from ease.storage import LEFTOVER
+
+TINY = (
+    "data.train=24",
+    "data.validation=0",
+    "data.test=40",
+    "partition.clients=2",
+    "partition.classes=2",
+    "partition.scheme=iid",
+    "partition.validation_share=0.2",
+    "training.rounds=2",
+    "training.local_epochs=1",
+    "training.batch_size=8",
+    "model.hidden=8",
+    "model.embedding=8",
+    "gallery=8",
+)
+AUDIT = ("audit", "run", "--request", "client-1", "--shadows", "4", "--retrains", "2", "--pool", "16", "--workers", "1")
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("train", "--out", "grown", "--quiet", "--set", "training.rounds=3"),
+    ("train", "--resume", "run", "--after", "client-1", "--rounds", "1", "--quiet"),
+    ("export", "run", "--request", "client-1", "--quiet"),
+    ("report", "run", "--quiet"),
+    (*AUDIT, "--quiet"),
+    ("forget", "run", "--samples", "ids.txt", "--quiet"),
+    ("forget", "run", "--client", "0", "--method", "fed_eraser", "--quiet"),
+)
+"""All that read a run back. `ids.txt` names the request that was interrupted; `grown` is the run without requests."""
+OUTCOMES = ("detected", "harmless", "silent", "unnamed", "traceback")
+
+
+class Told(NamedTuple):
+    """What a forked process left: its exit code and what it wrote."""
+
+    code: int
+    said: str
+
+
+class Flip(NamedTuple):
+    file: str
+    bit: int
+    outcome: str
+    said: str
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Work in a folder, with the cache in it."""
+    place, cache = Path.cwd(), os.environ.get("EASE_CACHE")
+    os.chdir(folder)
+    os.environ["EASE_CACHE"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        os.chdir(place)
+        os.environ.pop("EASE_CACHE")
+        if cache is not None:
+            os.environ["EASE_CACHE"] = cache
+
+
+def forked(work: Callable[[], object], folder: Path) -> Told:
+    """Do something in a copy of this process, which spares the imports, from another folder."""
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for stream in (1, 2):
+                    os.dup2(said.fileno(), stream)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # a test may have replaced them
+                with inside(folder):
+                    work()
+                code = 0
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else 1
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        said.seek(0)
+        return Told(os.waitstatus_to_exitcode(status), said.read().decode(errors="replace"))
+
+
+def command(*arguments: str) -> None:
+    """One command; ends with an exit if it fails."""
+    extra = [word for each in TINY for word in ("--set", each)] if arguments[:2] == ("train", "--out") else []
+    place = arguments.index("--quiet") if extra else len(arguments)
+    sys.argv = ["ease", *arguments[:place], *extra, *arguments[place:]]
+    try:
+        ease_main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+def build(folder: Path, audited: bool) -> None:
+    """A run with two answers, perhaps an audit, a request that was killed half way, and the cache of all of them."""
+    for each in (
+        ("train", "--out", "run", "--quiet"),
+        ("forget", "run", "--client", "1", "--quiet"),
+        ("forget", "run", "--client", "1", "--method", "retrain", "--quiet"),
+        *([(*AUDIT, "--quiet")] if audited else []),
+    ):
+        with (
+            inside(folder),
+            redirect_stdout(io.StringIO()),
+        ):  # in this process, so that every copy of it has the imports behind it
+            command(*each)
+    held = json.loads((folder / "run" / "membership.json").read_text())["clients"]
+    ids = [pair for client in held for pair in client["train_ids"][:3]]
+    (folder / "ids.txt").write_text("\n".join(ids))
+    told = forked(lambda: _killed_after(5), folder)
+    assert told.code == -9, told.said
+
+
+def _killed_after(answers: int) -> None:
+    """The interrupted request: the process ends when so many answers of clients are in its journal."""
+    from ease.federation import journal
+
+    kept, write = [], journal.write_update
+
+    def counting(*arguments: object) -> None:
+        write(*arguments)  # type: ignore[arg-type]
+        kept.append(1)
+        if len(kept) == answers:
+            os.kill(os.getpid(), 9)
+
+    journal.write_update = counting  # type: ignore[assignment]
+    command("forget", "run", "--samples", "ids.txt", "--quiet")
+
+
+def results(folder: Path) -> dict[str, object]:
+    """Every file of the runs by its bytes; of records, what does not depend on the clock or on being interrupted."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or name.startswith("cache/") or path.name == ".lock" or LEFTOVER in name:
+            continue
+        if path.name == "record.json":
+            record = json.loads(path.read_bytes())
+            timed = ("seconds", "memory")
+            metrics = {key: each for key, each in record["metrics"].items() if not any(word in key for word in timed)}
+            found[name] = {**record, "metrics": metrics, "resumed": None, "seal": None}
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def follow(folder: Path, audited: bool) -> Iterator[Told]:
+    """What each command says, until one is refused."""
+    shutil.copytree(folder / "run", folder / "grown", ignore=shutil.ignore_patterns("requests", "shadows", "*.html"))
+    for each in COMMANDS if audited else (each for each in COMMANDS if each[0] != "audit"):
+        told = forked(lambda each=each: command(*each), folder)  # type: ignore[misc]
+        yield told
+        if told.code:
+            return
+
+
+def classify(told: list[Told], name: str, same: bool) -> str:
+    said = "".join(each.said for each in told)
+    if any(each.code not in (0, 2) for each in told) or "Traceback" in said:
+        return "traceback"
+    named = Path(name).name in said
+    if told[-1].code == 2:
+        return "detected" if named else "unnamed"
+    if not same:
+        return "silent"
+    return "detected" if named else "harmless"
+
+
+def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True) -> Iterator[Flip]:
+    """Flip so many bits, each in a copy of its own that lies in the same place: paths are part of what is written."""
+    base, work = folder / "base", folder / "work"
+    work.mkdir(parents=True)
+    build(work, audited)
+    shutil.copytree(work, base, symlinks=True)
+    for told in follow(work, audited):
+        assert told.code == 0, told.said
+    expected = results(work)
+    files = sorted(
+        path for path in base.rglob("*") if path.is_file() and path.stat().st_size and path.name != "ids.txt"
+    )
+    draw = random.Random(seed)
+    for _ in range(flips):
+        path = draw.choice(files)
+        bit = draw.randrange(8 * path.stat().st_size)
+        shutil.rmtree(work)
+        shutil.copytree(base, work)
+        flipped = work / path.relative_to(base)
+        content = bytearray(flipped.read_bytes())
+        content[bit // 8] ^= 1 << bit % 8
+        flipped.write_bytes(content)
+        name = path.relative_to(base).as_posix()
+        told = list(follow(work, audited))
+        found = results(work) if told[-1].code == 0 else {}
+        for each in {name, name.replace("run/", "grown/", 1)} & expected.keys():
+            # What no command wrote anew is still the flipped file, and no result.
+            if found.get(each) == bytes(content):
+                found[each] = expected[each]
+        yield Flip(name, bit, classify(told, name, found == expected), told[-1].said.strip())
+
+
+def kind(name: str) -> str:
+    """Files by what they are."""
+    parts = Path(name).parts
+    return " ".join(filter(None, ("cache" if parts[0] == "cache" else "", _thing(parts))))
+
+
+def _thing(parts: tuple[str, ...]) -> str:
+    for folder in ("activations", "classes", "shadows", "journal", "rounds"):
+        if folder in parts:
+            return folder
+    if "requests" in parts:
+        return "answers"
+    return "scenes" if parts[0] == "cache" else "run"
+
+
+def table(found: list[Flip]) -> str:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in found:
+        for row in (kind(each.file), "all"):
+            counts[row][each.outcome] += 1
+    lines = [f"| files | flips | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 2) + "|"]
+    for row in [*sorted(counts.keys() - {"all"}), "all"]:
+        cells = " | ".join(str(counts[row][outcome]) for outcome in OUTCOMES)
+        lines.append(f"| {row} | {counts[row].total()} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for each in survey(Path(folder), args.flips, args.seed):
+            found.append(each)
+            said = "" if each.outcome in ("detected", "harmless") else each.said[-600:]
+            print(f"{len(found)} {each.outcome}: {each.file}, bit {each.bit} {said}", file=sys.stderr, flush=True)
+    print(table(found))
+    if any(each.outcome not in ("detected", "harmless") for each in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

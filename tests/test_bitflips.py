@@ -1,0 +1,55 @@
+"""No flipped bit in a run or its cache passes in silence: a small survey of `benchmarks/bitflips.py`."""
+
+import importlib.util
+import os
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork")
+
+
+@pytest.fixture(scope="module")
+def bitflips() -> ModuleType:
+    path = Path(__file__).parents[1] / "benchmarks" / "bitflips.py"
+    spec = importlib.util.spec_from_file_location("bitflips", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def counted(bitflips: ModuleType, folder: Path, flips: int, seed: int, audited: bool) -> Counter[str]:
+    found = list(bitflips.survey(folder, flips, seed, audited))
+    wrong = [each for each in found if each.outcome not in ("detected", "harmless")]
+    assert len(found) == flips and not wrong
+    return Counter(each.outcome for each in found)
+
+
+def test_some_flips(bitflips, tmp_path: Path) -> None:
+    assert counted(bitflips, tmp_path, 4, 1, audited=False)["detected"] > 0
+
+
+@pytest.mark.slow
+def test_many_flips(bitflips, tmp_path: Path) -> None:
+    assert counted(bitflips, tmp_path, 60, 2, audited=True)["detected"] > 40
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "same", "outcome"),
+    [
+        ([0, 2], "error: run/round.json: damaged", True, "detected"),
+        ([0, 2], "error: no", False, "unnamed"),
+        ([0, 0], "round.json is made again", True, "detected"),
+        ([0, 0], "round.json is made again", False, "silent"),
+        ([0, 0], "", True, "harmless"),
+        ([0, 0], "", False, "silent"),
+        ([0, 1], "Traceback: round.json", True, "traceback"),
+        ([-7], "", True, "traceback"),
+    ],
+)
+def test_outcomes_are_told_apart(bitflips, codes: list[int], said: str, same: bool, outcome: str) -> None:
+    told = [bitflips.Told(code, said if code == codes[-1] else "") for code in codes]
+    assert bitflips.classify(told, "run/rounds/00001/round.json", same) == outcome

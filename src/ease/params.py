@@ -95,6 +95,11 @@ class Params:
     def norm(self) -> float:
         return self.dot(self) ** 0.5
 
+    def within(self, most: float) -> "Params":
+        """The same if its norm is at most so large, else shortened to it."""
+        norm = self.norm()
+        return self if norm <= most else self * (most / norm)
+
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
 

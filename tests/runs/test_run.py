@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from ease.audit.evaluate import LEAST_GALLERY
 from ease.commands.train import recall_sets, train_run
 from ease.config import to_toml
 from ease.errors import UserError
+from ease.federation.loop import Loop
 from ease.runs.config import RunConfig, load_config
 from ease.runs.resolve import class_cosines, match_class
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import LEFTOVER
+from ease.testing import Faulty
 
 Configs = Callable[..., RunConfig]
 
@@ -70,7 +73,7 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
     ("assignments", "message"),
     [
         (("trainin.rounds=2",), "--set: trainin: unknown key; known keys here: data, device"),
-        (("training.round=2",), "--set: training.round: unknown key; known keys here: batch_size"),
+        (("training.round=2",), "--set: training.round: unknown key; known keys here: aggregation, batch_size"),
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
         (
             ("partition.scheme=random",),
@@ -226,6 +229,27 @@ def test_partial_participation_and_rejections_are_recorded(small_config, world, 
     config = small_config("training.participation=0.34", "training.rounds=3")
     run = trained(tmp_path / "run", config, World.open(config))
     assert [len(run.history.clients(number)) for number in (1, 2, 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("fault", ["raise", "drop", "repeat", "nan", "shape", "pairs", "mask"])
+def test_training_goes_on_without_a_faulty_client_and_names_it(small_config, world, tmp_path, fault) -> None:
+    faulty = replace(world)
+    faulty.__dict__["federation"] = Faulty(world.federation, fault, client=2)
+    run = trained(tmp_path / "run", small_config(), faulty)
+    without = replace(world)
+    without.__dict__["federation"] = Loop(world.server.model, {c: world.federation.data[c] for c in (0, 1)})
+    assert run.history.state(2) == trained(tmp_path / "without", small_config(), without).history.state(2)
+    assert all(list(run.history.record(number)["rejected"]) == ["2"] for number in (1, 2))
+
+
+def test_with_too_few_answers_a_round_is_not_written_and_a_patient_rerun_works(small_config, world, tmp_path) -> None:
+    faulty = replace(world)
+    faulty.__dict__["federation"] = Faulty(world.federation, "raise", client=2)
+    with pytest.raises(UserError, match=r"2 of 3 clients .* 3 are needed \(client 2: .*training\.quorum"):
+        trained(tmp_path / "run", small_config("training.quorum=1.0"), faulty)
+    assert Run.load(tmp_path / "run").history.rounds() == 0
+    again = trained(tmp_path / "run", small_config("training.quorum=0.6", "training.deadline=30"), faulty)
+    assert again.history.rounds() == 2 and Run.load(again.folder).config.training.quorum == 0.6
 
 
 def test_a_recipe_that_diverges_says_so(small_config: Configs, tmp_path: Path) -> None:

@@ -232,6 +232,8 @@ def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) 
 class Cohort(Loop):
     """All clients of a round in one pass wherever the job allows it; any other job one client after the other."""
 
+    together = True
+
     def __init__(
         self, model: DualEncoder, pool: Examples, clients: Mapping[int, ClientData], offsets: Mapping[int, int]
     ):

@@ -102,6 +102,7 @@ class History:
             "pairs": {str(update.client): update.pairs for update in finished.updates},
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
+            **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),
             **extra,
         }
         write_json(folder / "round.json", record, self.durable)

@@ -14,9 +14,11 @@ from ease.errors import UserError
 from ease.federation.codec import decode_update, encode_update
 from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
 from ease.params import Params
-from ease.storage import write_atomic
+from ease.storage import read_json, write_atomic, write_json
 
 SUFFIX = ".update"
+REFUSED = ".refused"
+"""Who was left out and why, so that a method that goes on does so without the same clients."""
 
 
 class Journal(Wrapped):
@@ -26,18 +28,34 @@ class Journal(Wrapped):
         super().__init__(inner)
         self.folder = folder
         self._calls = 0
+        self._refusals: dict[Path, str] = {}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        self._keep_refusals()
         call, self._calls = self._calls, self._calls + 1
         device = next(iter(params.tensors.values())).device
         paths = {client: self.folder / f"{call:05d}-{client:05d}{SUFFIX}" for client in clients}
-        missing = [client for client, path in paths.items() if not path.is_file()]
+        refused = {client: path.with_suffix(REFUSED) for client, path in paths.items()}
+        missing = []
         for client, path in paths.items():
-            if client not in missing:
+            if path.is_file():
                 yield self._stored(path, device)
+            elif refused[client].is_file():
+                yield Update(client, 0, None, refused=str(read_json(refused[client])))
+            else:
+                missing.append(client)
         for update in self.inner.run(params, job, missing) if missing else ():
-            write_update(paths[update.client], update)
+            if not update.refused:
+                write_update(paths[update.client], update)
+            elif update.client in refused:
+                self._refusals[refused[update.client]] = update.refused
             yield update
+
+    def _keep_refusals(self) -> None:
+        """Only once the method has gone on with what it got: one that stopped for want of answers asks again."""
+        for path, reason in self._refusals.items():
+            write_json(path, reason)
+        self._refusals = {}
 
     def _stored(self, path: Path, device: torch.device) -> Update:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
+from ease.federation.checked import checked
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
 from ease.federation.metered import Cost, Metered
@@ -69,7 +70,10 @@ class Run:
         if run.config.identity() != config.identity():
             difference = _difference(run.config, config)
             raise UserError(f"{folder}: holds a run of another configuration ({difference}); choose another --out")
-        return run if run.config.training.rounds >= config.training.rounds else cls(folder, config)
+        rounds = max(run.config.training.rounds, config.training.rounds)
+        return cls(
+            folder, config.model_copy(update={"training": config.training.model_copy(update={"rounds": rounds})})
+        )
 
     @classmethod
     def load(cls, folder: Path) -> "Run":
@@ -173,7 +177,9 @@ class Run:
             raise UserError(
                 f"{start}: made by another model than config.toml names; restore it or train again elsewhere"
             )
-        metered = Metered(world.without(*(each for each in head.gone if each not in world.gone)).federation)
+        engine = world.without(*(each for each in head.gone if each not in world.gone)).federation
+        sound = checked(engine, config.training)
+        metered = Metered(sound)
         for finished in fedavg(
             state,
             metered,
@@ -184,6 +190,7 @@ class Run:
             held=self._held(head),
         ):
             cost, metered.cost = metered.cost, Cost()
+            finished = replace(finished, rejected=sound.left_out() | finished.rejected)
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
             start = history.state_path(finished.number)
 

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
+from ease.federation.aggregation import aggregated
 from ease.federation.protocol import Federation, Replay
 from ease.methods.base import Trained
 from ease.methods.ease.replay import REPLAY, read_sum
-from ease.params import Params, weighted_mean
+from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
 
 EARLY = 0.2
 """Share of the rounds whose contribution is told apart: after so many, what later rounds made up for is still small."""
 MOST_REPLAYED = 32
 """Rounds that `auto` replays at most where many clients are concerned; the others are stood for by their neighbours."""
+LONGEST_REPLAY = 3.0
+"""A replayed sum is believed up to so many times the length of what the client sent in the same rounds."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -43,18 +46,23 @@ class Written:
 
 
 def written_by(
-    trained: Trained, request: Request, federation: Federation, forget_pairs: Mapping[int, int], replay: float | str
+    trained: Trained,
+    request: Request,
+    federation: Federation,
+    forget_pairs: Mapping[int, int | None],
+    replay: float | str,
 ) -> Written:
     """S of a request: D_t = (mean update of round t) - (what it would have been without the forget pairs).
 
-    `forget_pairs` says how many of them each client holds.
+    `forget_pairs` says how many of them each client holds; who did not tell is asked to replay all the same.
     """
     rounds = list(range(1, trained.training.rounds + 1))
     early = max(1, round(EARLY * len(rounds)))
     if isinstance(request, ClientRequest):
         parts, concerned, used = _from_history(trained, request, federation, rounds, early), 0, rounds
     else:
-        kept = {client: len(federation.held[client]) - count for client, count in forget_pairs.items() if count}
+        held = {client: len(ids) for client, ids in federation.held.items()}
+        kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
         used = replayed_rounds(rounds, len(kept) / len(federation.clients), replay)
         parts, concerned = _from_replay(trained, request, federation, kept, used, early), len(kept)
     (first, first_rest), (second, second_rest) = parts
@@ -93,11 +101,11 @@ def _from_history(
     for number in rounds:
         there = [client for client in history.clients(number) if not trained.gone or client in here]
         updates = [history.update(number, client) for client in there]
-        weighted = [(_weight(trained, update.pairs), update.client, update.change) for update in updates]
-        mean = weighted_mean((weight, change) for weight, _, change in weighted)
+        weighted = [(trained.training.weight(update.pairs), update.client, update.change) for update in updates]
+        mean = _aggregated(trained, [(weight, change) for weight, _, change in weighted])
         rest = [(weight, change) for weight, client, change in weighted if client not in leaving]
         took_part = took_part or len(rest) < len(weighted)
-        sums.add(number > early, did=mean, would=weighted_mean(rest) if rest else mean.zeros())
+        sums.add(number > early, did=mean, would=_aggregated(trained, rest) if rest else mean.zeros())
     if not took_part:
         names = ", ".join(map(str, request.clients))
         raise UserError(f"client {names} never took part in a training round: the history has nothing of it to excise")
@@ -143,10 +151,10 @@ def _moved(
     history = trained.history
     counts = standing_for(range(1, trained.training.rounds + 1), used)
     zeros = trained.start.map(lambda tensor: tensor.double() * 0)
-    total, replays = [zeros, zeros], []
+    total, replays, lengths = [zeros, zeros], [], dict[tuple[int, int], float]()
     for number in used:
         updates = {client: history.update(number, client) for client in history.clients(number) if client in pairs}
-        weights = {c: _weight(trained, pairs[c]) for c in updates if pairs[c] >= MINIMUM_PAIRS}
+        weights = {c: trained.training.weight(pairs[c]) for c in updates if pairs[c] >= MINIMUM_PAIRS}
         share = counts[number] / sum(weights.values()) if weights else 0.0
         for client, weight in weights.items():
             if client not in holders:
@@ -154,6 +162,9 @@ def _moved(
                 total[number > early] = total[number > early] + (share * weight) * change
         history.verify_state(number - 1)
         took_part = tuple(client for client in weights if client in holders)
+        for client in took_part:
+            place = client, int(number > early)
+            lengths[place] = lengths.get(place, 0.0) + share * updates[client].change.norm()
         if took_part:
             replays.append(Replay(number, history.start(number), share, int(number > early), took_part))
     if replays:
@@ -163,7 +174,9 @@ def _moved(
             for group in (0, 1):
                 summed = read_sum(answer, group, trained.start)
                 if summed is not None:
-                    total[group] = total[group] + _weight(trained, pairs[answer.client]) * summed
+                    most = LONGEST_REPLAY * lengths.get((answer.client, group), 0.0)
+                    weight = trained.training.weight(pairs[answer.client])
+                    total[group] = total[group] + weight * summed.within(most)
     return total[0], total[1]
 
 
@@ -188,5 +201,6 @@ class _Sums:
         return first, second
 
 
-def _weight(trained: Trained, pairs: int) -> float:
-    return float(pairs) if trained.training.weighting == "pairs" else float(pairs > 0)
+def _aggregated(trained: Trained, changes: Sequence[tuple[float, Params]]) -> Params:
+    """As the training made one change of those of a round."""
+    return aggregated(changes, trained.training.aggregation, trained.training.hostile)

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ def _make_folder(folder: Path, remedy: str = "check the path, its permissions an
         raise UserError(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
 
 
-def write_atomic(path: Path, content: bytes, durable: bool = True) -> None:
+def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = True) -> None:
     """Write a file so that a crash leaves the old file or the new one, never a part of one.
 
+    The content may come in parts, of which only one is in memory at a time.
     `durable` waits for the disk, so that this holds for a power cut too; scratch files need no such wait.
     """
     _make_folder(path.parent)
@@ -50,7 +51,7 @@ def write_atomic(path: Path, content: bytes, durable: bool = True) -> None:
     try:
         with _refusal_to_write(path):
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                file.writelines([content] if isinstance(content, bytes) else content)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
@@ -100,9 +101,20 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], note: Any = None
 
     One header key only: several would be stored in random order and equal contents would differ in bytes.
     """
+    write_atomic(path, tensor_bytes(tensors, note), durable)
+
+
+def tensor_bytes(tensors: dict[str, torch.Tensor], note: Any = None) -> bytes:
+    """What `write_tensors` writes."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"ease": json.dumps(note, sort_keys=True)} if note is not None else None
-    write_atomic(path, serialise_tensors(contiguous, metadata=header), durable)
+    return serialise_tensors(contiguous, metadata=header)
+
+
+def tensors_in(data: bytes) -> tuple[dict[str, torch.Tensor], Any]:
+    """The tensors and the note of what `tensor_bytes` gave, of bytes whose hash was checked."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return parse_tensors(data), json.loads(header.get("__metadata__", {}).get("ease", "null"))
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
 from ease.federation.engines import make_engine
-from ease.federation.history import History
+from ease.federation.history import UPDATES, History
 from ease.federation.journal import Journal
 from ease.federation.loop import Loop
 from ease.federation.metered import Cost, Metered
@@ -337,7 +337,7 @@ def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) 
     if "history" not in kind.needs:
         history = History(copytree(trained.history.folder, stage.folder() / "history"))
         ends = {history.state_path(number) for number in (0, trained.training.rounds)}
-        for path in set(history.folder.rglob("*.safetensors")) - ends:
+        for path in {*history.folder.rglob("*.safetensors"), *history.folder.rglob(UPDATES)} - ends:
             path.unlink()
         trained = replace(trained, history=history)
     starved = [step.state for step in stage.unlearn(kind, scope, federation, trained)]

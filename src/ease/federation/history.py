@@ -1,7 +1,10 @@
 """The training history on disk: start state, every round's state and every client's update, whole and hashed."""
 
+import hashlib
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
 from ease.params import Block, Params
-from ease.storage import read_json, sha256, write_json
+from ease.storage import read_json, sha256, write_atomic, write_json
 
 MISSING = "missing from the history; restore it or train again"
+UPDATES = "updates.bin"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
 
 
@@ -49,16 +53,22 @@ class History:
         return Params.load(self.start_path(number))
 
     def update_path(self, number: int, client: int) -> Path:
-        return self._round(number) / f"client-{client:05d}.safetensors"
+        """The file that holds a client's update: all of a round, one after the other, each as `Params.save` writes."""
+        return self._round(number) / UPDATES
 
     def update(self, number: int, client: int) -> Update:
         """A client's update as it was averaged in a round, refused if it is damaged."""
-        self.verify_update(number, client)
-        pairs = self.record(number)["pairs"][str(client)]
-        return Update(client, pairs, Params.load(self.update_path(number, client)))
+        change = Params.from_bytes(self._update_bytes(number, client))
+        return Update(client, self.record(number)["pairs"][str(client)], change)
+
+    def update_block(self, number: int, client: int, block: Block) -> dict[str, torch.Tensor]:
+        """One block of a client's update."""
+        change = Params.from_bytes(self._update_bytes(number, client))
+        return {name: change[name] for name in block.tensors}
 
     def record(self, number: int) -> dict[str, Any]:
-        return read_json(self._round(number) / "round.json")
+        path = self._round(number) / "round.json"
+        return dict(_record(path, path.stat().st_mtime_ns if path.is_file() else 0))
 
     def rounds(self) -> int:
         """How many complete rounds there are, from the first without a gap."""
@@ -91,9 +101,8 @@ class History:
 
     def _write(self, folder: Path, finished: Round, extra: dict[str, Any], start: Path) -> dict[str, Any]:
         finished.state.save(folder / "state.safetensors", self.durable)
-        for update in finished.updates:
-            assert update.delta is not None  # only such updates are averaged
-            update.delta.save(self.update_path(finished.number, update.client), self.durable)
+        places: dict[str, dict[str, Any]] = {}
+        write_atomic(folder / UPDATES, _packed(finished.updates, places), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,
@@ -102,6 +111,7 @@ class History:
             "pairs": {str(update.client): update.pairs for update in finished.updates},
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
+            "updates": places,
             **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),
             **extra,
         }
@@ -113,6 +123,8 @@ class History:
         for number in range(1, self.rounds() + 1):
             for name in self.record(number)["sha256"]:
                 self._verify(number, name)
+            for client in self.clients(number):
+                self.verify_update(number, client)
         if self.rounds():
             self.verify_state(0)
 
@@ -126,7 +138,19 @@ class History:
             raise UserError(f"{self.initial_path}: {DAMAGED}")
 
     def verify_update(self, number: int, client: int) -> None:
-        self._verify(number, self.update_path(number, client).name)
+        self._update_bytes(number, client)
+
+    def _update_bytes(self, number: int, client: int) -> bytes:
+        """A client's part of a round's updates, refused if it is damaged."""
+        path, place = self.update_path(number, client), self.record(number)["updates"].get(str(client))
+        if place is None or not path.is_file():
+            raise UserError(f"{path}: client {client}: {MISSING}" if place is None else f"{path}: {MISSING}")
+        with path.open("rb") as file:
+            file.seek(place["offset"])
+            data = file.read(place["bytes"])
+        if hashlib.sha256(data).hexdigest() != place["sha256"]:
+            raise UserError(f"{path}: {DAMAGED} (client {client})")
+        return data
 
     def _verify(self, number: int, name: str) -> None:
         path = self._round(number) / name
@@ -137,6 +161,26 @@ class History:
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"
+
+
+def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]]) -> Iterator[bytes]:
+    """Updates as bytes, one at a time; `places` is told where each lies and what its hash is."""
+    offset = 0
+    for update in updates:
+        data = update.change.file_bytes()
+        places[str(update.client)] = {
+            "offset": offset,
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        offset += len(data)
+        yield data
+
+
+@lru_cache(maxsize=64)
+def _record(path: Path, changed: int) -> dict[str, Any]:
+    """Records of many clients are long, and are asked for once for each."""
+    return read_json(path)
 
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:

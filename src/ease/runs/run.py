@@ -34,7 +34,7 @@ from ease.storage import (
 )
 from ease.subspace import Held, load_bases
 
-FORMAT = 1
+FORMAT = 2
 """Of the run directory; raise it when an older run can no longer be read."""
 
 

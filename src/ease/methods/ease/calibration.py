@@ -119,9 +119,12 @@ _NAMES = {"forget": "forget", "kin": "held-out"}
 
 
 def _middle(values: Tensor) -> tuple[float, float]:
-    """Median and the spread of a normal distribution with the same median distance to it; never less than a tenth."""
+    """Median and the spread of a normal distribution with the same median distance to it.
+
+    Never less than one: pairs of one class resemble each other, and what differs by less misleads no one far.
+    """
     middle = values.median()
-    return float(middle), max(0.1, 1.4826 * float((values - middle).abs().median()))
+    return float(middle), max(1.0, 1.4826 * float((values - middle).abs().median()))
 
 
 def without(levels: Levels, clients: Collection[int]) -> Levels:

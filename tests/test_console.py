@@ -9,7 +9,18 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ease import console
-from ease.console import as_html, as_text, labelled, megabytes, plain, rounds_bar, status, table, with_progress
+from ease.console import (
+    as_html,
+    as_text,
+    labelled,
+    megabytes,
+    plain,
+    rounds_bar,
+    status,
+    table,
+    tell_left_out,
+    with_progress,
+)
 from ease.errors import UserError
 
 
@@ -142,6 +153,13 @@ def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.Capt
     assert not made.is_terminal
     made.print("training 1/5")
     assert capsys.readouterr().err == "training 1/5\n" and notebook == []
+
+
+def test_who_was_left_out_is_told_on_the_error_stream_as_it_is(capsys) -> None:
+    tell_left_out("round 3", {7: "it failed with [red]Error"}, quiet=False)
+    tell_left_out("round 4", {7: "it is late"}, quiet=True)
+    told = capsys.readouterr()
+    assert told.err == "round 3: without client 7: it failed with [red]Error\n" and told.out == ""
 
 
 # --- names of strangers ---

@@ -2,12 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from io import StringIO
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -107,6 +107,12 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first
         except UserError:
             progress.live.transient = True  # the error alone stays on the screen, as one line
             raise
+
+
+def tell_left_out(when: str, clients: Mapping[Any, str], quiet: bool) -> None:
+    """Name the clients that a round went on without, above the bar."""
+    for client, reason in {} if quiet else clients.items():
+        errors.print(f"{when}: without client {client}: {reason}", soft_wrap=True, markup=False, highlight=False)
 
 
 @contextmanager

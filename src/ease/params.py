@@ -1,5 +1,6 @@
 """The trainable state of a model as a value: named tensors grouped in blocks, each with modality and kind."""
 
+import builtins
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.storage import read_noted, write_tensors
+from ease.storage import read_noted, tensor_bytes, tensors_in, write_tensors
 
 Modality = Literal["image", "text"]
 Kind = Literal["lora", "projector"]
@@ -95,6 +96,11 @@ class Params:
     def norm(self) -> float:
         return self.dot(self) ** 0.5
 
+    def within(self, most: float) -> "Params":
+        """The same if its norm is at most so large, else shortened to it."""
+        norm = self.norm()
+        return self if norm <= most else self * (most / norm)
+
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
 
@@ -114,8 +120,21 @@ class Params:
 
     def save(self, path: Path, durable: bool = True, about: Mapping[str, Any] | None = None) -> None:
         """Write the state; `about` travels in the header for other readers."""
-        blocks = [vars(block) for block in self.blocks]
-        write_tensors(path, dict(self.tensors), {**(about or {}), "blocks": blocks}, durable)
+        write_tensors(path, dict(self.tensors), {**(about or {}), **self._note()}, durable)
+
+    def file_bytes(self) -> builtins.bytes:
+        """What `save` writes."""
+        return tensor_bytes(dict(self.tensors), self._note())
+
+    @classmethod
+    def from_bytes(cls, data: builtins.bytes) -> "Params":
+        """The state that `file_bytes` gave, of bytes that are known to be whole."""
+        tensors, note = tensors_in(data)
+        blocks = tuple(block_from(fields) for fields in note["blocks"])
+        return cls({name: tensors[name] for block in blocks for name in block.tensors}, blocks)
+
+    def _note(self) -> dict[str, Any]:
+        return {"blocks": [vars(block) for block in self.blocks]}
 
     @classmethod
     def load(cls, path: Path) -> "Params":

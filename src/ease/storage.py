@@ -79,15 +79,16 @@ def _make_folder(
         raise UserError(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
 
 
-def write_atomic(path: Path, content: bytes, durable: bool = True) -> None:
+def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = True) -> None:
     """Write a file so that a crash leaves the old file or the new one, never a part of one.
 
+    The content may come in parts, of which only one is in memory at a time.
     `durable` waits for the disk, so that this holds for a power cut too; scratch files need no such wait.
     """
     _make_folder(path.parent, durable=durable)
     with _unfinished(path) as temporary, _refusal_to_write(path):
         with temporary.open("wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -239,13 +240,28 @@ def write_tensors(
 
     One header key only: several would be stored in random order and equal contents would differ in bytes.
     """
+    write_atomic(path, tensor_bytes(tensors, note, sealed), durable)
+
+
+def tensor_bytes(tensors: dict[str, torch.Tensor], note: Mapping[str, Any] | None = None, sealed: bool = True) -> bytes:
+    """What `write_tensors` writes."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if not sealed:
-        write_atomic(path, serialise_tensors(contiguous), durable)
-        return
+        return serialise_tensors(contiguous)
     ordered = json.loads(json.dumps(note or {}, sort_keys=True))
     header = {"ease": json.dumps({"seal": BLANK.decode(), **ordered})}
-    write_atomic(path, _seal(serialise_tensors(contiguous, metadata=header)), durable)
+    return _seal(serialise_tensors(contiguous, metadata=header))
+
+
+def tensors_in(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the note of what `tensor_bytes` gave, of bytes whose hash was checked."""
+    return parse_tensors(data), _note_in(data)
+
+
+def _note_in(data: bytes) -> dict[str, Any]:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    note = json.loads(header["__metadata__"]["ease"])
+    return {key: value for key, value in note.items() if key != "seal"}
 
 
 def read_tensors(path: Path, sealed: bool = True) -> dict[str, torch.Tensor]:
@@ -256,9 +272,7 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors with the note that was written beside them."""
     tensors, content = _read_tensors(path, sealed=True)
     try:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        note = json.loads(header["__metadata__"]["ease"])
-        return tensors, {key: value for key, value in note.items() if key != "seal"}
+        return tensors, _note_in(content)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its header has no note; the file was altered, restore it") from error
 

@@ -6,6 +6,7 @@ gives to clients, what it needs, and what it does when it is stopped or a client
 
 import hashlib
 import tempfile
+import threading
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +15,18 @@ from functools import cached_property
 from itertools import islice, product
 from pathlib import Path
 from shutil import copytree
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 
 from ease.config import to_toml, validate
 from ease.data.features import Activations
+from ease.errors import UserError
+from ease.federation.checked import checked
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
 from ease.federation.engines import make_engine
-from ease.federation.history import History
+from ease.federation.history import UPDATES, History
 from ease.federation.journal import Journal
 from ease.federation.loop import Loop
 from ease.federation.metered import Cost, Metered
@@ -35,6 +39,7 @@ from ease.runs.answers import trained_of
 from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.seeding import generator
 
 LEAVING = 1
 FAILING = 0
@@ -116,6 +121,75 @@ class Posted(Wrapped):
             if received != update:
                 self.altered.append(f"the answer of client {update.client} to {job.objective!r}")
             yield received
+
+
+Fault = Literal["raise", "silence", "drop", "repeat", "delay", "nan", "shape", "pairs", "mask"]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+SILENT_SECONDS = 600.0
+PATIENCE = 3.0
+"""Seconds that the checks wait for a client that is silent; honest ones need a small part of it."""
+
+
+class Faulty(Wrapped):
+    """One client fails or lies in a given way, in a share of its answers that a seed chooses.
+
+    Its work raises an error, takes forever (`silence`: once), gets lost, comes twice, comes after all others, holds
+    what is no number, has another shape, claims pairs that it does not hold, or comes under the name of another client.
+    """
+
+    def __init__(self, inner: Federation, fault: Fault, client: int = FAILING, share: float = 1.0, seed: int = 0):
+        super().__init__(inner)
+        self.fault, self.client, self.share = fault, client, share
+        self.rng = generator(seed, "faulty", fault, client)
+        self.spoilt = 0
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        late = []
+        for client in clients:
+            if client != self.client or self.rng.random() >= self.share:
+                yield from self.inner.run(params, job, [client])
+                continue
+            self.spoilt += self.fault != "delay"
+            if self.fault == "raise":
+                raise RuntimeError(f"client {client} broke down")
+            if self.fault == "silence" and self.spoilt == 1:
+                threading.Event().wait(SILENT_SECONDS)
+            for update in self.inner.run(params, job, [client]):
+                if self.fault == "delay":
+                    late.append(update)
+                else:
+                    yield from spoilt(update, self.fault, self.rng)
+        yield from late
+
+
+def spoilt(update: Update, fault: Fault, rng: np.random.Generator) -> list[Update]:
+    """What arrives of an answer."""
+    if fault == "drop":
+        return []
+    if fault == "repeat":
+        return [update, update]
+    if fault == "pairs":
+        return [replace(update, pairs=10**12)]
+    if fault == "mask":
+        return [replace(update, client=update.client + 1)]
+    if fault in ("nan", "shape"):
+        tensors = {**(update.delta.tensors if update.delta else {}), **update.values}
+        chosen = str(rng.choice(sorted(name for name in tensors if tensors[name].is_floating_point()) or [""]))
+        change = _no_number if fault == "nan" else _longer
+        values = {name: change(value) if name == chosen else value for name, value in update.values.items()}
+        delta = update.delta
+        if delta is not None and chosen in delta.tensors:
+            delta = delta.replace({chosen: change(delta[chosen])})
+        return [replace(update, delta=delta, values=values)]
+    return [update]
+
+
+def _no_number(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().clone().index_fill(0, torch.tensor([0]), torch.nan).view_as(tensor)
+
+
+def _longer(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor])
 
 
 @dataclass(frozen=True)
@@ -263,7 +337,7 @@ def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) 
     if "history" not in kind.needs:
         history = History(copytree(trained.history.folder, stage.folder() / "history"))
         ends = {history.state_path(number) for number in (0, trained.training.rounds)}
-        for path in set(history.folder.rglob("*.safetensors")) - ends:
+        for path in {*history.folder.rglob("*.safetensors"), *history.folder.rglob(UPDATES)} - ends:
             path.unlink()
         trained = replace(trained, history=history)
     starved = [step.state for step in stage.unlearn(kind, scope, federation, trained)]
@@ -322,6 +396,39 @@ def a_failing_client_is_refused(stage: Stage, kind: type[Unlearner], scope: str)
         _require(steps[-1].state != whole.steps[-1].state, "what a failing client would have sent is used all the same")
 
 
+def a_faulty_client_is_named(stage: Stage, kind: type[Unlearner], scope: str) -> None:
+    """In one of the ways to fail, another for every method and request; the checks below try them all."""
+    chosen = int(generator(0, "fault", kind.name, scope).integers(len(FAULTS)))
+    withstands(stage, kind, scope, FAULTS[chosen])
+
+
+def withstands(stage: Stage, kind: type[Unlearner], scope: str, fault: Fault) -> None:
+    """The method ends in finite states without the faulty client, or in one line; either names it."""
+    faulty = Faulty(stage.world.federation, fault)
+    patience = PATIENCE if fault == "silence" else None
+    sound = checked(faulty, stage.trained.training.model_copy(update={"deadline": patience}))
+    expected = {FAILING} if faulty_at_all(stage, kind, scope) and fault != "delay" else set()
+    try:
+        steps = list(stage.unlearn(kind, scope, sound))
+    except UserError as error:
+        named = f"client {FAILING}: " in str(error) and "\n" not in str(error)
+        _require(expected and named, f"a client's {fault} ends it with: {error}")
+        return
+    announced = kind().rounds(stage.trained.training, stage.requests[scope])
+    _require(len(steps) == announced, f"a client's {fault} makes it yield {len(steps)} steps instead of {announced}")
+    _require(all(step.state.is_finite() for step in steps), f"a client's {fault} makes its states not finite")
+    found = set(sound.left_out())
+    _require(found == expected, f"clients {sorted(expected)} fail ({fault}), and {sorted(found)} are named")
+    if fault == "delay":
+        same = [step.state for step in steps] == [step.state for step in stage.play(kind, scope).steps]
+        _require(same, "its states depend on the order in which answers arrive")
+
+
+def faulty_at_all(stage: Stage, kind: type[Unlearner], scope: str) -> bool:
+    """Whether the method asks the client that fails."""
+    return any(client == FAILING for client, _ in stage.play(kind, scope).asked)
+
+
 def what_travels_is_metered(stage: Stage, kind: type[Unlearner], scope: str) -> None:
     cost, asked = stage.play(kind, scope).cost, stage.play(kind, scope).asked
     counted = cost.messages == len(asked) and (not asked or min(cost.bytes_down, cost.bytes_up, cost.pairs_passed) > 0)
@@ -336,6 +443,7 @@ CHECKS: tuple[Callable[[Stage, type[Unlearner], str], None], ...] = (
     stopping_changes_no_byte,
     nothing_given_is_changed,
     a_failing_client_is_refused,
+    a_faulty_client_is_named,
     what_travels_is_metered,
 )
 

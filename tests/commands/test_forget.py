@@ -229,7 +229,7 @@ def test_a_client_that_never_took_part_is_one_line(refused, small, tmp_path: Pat
     refused(tmp_path / "run", ["--client", absent], f"client {absent} never took part", "nothing of it to excise")
 
 
-UPDATE, STATE = "rounds/00001/client-00001.safetensors", "rounds/00002/state.safetensors"
+UPDATE, STATE = "rounds/00001/updates.bin", "rounds/00002/state.safetensors"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
@@ -264,7 +264,7 @@ def test_a_damaged_record_of_a_round_is_one_line(refused, run: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--class", "1"], ["--client", "1"]])
 def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, arguments) -> None:
     """A class request replays round 2 from it; a client request reads the retained clients' updates."""
-    name = "rounds/00001/state.safetensors" if "--class" in arguments else "rounds/00002/client-00002.safetensors"
+    name = "rounds/00001/state.safetensors" if "--class" in arguments else "rounds/00002/updates.bin"
     content = bytearray((run / name).read_bytes())
     content[-1] ^= 1
     (run / name).write_bytes(content)

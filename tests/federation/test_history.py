@@ -1,6 +1,7 @@
 """The history on disk: exact, hashed, and a round exists only when all of it does."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_everything_comes_back_exactly(history, toy_params) -> None:
     assert history.rounds() == 2
     assert same(history.initial(), toy_params(seed=0)) and same(history.state(0), toy_params(seed=0))
     assert same(history.state(1), toy_params(seed=1)) and same(history.state(2), toy_params(seed=2))
-    assert same(Params.load(history.update_path(1, 3)), toy_params(seed=13))
+    assert same(history.update(1, 3).change, toy_params(seed=13)) and history.update(1, 3).pairs == 4
     assert history.clients(1) == [0, 3] and history.columns(2) == [(1, 0), (1, 3), (2, 3)]
     record = history.record(1)
     assert record["pairs"] == {"0": 1, "3": 4} and record["rejected"] == {"7": "it is late"}
@@ -55,14 +56,14 @@ def test_an_empty_history_has_no_rounds(tmp_path: Path) -> None:
 def test_a_round_without_its_record_does_not_exist_and_is_written_anew(history, toy_params) -> None:
     folder = history.state_path(2).parent
     (folder / "round.json").unlink()
-    (folder / "client-00009.safetensors").write_bytes(b"half a fi")
+    (folder / "left.safetensors").write_bytes(b"half a fi")
     assert history.rounds() == 1
     history.append(a_round(toy_params, 2, clients=(3,)), {})
     assert history.rounds() == 2
     assert sorted(path.name for path in folder.iterdir()) == [
-        "client-00003.safetensors",
         "round.json",
         "state.safetensors",
+        "updates.bin",
     ]
 
 
@@ -72,22 +73,20 @@ def test_rounds_count_up_to_the_first_gap(history) -> None:
 
 
 def test_a_failed_append_leaves_no_part_of_a_round(history, toy_params, monkeypatch) -> None:
-    def full(self: Params, path: Path, durable: bool = True) -> None:
-        if "client-00003" in path.name:
+    def full(self: Params) -> bytes:
+        if self == toy_params(seed=33):
             raise UserError("no space")
-        save(self, path, durable)
+        return file_bytes(self)
 
-    save = Params.save
-    monkeypatch.setattr(Params, "save", full)
+    file_bytes = Params.file_bytes
+    monkeypatch.setattr(Params, "file_bytes", full)
     with pytest.raises(UserError, match="no space"):
         history.append(a_round(toy_params, 3), {})
     assert history.rounds() == 2 and not history.state_path(3).parent.exists()
     history.verify()
 
 
-@pytest.mark.parametrize(
-    "name", ["initial.safetensors", "rounds/00001/client-00003.safetensors", "rounds/00002/state.safetensors"]
-)
+@pytest.mark.parametrize("name", ["initial.safetensors", "rounds/00001/updates.bin", "rounds/00002/state.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_damage_is_found_and_named(history, name: str, damage: str) -> None:
     path = history.folder / name
@@ -121,11 +120,42 @@ def test_equal_rounds_have_equal_bytes(history, toy_params, tmp_path) -> None:
 
 def test_one_block_is_read_alone(history, toy_params) -> None:
     block = toy_params(0.0).blocks[0]
-    tensors = read_block(history.update_path(1, 3), block)
+    tensors = history.update_block(1, 3, block)
     assert list(tensors) == ["image.layer.B"]
     assert torch.equal(tensors["image.layer.B"], toy_params(seed=13)["image.layer.B"])
-    with pytest.raises(UserError, match="client-00008"):
-        read_block(history.update_path(1, 8), block)
+    with pytest.raises(UserError, match=r"updates\.bin: client 8: missing"):
+        history.update_block(1, 8, block)
+    state = read_block(history.state_path(1), block)
+    assert torch.equal(state["image.layer.B"], toy_params(seed=1)["image.layer.B"])
+
+
+def test_updates_lie_one_after_the_other_as_they_would_in_files_of_their_own(history, toy_params, tmp_path) -> None:
+    files = []
+    for client in (0, 3):
+        toy_params(seed=10 + client).save(tmp_path / "alone.safetensors")
+        files.append((tmp_path / "alone.safetensors").read_bytes())
+    assert history.update_path(1, 0).read_bytes() == b"".join(files)
+
+
+def test_damage_of_one_update_is_told_by_client_and_leaves_the_others_readable(history, toy_params) -> None:
+    path = history.update_path(1, 3)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"updates\.bin: damaged .* \(client 3\)"):
+        history.update(1, 3)
+    assert same(history.update(1, 0).change, toy_params(seed=10))
+
+
+@pytest.mark.parametrize("count", [2, 50])
+def test_a_round_of_many_clients_is_three_files_and_a_few_waits_for_the_disk(toy_params, tmp_path, monkeypatch, count):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    history = History(tmp_path / "many")
+    toy_params(seed=0).save(history.initial_path)
+    history.append(a_round(toy_params, 1, clients=tuple(range(count))), {})
+    assert len(list(history.state_path(1).parent.iterdir())) == 3 and len(synced) == 8
+    assert sorted(history.clients(1)) == list(range(count))
 
 
 # --- where clients keep their updates ---

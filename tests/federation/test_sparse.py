@@ -47,7 +47,7 @@ def test_training_moves_kept_values_and_no_other(world, sparse: Sparse, local_jo
     """Adam moves every value that has ever had a gradient: here it holds state for the kept ones alone."""
     job = local_job(epochs=3, sparse=sparse, optimiser=Optimiser(kind=kind, learning_rate=0.05))
     (update,) = world.federation.run(sparse.zeros(), job, [0])
-    assert reject_reason(update, sparse.zeros(), 1e3) is None and update.change.norm() > 0
+    assert reject_reason(update, sparse.zeros()) is None and update.change.norm() > 0
     after = sparse.expand(update.change.tensors)
     assert after.keys() == sparse.base.tensors.keys()
     for name, tensor in after.items():
@@ -104,6 +104,6 @@ def test_the_journal_keeps_it(world, sparse: Sparse, local_job, tmp_path) -> Non
 
 def test_a_dense_answer_to_a_sparse_job_is_refused(world, sparse: Sparse, local_job) -> None:
     (dense,) = world.federation.run(sparse.base, local_job(), [0])
-    assert reject_reason(dense, sparse.zeros(), 1e3) == "its tensor names differ from the model's"
+    assert reject_reason(dense, sparse.zeros()) == "its tensor names differ from the model's"
     wide = replace(dense, delta=Params({n: dense.change[n] for n in sparse.positions}, sparse.blocks))
-    assert "has shape" in str(reject_reason(wide, sparse.zeros(), 1e3))
+    assert "has shape" in str(reject_reason(wide, sparse.zeros()))

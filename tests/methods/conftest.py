@@ -91,7 +91,8 @@ def past(toy_params, tmp_path):
         state = toy_params(0.0)
         state.save(history.initial_path)
         for number, changes in enumerate(rounds, start=1):
-            finished = average(state, [Update(c, c + 1, delta) for c, delta in changes.items()], config, number)
+            updates = [Update(c, c + 1, delta) for c, delta in changes.items()]
+            finished = average(state, updates, config, number, clip=False)
             history.append(finished, {})
             state = finished.state
         return Trained(history, config, temperature=0.07, seed=0)

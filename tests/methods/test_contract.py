@@ -15,12 +15,15 @@ from ease.requests.request import Request
 from ease.testing import (
     CHECKS,
     CHECKS_OF_CLASSES,
+    FAULTS,
     SCOPES,
     STAGES,
+    Fault,
     Stage,
     check_method,
     make_stage,
     needs_no_more_than_it_says,
+    withstands,
 )
 
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
@@ -67,6 +70,20 @@ def test_the_contract_where_clients_keep_the_history(stage_of, check, scope: str
 @pytest.mark.parametrize("ground", [name for name in STAGES if name != "loop"])
 def test_the_contract_elsewhere(stage_of, ground: str, check, name: str, scope: str) -> None:
     check(stage_of(ground), METHODS[name], scope)
+
+
+@pytest.mark.slow
+@every_method
+@every_request
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "silence"])
+def test_every_fault_is_withstood(stage_of, name: str, scope: str, fault: Fault) -> None:
+    withstands(stage_of("loop"), METHODS[name], scope, fault)
+
+
+@every_request
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ease_withstands_every_fault(stage_of, scope: str, fault: Fault) -> None:
+    withstands(stage_of("loop"), METHODS["ease"], scope, fault)
 
 
 # --- the battery bites ---

@@ -17,7 +17,7 @@ def last_models(learnt, clients: list[int]) -> Params:
     """The mean of the clients' own models after the last round, by pairs: computed from all their stored updates."""
     history, last = learnt.trained.history, learnt.trained.training.rounds
     pairs = history.record(last)["pairs"]
-    updates = [(pairs[str(client)], Params.load(history.update_path(last, client))) for client in clients]
+    updates = [(pairs[str(client)], history.update(last, client).change) for client in clients]
     return history.state(last - 1) + weighted_mean(updates)
 
 

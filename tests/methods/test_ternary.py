@@ -61,7 +61,7 @@ def test_an_update_by_hand(toy_params) -> None:
     received = decode(sent, toy_params(0.0))
     scale = (4.25 / 3) ** 0.5
     torch.testing.assert_close(received.change[name], torch.tensor([[scale, 0.0, 0.0]]))
-    assert reject_reason(received, toy_params(0.0), 1e3) is None
+    assert reject_reason(received, toy_params(0.0)) is None
     assert set(received.values) == {"radius"}
 
 
@@ -106,16 +106,15 @@ NAME = "text.projector.0.weight"
         ({f"{NAME}:scale": torch.ones(3)}, "names"),
         ({NAME: torch.tensor([3], dtype=torch.uint8)}, "non-finite"),
         ({f"{NAME}:scale": torch.tensor(torch.nan)}, "non-finite"),
-        ({f"{NAME}:scale": torch.tensor(1e9)}, "norm"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused(toy_params, change: dict, reason: str) -> None:
     sent = encode(Update(0, 3, toy_params(1.0)), SETTINGS)
     values = {name: value for name, value in {**sent.values, **change}.items() if value is not None}
-    refused = reject_reason(decode(replace(sent, values=values), toy_params(0.0)), toy_params(0.0), 1e3)
+    refused = reject_reason(decode(replace(sent, values=values), toy_params(0.0)), toy_params(0.0))
     assert refused is not None and reason in refused
 
 
 def test_a_dense_answer_to_a_ternary_job_is_refused(toy_params) -> None:
     answer = decode(Update(0, 3, Params(toy_params(1.0).tensors, toy_params(1.0).blocks)), toy_params(0.0))
-    assert reject_reason(answer, toy_params(0.0), 1e3) is not None
+    assert reject_reason(answer, toy_params(0.0)) is not None

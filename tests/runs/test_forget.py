@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer
+from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.forget import forget, go_on
@@ -28,6 +29,7 @@ from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import LEFTOVER, read_json, write_json
 from ease.subspace import displacement, load_bases
+from ease.testing import Fault, Faulty
 
 EASE = Path(sys.executable).parent / "ease"
 CLIENT = ClientRequest(clients=(1,))
@@ -262,6 +264,36 @@ def test_finished_requests_are_found_by_name(world, run: Run) -> None:
     for name in ("client-1", "client-2", "client-1/retrain", "nonsense", ""):
         with pytest.raises(UserError, match=f"no finished request of that name .*client-1/{label}, client-1/finetune"):
             find_answer(run, name)
+
+
+# --- clients that fail or lie ---
+
+
+def with_faults(world: World, fault: Fault, client: int = 0, share: float = 1.0) -> World:
+    faulty = replace(world)
+    faulty.__dict__["federation"] = Faulty(world.federation, fault, client, share)
+    return faulty
+
+
+@pytest.mark.parametrize("fault", ["nan", "raise", "drop", "shape"])
+@pytest.mark.parametrize("name", ["client", "sample"])
+def test_a_request_goes_on_without_a_faulty_client_and_names_it(world, run: Run, name: str, fault: Fault) -> None:
+    request = CLIENT if name == "client" else samples(world)
+    steps = list(forget(run, with_faults(world, fault), request, Ease(), observe=False))
+    assert all(step.state.is_finite() for step, _ in steps)
+    record = answer_of(run, request, Ease()).record()
+    assert all("0" in each.notes["rejected"] for each in record.rounds)
+
+
+def test_a_bad_answer_blocks_no_rerun(world, run: Run, tmp_path: Path) -> None:
+    """The one client that a request begins with is spoilt; once it answers well, the same command works."""
+    method, stored = make_method("grad_ascent"), answer_of(run, CLIENT, make_method("grad_ascent"))
+    for fault in ("raise", "drop", "nan"):
+        with pytest.raises(UserError, match=r"client 1: it|every update was rejected .client 1"):
+            list(forget(run, with_faults(world, fault, client=1), CLIENT, method, observe=False))
+    again = [step.state for step, _ in forget(run, world, CLIENT, method, observe=False)]
+    plain = [step.state for step in method.unlearn(trained_of(run), CLIENT, world.federation)]
+    assert again == plain and "rejected" not in stored.record().rounds[0].notes
 
 
 def test_without_any_finished_request_it_says_so(run: Run) -> None:

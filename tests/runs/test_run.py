@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from ease.audit.evaluate import LEAST_GALLERY
 from ease.commands.train import recall_sets, train_run
 from ease.config import to_toml
 from ease.errors import UserError
+from ease.federation.loop import Loop
 from ease.runs.config import RunConfig, load_config
 from ease.runs.resolve import class_cosines, match_class
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import LEFTOVER, read_json, write_json
+from ease.testing import Faulty
 
 Configs = Callable[..., RunConfig]
 
@@ -70,7 +73,7 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
     ("assignments", "message"),
     [
         (("trainin.rounds=2",), "--set: trainin: unknown key; known keys here: data, device"),
-        (("training.round=2",), "--set: training.round: unknown key; known keys here: batch_size"),
+        (("training.round=2",), "--set: training.round: unknown key; known keys here: aggregation, batch_size"),
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
         (
             ("partition.scheme=random",),
@@ -228,6 +231,27 @@ def test_partial_participation_and_rejections_are_recorded(small_config, world, 
     assert [len(run.history.clients(number)) for number in (1, 2, 3)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("fault", ["raise", "drop", "repeat", "nan", "shape", "pairs", "mask"])
+def test_training_goes_on_without_a_faulty_client_and_names_it(small_config, world, tmp_path, fault) -> None:
+    faulty = replace(world)
+    faulty.__dict__["federation"] = Faulty(world.federation, fault, client=2)
+    run = trained(tmp_path / "run", small_config(), faulty)
+    without = replace(world)
+    without.__dict__["federation"] = Loop(world.server.model, {c: world.federation.data[c] for c in (0, 1)})
+    assert run.history.state(2) == trained(tmp_path / "without", small_config(), without).history.state(2)
+    assert all(list(run.history.record(number)["rejected"]) == ["2"] for number in (1, 2))
+
+
+def test_with_too_few_answers_a_round_is_not_written_and_a_patient_rerun_works(small_config, world, tmp_path) -> None:
+    faulty = replace(world)
+    faulty.__dict__["federation"] = Faulty(world.federation, "raise", client=2)
+    with pytest.raises(UserError, match=r"2 of 3 clients .* 3 are needed \(client 2: .*training\.quorum"):
+        trained(tmp_path / "run", small_config("training.quorum=1.0"), faulty)
+    assert Run.load(tmp_path / "run").history.rounds() == 0
+    again = trained(tmp_path / "run", small_config("training.quorum=0.6", "training.deadline=30"), faulty)
+    assert again.history.rounds() == 2 and Run.load(again.folder).config.training.quorum == 0.6
+
+
 def test_a_recipe_that_diverges_says_so(small_config: Configs, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"round 1: every update was rejected .* lower training.learning_rate"):
         train_run(small_config("training.learning_rate=1e30"), tmp_path / "run", quiet=True)
@@ -259,10 +283,11 @@ def test_a_folder_that_is_no_run_is_refused_and_kept(small_config: Configs, tmp_
     [
         ("{", "damaged JSON"),
         ("[]", "it has no seal"),
-        ('{"format": 1}', "it has no seal"),
+        ('{"format": 2}', "it has no seal"),
         ({}, "not a run that this version knows"),
         ({"format": 99}, "not a run that this version knows"),
-        ({"format": 1, "config": {"sed": 1}}, "sed: unknown key"),
+        ({"format": 1, "config": {}}, "not a run that this version knows"),
+        ({"format": 2, "config": {"sed": 1}}, "sed: unknown key"),
     ],
 )
 def test_a_damaged_run_file_is_named(tmp_path: Path, content: str | dict, message: str) -> None:
@@ -279,9 +304,7 @@ def test_a_missing_run_is_named(tmp_path: Path) -> None:
         Run.load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    "name", ["initial.safetensors", "rounds/00001/state.safetensors", "rounds/00001/client-00001.safetensors"]
-)
+@pytest.mark.parametrize("name", ["initial.safetensors", "rounds/00001/state.safetensors", "rounds/00001/updates.bin"])
 def test_a_truncated_history_is_refused_before_anything_is_written(small_config, world, tmp_path, name) -> None:
     run = trained(tmp_path / "run", small_config("training.rounds=1"), world)
     path = run.folder / name
@@ -298,12 +321,10 @@ def test_a_checkpoint_of_another_model_is_refused(small_config, world, tmp_path)
     other = small_config("model.hidden=24", "training.rounds=1")
     stranger = trained(tmp_path / "stranger", other, World.open(other))
     run = Run.create(tmp_path / "run", small_config())
-    for name in ("initial.safetensors", "rounds/00001/state.safetensors", "rounds/00001/round.json"):
+    parts = ("state.safetensors", "updates.bin", "round.json")
+    for name in ("initial.safetensors", *(f"rounds/00001/{part}" for part in parts)):
         (run.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (run.folder / name).write_bytes((stranger.folder / name).read_bytes())
-    for client in stranger.history.clients(1):
-        target = run.history.update_path(1, client)
-        target.write_bytes(stranger.history.update_path(1, client).read_bytes())
     with pytest.raises(UserError, match=r"00001/state.safetensors: made by another model than config.toml names"):
         list(run.train(world))
 

@@ -100,9 +100,9 @@ def test_a_method_that_diverges_gets_a_row_and_stops_nobody(small_experiment, tm
 
 
 def exploding(self, trained, request, federation):
-    """Fine-tuning whose updates are all larger than allowed."""
-    bounded = trained.training.model_copy(update={"norm_bound": 1e-9})
-    yield from fine_tuning(replace(trained, training=bounded), trained.final, request, federation, 1, "finetune")
+    """Fine-tuning whose steps are so long that no update is made of numbers."""
+    wild = trained.training.model_copy(update={"learning_rate": 1e30})
+    yield from fine_tuning(replace(trained, training=wild), trained.final, request, federation, 1, "finetune")
 
 
 def test_a_reference_that_diverges_stops_the_grid(small_experiment, tmp_path, monkeypatch) -> None:

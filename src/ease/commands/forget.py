@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from ease.audit.alignment import alignment_residual
 from ease.commands.train import TrainSummary, tell_threads, train_run
-from ease.console import megabytes, rounds_bar, status, table
+from ease.console import megabytes, rounds_bar, status, table, tell_left_out
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request
@@ -187,6 +187,7 @@ def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: b
     with rounds_bar(f"{method.name:9}", total, 0, quiet) as bar:
         for step, metrics in forget(run, world, request, method):
             bar.step(phase=step.phase, **{"forget R@1": _told(metrics, "forget/recall@1")})
+            tell_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
 
 
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:
@@ -197,7 +198,8 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     with rounds_bar("training on", rounds, 0, quiet) as bar:
-        for _, metrics in go_on(run, world, after, rounds, locked):
+        for step, metrics in go_on(run, world, after, rounds, locked):
+            tell_left_out(step.phase, step.notes.get("rejected", {}), quiet)
             bar.step(**{f"{part} R@1": _told(metrics, f"{part}/recall@1") for part in ("forget", "test")})
     record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")

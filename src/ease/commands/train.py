@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from ease.audit.evaluate import recalls
 from ease.audit.retrieval import GalleryRecall
-from ease.console import errors, megabytes, rounds_bar, status, table
+from ease.console import errors, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.params import Params
@@ -94,6 +94,7 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
         for record in run.train(world):
             bar.step(**({} if quiet else _figures(run, world, record)))
+            tell_left_out(f"round {record['round']}", record["rejected"], quiet)
     with status("measuring recall", quiet):
         summary = replace(_summarise(run, world), data=report)
     write_json(out / "summary.json", summary.as_json())
@@ -122,7 +123,7 @@ def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
         unseen = recalls(seen.model, state, seen.activations, {"unseen": held_out}, 200, seen.device, draws=1)
         figures["unseen R@1"] = f"{unseen['unseen']['recall@1'].mean:.1f}"
     if record["rejected"]:
-        figures["rejected"] = ", ".join(record["rejected"])
+        figures["left out"] = ", ".join(record["rejected"])
     return figures
 
 

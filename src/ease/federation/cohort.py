@@ -19,6 +19,8 @@ from ease.params import Params
 class Cohort(Loop):
     """Jobs that cannot share a pass are done one client after the other."""
 
+    together = True
+
     def __init__(self, model: DualEncoder, pool: Pool):
         super().__init__(model, pool.clients)
         self.pool = pool

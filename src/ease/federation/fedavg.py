@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ease.config import Config
 from ease.errors import Diverged
+from ease.federation.aggregation import Aggregation, aggregated, clipped
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
-from ease.params import Params, weighted_mean
+from ease.params import Params
 from ease.requests.request import Request
 from ease.seeding import generator
 from ease.subspace import Held
@@ -33,10 +34,31 @@ class TrainingConfig(Config):
     """Share of the clients drawn for each round."""
     weighting: Literal["pairs", "uniform"] = "pairs"
     """Weight of a client in the average: its number of pairs, or the same for all."""
-    norm_bound: float = Field(1e3, gt=0)
-    """Updates with a larger norm are rejected."""
     history: Literal["server", "client"] = "server"
     """Who keeps the clients' updates: the server, or each client its own, with the states it was sent."""
+    aggregation: Aggregation = "mean"
+    """How updates become one: `mean`, or `median`, `trimmed` or `krum`, which few hostile clients cannot move far."""
+    hostile: float = Field(0.2, ge=0, lt=0.5)
+    """Share of a round's clients that may be hostile: `trimmed` leaves out as many at either end, `krum` as many."""
+    clip_to_median: float = Field(3.0, ge=1)
+    """Updates longer than so many times the round's median are shortened; other numbers of pairs may go further."""
+    quorum: float = Field(0.5, gt=0, le=1)
+    """Share of the clients that must answer soundly for a round to go on without the others."""
+    deadline: float | None = Field(None, gt=0)
+    """Seconds to wait for a client's answer; absent: as long as it takes."""
+
+    @model_validator(mode="after")
+    def _sums_tell_the_mean(self) -> "TrainingConfig":
+        if self.history == "client" and self.aggregation != "mean":
+            raise ValueError(
+                f'training.history = "client" needs training.aggregation = "mean", for what one client wrote into a '
+                f"{self.aggregation} cannot be told by sums; choose one of the two"
+            )
+        return self
+
+    def weight(self, pairs: int) -> float:
+        """Of a client in the average."""
+        return float(pairs) if self.weighting == "pairs" else float(pairs > 0)
 
     def job(
         self, round: int, seed: int, temperature: float, stream: str = "train", rate: float = 1.0, **changes: Any
@@ -67,6 +89,8 @@ class Round:
     rejected: dict[int, str] = field(default_factory=dict)
     averaged: Params | None = None
     """The state before what is held was taken back to its place; absent: the same."""
+    clipped: dict[int, float] = field(default_factory=dict)
+    """Client -> the factor by which its update was shortened."""
 
     @property
     def loss(self) -> float | None:
@@ -76,15 +100,18 @@ class Round:
         return sum(pairs * loss for pairs, loss in finite) / sum(pairs for pairs, _ in finite) if finite else None
 
 
-def average(params: Params, updates: Iterable[Update], config: TrainingConfig, number: int) -> Round:
-    """Validate updates and apply their mean, summed by ascending client id so that arrival order cannot matter."""
-    kept, rejected = [], {}
+def average(params: Params, updates: Iterable[Update], config: TrainingConfig, number: int, clip: bool = True) -> Round:
+    """Validate updates and apply their mean, summed by ascending client id so that arrival order cannot matter.
+
+    What clients do to forget pairs is as unequal as the pairs are spread: such rounds do not `clip`.
+    """
+    kept, rejected = list[Update](), dict[int, str]()
     answers = sorted(updates, key=lambda update: update.client)
     counts = Counter(update.client for update in answers)
     for update in answers:
-        if update.delta is None and update.pairs == 0:
+        if update.delta is None and update.pairs == 0 and not update.refused:
             continue  # an abstention: nothing of this client's takes part in the job
-        reason = reject_reason(update, params, config.norm_bound)
+        reason = reject_reason(update, params)
         if counts[update.client] > 1:
             reason = "it answered more than once"  # which answer counts would depend on the order of arrival
         if reason is None:
@@ -95,16 +122,14 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
         if rejected:
             client, reason = next(iter(rejected.items()))
             raise Diverged(
-                f"round {number}: every update was rejected (client {client}: {reason}); "
-                "lower training.learning_rate or raise training.norm_bound"
+                f"round {number}: every update was rejected (client {client}: {reason}); lower training.learning_rate"
             )
         return Round(number, params, ())  # all abstained, so there is nothing to learn from
-    mean = weighted_mean(
-        (update.pairs if config.weighting == "pairs" else 1, update.delta)
-        for update in kept
-        if update.delta is not None
-    )
-    return Round(number, params + mean, tuple(kept), rejected)
+    weights = [config.weight(each.pairs) for each in kept]
+    kept, factors = clipped(kept, config.clip_to_median, weights) if clip else (kept, {})
+    changes = [(weight, each.change) for weight, each in zip(weights, kept, strict=True)]
+    mean = aggregated(changes, config.aggregation, config.hostile)
+    return Round(number, params + mean, tuple(kept), rejected, clipped=factors)
 
 
 def participants(clients: Sequence[int], config: TrainingConfig, seed: int, number: int) -> list[int]:

@@ -5,8 +5,11 @@ hashes of its own files; a seal covers the record itself. Where clients keep the
 states alone.
 """
 
+import hashlib
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,10 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
 from ease.params import Block, Params
-from ease.storage import read_json, read_some, sha256, write_json
+from ease.storage import read_json, read_some, sha256, write_atomic, write_json
 
 MISSING = "missing from the history; restore it or train again"
+UPDATES = "updates.bin"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
 AT_CLIENTS = (
     'this run keeps updates at its clients (training.history = "client") and none at the server; use --method ease, '
@@ -75,20 +79,22 @@ class History:
         return Params.load(after).zip(lambda new, old: new.double() - old.double(), Params.load(start))
 
     def update_path(self, number: int, client: int) -> Path:
-        return self._round(number) / f"client-{client:05d}.safetensors"
+        """The file that holds a client's update: all of a round, one after the other, each as `Params.save` writes."""
+        return self._round(number) / UPDATES
 
     def update(self, number: int, client: int) -> Update:
         """A client's update as it was averaged in a round, refused if it is damaged."""
-        self.verify_update(number, client)
-        pairs = self.record(number)["pairs"][str(client)]
-        return Update(client, pairs, Params.load(self.update_path(number, client)))
+        change = Params.from_bytes(self._update_bytes(number, client))
+        return Update(client, self.record(number)["pairs"][str(client)], change)
+
+    def update_block(self, number: int, client: int, block: Block) -> dict[str, torch.Tensor]:
+        """One block of a client's update."""
+        change = Params.from_bytes(self._update_bytes(number, client))
+        return {name: change[name] for name in block.tensors}
 
     def record(self, number: int) -> dict[str, Any]:
         path = self._round(number) / "round.json"
-        found = read_json(path)
-        if not _is_record(found):
-            raise UserError(f"{path}: not the record of a round; restore it or train again")
-        return found
+        return dict(_record(path, path.stat().st_mtime_ns if path.is_file() else 0))
 
     def rounds(self) -> int:
         """How many complete rounds there are, from the first without a gap."""
@@ -123,9 +129,9 @@ class History:
         finished.state.save(folder / STATE, self.durable)
         if not self.updates and finished.averaged is not None:
             finished.averaged.save(folder / AVERAGED, self.durable)  # nothing else here tells the mean update
-        for update in finished.updates if self.updates else ():
-            assert update.delta is not None  # only such updates are averaged
-            update.delta.save(self.update_path(finished.number, update.client), self.durable)
+        places: dict[str, dict[str, Any]] = {}
+        if self.updates:
+            write_atomic(folder / UPDATES, _packed(finished.updates, places), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,
@@ -134,6 +140,8 @@ class History:
             "pairs": {str(update.client): update.pairs for update in finished.updates},
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
+            "updates": places,
+            **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),
             **extra,
         }
         write_json(folder / "round.json", record, self.durable)
@@ -147,6 +155,8 @@ class History:
             record = self.record(number)
             for name in record["sha256"]:
                 self._verify(number, name)
+            for client in self.clients(number) if self.updates else ():
+                self.verify_update(number, client)
             start = self.folder / record["start"]
             if not start.is_file():
                 raise UserError(f"{start}: {MISSING}")
@@ -163,8 +173,20 @@ class History:
             raise UserError(f"{self.initial_path}: {DAMAGED}")
 
     def verify_update(self, number: int, client: int) -> None:
+        self._update_bytes(number, client)
+
+    def _update_bytes(self, number: int, client: int) -> bytes:
+        """A client's part of a round's updates, refused if it is damaged."""
         self.require_updates()
-        self._verify(number, self.update_path(number, client).name)
+        path, place = self.update_path(number, client), self.record(number)["updates"].get(str(client))
+        if place is None or not path.is_file():
+            raise UserError(f"{path}: client {client}: {MISSING}" if place is None else f"{path}: {MISSING}")
+        with path.open("rb") as file:
+            file.seek(place["offset"])
+            data = file.read(place["bytes"])
+        if hashlib.sha256(data).hexdigest() != place["sha256"]:
+            raise UserError(f"{path}: {DAMAGED} (client {client})")
+        return data
 
     def require_updates(self) -> None:
         """Refuse a history that holds global states alone."""
@@ -182,6 +204,29 @@ class History:
         return self.folder / "rounds" / f"{number:05d}"
 
 
+def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]]) -> Iterator[bytes]:
+    """Updates as bytes, one at a time; `places` is told where each lies and what its hash is."""
+    offset = 0
+    for update in updates:
+        data = update.change.file_bytes()
+        places[str(update.client)] = {
+            "offset": offset,
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        offset += len(data)
+        yield data
+
+
+@lru_cache(maxsize=64)
+def _record(path: Path, changed: int) -> dict[str, Any]:
+    """Records of many clients are long, and are asked for once for each."""
+    found = read_json(path)
+    if not _is_record(found):
+        raise UserError(f"{path}: not the record of a round; restore it or train again")
+    return found
+
+
 def _is_record(found: Any) -> bool:
     """Whether it has what is read of a record, each of its kind, and begins from a file of the run itself."""
     if not isinstance(found, dict):
@@ -197,7 +242,16 @@ def _is_record(found: Any) -> bool:
         and not Path(start).is_absolute()
         and ".." not in Path(start).parts
         and isinstance(found.get("start_sha256"), str)
+        and isinstance(found.get("updates"), dict)
+        and all(_is_place(place) for place in found["updates"].values())
     )
+
+
+def _is_place(found: Any) -> bool:
+    """Whether it says where an update lies, and its hash."""
+    if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
+        return False
+    return all(type(found.get(name)) is int and found[name] >= 0 for name in ("offset", "bytes"))
 
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:

@@ -15,9 +15,11 @@ from ease.errors import UserError
 from ease.federation.codec import decode_update, encode_update
 from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
 from ease.params import Params
-from ease.storage import read_sealed, write_sealed
+from ease.storage import read_json, read_sealed, write_json, write_sealed
 
 SUFFIX = ".update"
+REFUSED = ".refused"
+"""Who was left out and why, so that a method that goes on does so without the same clients."""
 
 
 class Journal(Wrapped):
@@ -28,21 +30,40 @@ class Journal(Wrapped):
         self.folder = folder
         self.key = key
         self._calls = 0
+        self._refusals: dict[Path, str] = {}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        self._keep_refusals()
         call, self._calls = self._calls, self._calls + 1
         device = next(iter(params.tensors.values())).device
         paths = {client: self.folder / f"{call:05d}-{client:05d}{SUFFIX}" for client in clients}
+        refused = {client: path.with_suffix(REFUSED) for client, path in paths.items()}
         missing = []
         for client, path in paths.items():
             update = self._stored(path, device) if path.is_file() else None
+            if update is None and refused[client].is_file():
+                update = self._left_out(refused[client], client)
             if update is None:
                 missing.append(client)
             else:
                 yield update
         for update in self.inner.run(params, job, missing) if missing else ():
-            write_update(paths[update.client], update, self.key)
+            if not update.refused:
+                write_update(paths[update.client], update, self.key)
+            elif update.client in refused:
+                self._refusals[refused[update.client]] = update.refused
             yield update
+
+    def _keep_refusals(self) -> None:
+        """Only once the method has gone on with what it got: one that stopped for want of answers asks again."""
+        for path, reason in self._refusals.items():
+            write_json(path, {"key": self.key, "reason": reason})
+        self._refusals = {}
+
+    def _left_out(self, path: Path, client: int) -> Update | None:
+        """A refusal that was kept, unless under another key."""
+        kept = read_json(path)
+        return Update(client, 0, None, refused=str(kept.get("reason"))) if kept.get("key") == self.key else None
 
     def _stored(self, path: Path, device: torch.device) -> Update | None:
         try:

@@ -14,6 +14,9 @@ from ease.params import Params
 
 
 class Loop:
+    together = False
+    """Whether asking all clients at once is faster than asking one after the other."""
+
     def __init__(self, model: DualEncoder, clients: Mapping[int, ClientData]):
         self.model = model
         self.data = clients

@@ -15,6 +15,7 @@ from ease.data.examples import States
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
 from ease.federation.client import ClientData
+from ease.federation.expected import TRAINED, Expected
 from ease.federation.protocol import LocalJob, Update
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce
@@ -50,6 +51,8 @@ PartsFunction = Callable[[Params, LocalJob], Mapping[str, Assigned]]
 CombineFunction = Callable[[ClientData, Mapping[str, Update], LocalJob], Update]
 PositionsFunction = Callable[[ClientData, LocalJob], np.ndarray]
 FinishFunction = Callable[[Update, LocalJob], Update]
+ExpectsFunction = Callable[[Params, LocalJob, int, int], Expected]
+"""Of the state that is sent, the client's own job, the client, and how many pairs it holds."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Objective:
     """The one answer to all parts."""
     finish: FinishFunction | None = None
     """What a client makes of its update before it is sent; who asked for it knows how to read that."""
+    expects: ExpectsFunction | None = None
+    """What an answer must hold; absent: for a training its change and loss, for anything else finite values."""
     reads: frozenset[Pairs] = frozenset()
     """Pairs it looks at whatever the job's `data` says."""
     passes: float | Callable[[LocalJob], float] = 1.0
@@ -98,6 +103,12 @@ class Objective:
 
     def passes_of(self, job: LocalJob) -> float:
         return self.passes(job) if callable(self.passes) else self.passes
+
+    def expected(self, state: Params, job: LocalJob, client: int, held: int) -> Expected | None:
+        """What an answer must hold; None when no one has said."""
+        if self.expects is not None:
+            return self.expects(state, job, client, held)
+        return None if self.measure is not None or self.answers_in_values else TRAINED
 
     @property
     def answers_in_values(self) -> bool:

@@ -117,11 +117,14 @@ class Update:
     pairs: int
     delta: Params | None
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    refused: str = ""
+    """Why the server takes no answer of this client; it stands for the answer then, and no client sends it."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Update):
             return NotImplemented
-        plain = (self.client, self.pairs, self.delta) == (other.client, other.pairs, other.delta)
+        mine, yours = ((each.client, each.pairs, each.delta, each.refused) for each in (self, other))
+        plain = mine == yours
         return plain and same_tensors(dict(sorted(self.values.items())), dict(sorted(other.values.items())))
 
     def __hash__(self) -> int:
@@ -182,13 +185,18 @@ def own_jobs(federation: Federation, job: LocalJob, clients: Sequence[int]) -> d
     return {client: job.own(client, held.get(client, ())) for client in clients}
 
 
-def reject_reason(update: Update, params: Params, norm_bound: float) -> str | None:
+NOT_FINITE = "has non-finite values"
+
+
+def reject_reason(update: Update, params: Params) -> str | None:
     """Why an update must not be averaged, or None when it is sound."""
+    if update.refused:
+        return update.refused
     if update.pairs <= 0:
         return f"it reports {update.pairs} pairs"
     if update.delta is None:
         return "it carries no parameters"
-    if update.delta.tensors.keys() != params.tensors.keys():
+    if update.delta.tensors.keys() != params.tensors.keys() or update.delta.blocks != params.blocks:
         return "its tensor names differ from the model's"
     for name, tensor in update.delta.tensors.items():
         if tensor.shape != params[name].shape:
@@ -196,8 +204,5 @@ def reject_reason(update: Update, params: Params, norm_bound: float) -> str | No
         if tensor.dtype != params[name].dtype:
             return f"{name} has dtype {tensor.dtype}, expected {params[name].dtype}"
         if not bool(torch.isfinite(tensor).all()):
-            return f"{name} has non-finite values"
-    norm = update.delta.norm()
-    if norm > norm_bound:
-        return f"its norm {norm:.3g} exceeds the bound {norm_bound:.3g}"
+            return f"{name} {NOT_FINITE}"
     return None

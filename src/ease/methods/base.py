@@ -60,10 +60,6 @@ class Trained:
     def order(self) -> Order:
         return self.trained_with or Order(self.seed)
 
-    def weight(self, pairs: int) -> float:
-        """Of a client that trains on so many pairs, in the mean of a round."""
-        return float(pairs) if self.training.weighting == "pairs" else float(pairs > 0)
-
     def training_job(self, round: int, **changes: Any) -> LocalJob:
         """The job that a round of the training gave to its clients, with some fields changed."""
         return self.training.job(round, self.order.seed, self.temperature, self.order.stream, **changes)
@@ -153,7 +149,7 @@ def forget_then_finetune(
     """Rounds of a job at those who hold forget pairs, the mean of their answers being the new state; then repair."""
     for number in range(1, forget_rounds + 1):
         answers = federation.run(state, replace(job, round=number), forget_holders(request, federation))
-        finished = average(state, answers, trained.training, number)
+        finished = average(state, answers, trained.training, number, clip=False)
         state = finished.state
         yield step_of(finished, phase)
     yield from fine_tuning(trained, state, request, federation, finetune_rounds, stream)
@@ -161,4 +157,10 @@ def forget_then_finetune(
 
 def step_of(finished: Round, phase: str) -> Step:
     """A federated round as a step."""
-    return Step(finished.state, phase, finished.loss, {"rejected": finished.rejected} if finished.rejected else {})
+    return Step(finished.state, phase, finished.loss, told_of(finished))
+
+
+def told_of(finished: Round) -> dict[str, Any]:
+    """Who was left out of a round or cut short, where there was someone."""
+    told = {"rejected": finished.rejected, "clipped": finished.clipped}
+    return {name: clients for name, clients in told.items() if clients}

@@ -64,7 +64,7 @@ class FedEraser(Unlearner):
                 answers = federation.run(state, job, clients)
                 calibrated = (
                     answer
-                    if reject_reason(answer, state, training.norm_bound)  # left to the average to refuse
+                    if reject_reason(answer, state)  # left to the average to refuse
                     else replace(answer, delta=calibrate(answer.change, history.update(number, answer.client).change))
                     for answer in answers
                 )

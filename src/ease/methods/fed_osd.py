@@ -66,7 +66,7 @@ class FedOsd(Unlearner):
             changes = [update.delta for update in finished.updates if update.delta is not None]
             if forgetting:
                 job = replace(job, data="forget", objective="unlearning cross-entropy", stream=f"{self.name}-forget")
-                forgotten = average(state, federation.run(state, job, holders), training, number)
+                forgotten = average(state, federation.run(state, job, holders), training, number, clip=False)
                 step = orthogonal(forgotten.state - state, changes)
                 finished = replace(forgotten, rejected=finished.rejected | forgotten.rejected)
             else:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ease.federation.fedavg import Round, TrainingConfig, average
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, told_of
 from ease.params import Params, weighted_mean
 from ease.requests.request import ClientRequest, Request
 from ease.seeding import torch_generator
@@ -44,8 +44,7 @@ class FedRecovery(Unlearner):
         rng = torch_generator(trained.seed, self.name)
         deviation = self.noise * correction.norm() / correction.size**0.5
         noise = correction.map(lambda tensor: deviation * torch.randn(tensor.shape, generator=rng).to(tensor.dtype))
-        notes = {"rejected": asked.rejected} if asked.rejected else {}
-        yield Step(asked.state - correction + noise, "subtraction", asked.loss, notes)
+        yield Step(asked.state - correction + noise, "subtraction", asked.loss, told_of(asked))
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return 1
@@ -57,7 +56,7 @@ def kept_shares(
     """Client -> which share of its pairs a request leaves, and the round in which that was asked.
 
     Who withdraws keeps nothing, and no one need be asked. Other requests are told by one epoch on retained pairs; who
-    is refused there counts as whole.
+    is refused there, or does not answer, counts as whole.
     """
     if isinstance(request, ClientRequest):
         shares = dict.fromkeys(retained_clients(request, federation), 1.0) | dict.fromkeys(request.clients, 0.0)
@@ -65,9 +64,11 @@ def kept_shares(
     job = trained.training.job(
         1, trained.seed, trained.temperature, f"{stream}-ask", request=request, data="retain", epochs=1
     )
-    asked = average(trained.start, federation.run(trained.start, job, federation.clients), trained.training, 1)
+    answers = list(federation.run(trained.start, job, federation.clients))
+    asked = average(trained.start, answers, trained.training, 1)
+    nothing_left = {answer.client for answer in answers} - asked.rejected.keys()
     left = {update.client: update.pairs / len(federation.held[update.client]) for update in asked.updates}
-    return asked, {client: left.get(client, float(client in asked.rejected)) for client in federation.clients}
+    return asked, {client: left.get(client, float(client not in nothing_left)) for client in federation.clients}
 
 
 def residual(trained: Trained, number: int, kept: Mapping[int, float]) -> tuple[Params, Params]:

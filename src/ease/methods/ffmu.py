@@ -12,10 +12,10 @@ from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.objectives import ALIGN, register
 from ease.federation.protocol import Federation, Update
 from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
-from ease.methods.ternary import LEAST_SCALE, decode, encode
+from ease.methods.ternary import LEAST_SCALE, decode, encode, encoded
 from ease.requests.request import Request
 
-register("ternary", replace(ALIGN, finish=lambda update, job: encode(update, job.settings)))
+register("ternary", replace(ALIGN, finish=lambda update, job: encode(update, job.settings), expects=encoded))
 
 
 class Ffmu(Unlearner):

@@ -22,10 +22,10 @@ def joint_rounds(
     for number in range(1, rounds + 1):
         job = replace(job, round=number)
         drawn = participants(retained_clients(request, federation), training, trained.seed, number)
-        finished = average(state, federation.run(state, job, drawn), training, number)
+        finished = average(state, federation.run(state, job, drawn), training, number, clip=False)
         withdrawing = leaving and number <= forget_rounds
         if withdrawing:
-            farewell = average(state, federation.run(state, job, leaving), training, number)
+            farewell = average(state, federation.run(state, job, leaving), training, number, clip=False)
             both = finished.state + (farewell.state - state)
             finished = replace(finished, state=both, rejected=finished.rejected | farewell.rejected)
         state = finished.state

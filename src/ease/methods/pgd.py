@@ -75,8 +75,7 @@ def without_clients(trained: Trained, leaving: tuple[int, ...]) -> Params:
     start = history.state(last - 1)
     rest = trained.final
     for client, share in shares.items():
-        history.verify_update(last, client)
-        rest = rest - share * (start + Params.load(history.update_path(last, client)))
+        rest = rest - share * (start + history.update(last, client).change)
     kept = 1 - sum(shares.values())
     rest = start if len(shares) == len(weights) else rest * (1 / kept)
     # What was forgotten since the training stays forgotten.

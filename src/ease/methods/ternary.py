@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ease.federation.protocol import Update
+from ease.federation.expected import Expected, Value
+from ease.federation.protocol import LocalJob, Update
 from ease.params import Params
 
 CERTAIN = 1e-6
@@ -55,6 +56,14 @@ def encode(update: Update, settings: Mapping[str, float]) -> Update:
         values |= {name: pack(classes), f"{name}:scale": scale}
         radii.append(radius.flatten())
     return replace(update, delta=None, values={**values, "radius": torch.cat(radii).mean().float()})
+
+
+def encoded(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """What an encoded update holds."""
+    values = {"loss": Value(), "radius": Value(least=0.0)}
+    for name, tensor in state.tensors.items():
+        values |= {name: Value((-(-tensor.numel() // 4),), torch.uint8), f"{name}:scale": Value(least=0.0)}
+    return Expected(values=values)
 
 
 def decode(update: Update, params: Params) -> Update:

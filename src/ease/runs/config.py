@@ -30,9 +30,10 @@ class RunConfig(Config):
     training: TrainingConfig = TrainingConfig()
 
     def identity(self) -> str:
-        """Hash of the configuration, less the number of rounds, which may grow."""
+        """Hash of the configuration, less the number of rounds, which may grow, and how long and for whom to wait."""
         values = self.model_dump(mode="json")
-        values["training"].pop("rounds")
+        for name in ("rounds", "quorum", "deadline"):
+            values["training"].pop(name)
         return digest(values)
 
 

@@ -4,14 +4,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ease.errors import UserError
+from ease.federation.checked import checked
 from ease.federation.fedavg import fedavg
-from ease.federation.journal import Journal
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, step_of
@@ -110,7 +110,8 @@ def _follow(
         remove_leftovers(stored.folder)
     resumed = any((stored.folder / "journal").glob("*.update"))
     forget_peak_memory(world.server.device)
-    metered = Metered(Journal(world.federation, stored.folder / "journal", key), known)
+    sound = checked(world.federation, world.config.training, stored.folder / "journal", key)
+    metered = Metered(sound, known)
     sets = evaluation_sets(world, request)
     rounds: list[RoundRecord] = []
     seconds: dict[str, float] = {}
@@ -121,7 +122,7 @@ def _follow(
         if last is None:
             write_json(begun, settings)
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
-        last = step
+        last = step = _with_left_out(step, sound.left_out())
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
         rounds.append(RoundRecord.of(len(rounds), step.phase, step.loss, metrics, step.notes))
         if step.bases is not None:
@@ -141,6 +142,12 @@ def _follow(
     record = AnswerRecord(**settings, seed=seed, resumed=resumed, files=files, rounds=tuple(rounds), metrics=metrics)
     write_record(stored.record_path, record)
     shutil.rmtree(stored.folder / "journal", ignore_errors=True)
+
+
+def _with_left_out(step: Step, left_out: dict[int, str]) -> Step:
+    """The step with everyone named who was left out on the way to it."""
+    rejected = left_out | step.notes.get("rejected", {})
+    return replace(step, notes={**step.notes, "rejected": rejected}) if rejected else step
 
 
 def _undone_if_refused(steps: Iterator[Step], folder: Path | None) -> Iterator[Step]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
+from ease.federation.checked import checked
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
 from ease.federation.metered import Cost, Metered
@@ -35,7 +36,7 @@ from ease.storage import (
 )
 from ease.subspace import Held, load_bases
 
-FORMAT = 1
+FORMAT = 2
 """Of the run directory; raise it when an older run can no longer be read."""
 
 
@@ -72,7 +73,10 @@ class Run:
         if run.config.identity() != config.identity():
             difference = _difference(run.config, config)
             raise UserError(f"{folder}: holds a run of another configuration ({difference}); choose another --out")
-        return run if run.config.training.rounds >= config.training.rounds else cls(folder, config)
+        rounds = max(run.config.training.rounds, config.training.rounds)
+        return cls(
+            folder, config.model_copy(update={"training": config.training.model_copy(update={"rounds": rounds})})
+        )
 
     @classmethod
     def load(cls, folder: Path) -> "Run":
@@ -201,7 +205,8 @@ class Run:
         if Run.load(self.folder).config != self.config or not (self.folder / "config.toml").is_file():
             self._write_config()
         here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
-        metered = Metered(here.federation)
+        sound = checked(here.federation, config.training)
+        metered = Metered(sound)
         for finished in fedavg(
             state,
             metered,
@@ -213,6 +218,7 @@ class Run:
             keep=config.training.history == "client",
         ):
             cost, metered.cost = metered.cost, Cost()
+            finished = replace(finished, rejected=sound.left_out() | finished.rejected)
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
             start = history.state_path(finished.number)
 

@@ -1,19 +1,26 @@
 """How much goes: gaps by hand, planted gaps, and the share between a measurement and the usual one."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from ease.federation.checked import checked
 from ease.federation.protocol import Wrapped
+from ease.methods import make_method
 from ease.methods.ease.calibration import (
     USUAL_SHARE,
     USUAL_SPREAD,
     Gap,
+    comparable,
+    disbelief,
+    doubtful,
     measure_levels,
     membership_gap,
     share_to_remove,
+    without,
 )
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 
@@ -157,3 +164,98 @@ def test_one_that_holds_no_forget_pair_still_tells_its_held_out_level(learnt) ->
     levels = measure_levels(learnt.trained, learnt.trained.final, request, learnt.world.federation, [0, 1, 2, 3])
     assert [len(values["forget"]) for values in levels.values()] == [3, 0, 0, 0]
     assert [len(values["kin"]) for values in levels.values()] == [len(s.validation) for s in learnt.world.shards]
+
+
+# --- levels that do not fit ---
+
+
+def looked(shift: float, rise: float = 3.0, seed: int = 0) -> tuple[dict, dict]:
+    """Four clients, the first of which leaves; its levels are moved by `shift`, and training raises its own."""
+    rng = np.random.default_rng(seed)
+    early, before = {}, {}
+    for client in range(4):
+        forget = torch.from_numpy(rng.normal(-1.0, 1.5, 30 if client == 0 else 0))
+        kin = torch.from_numpy(rng.normal(0.0, 1.5, 12))
+        early[client] = {"forget": forget + shift, "kin": kin}
+        before[client] = {"forget": forget + shift + rise, "kin": kin + 1 + torch.from_numpy(rng.normal(0, 0.5, 12))}
+    return before, early
+
+
+def test_honest_levels_are_not_doubted() -> None:
+    assert all(doubtful(*looked(0.0, seed=seed)) == {} for seed in range(20))
+    assert doubtful({}, {}) == {}
+
+
+@pytest.mark.parametrize("shift", [-50.0, -15.0, 15.0])
+def test_pairs_that_stand_apart_before_anyone_saw_them_are_doubted(shift: float) -> None:
+    assert list(doubtful(*looked(shift))) == [0]
+    assert "its forget pairs stand" in doubtful(*looked(shift))[0]
+
+
+def test_pairs_that_training_did_not_raise_are_doubted() -> None:
+    doubts = doubtful(*looked(0.0, rise=-20.0))
+    assert list(doubts) == [0] and "training changed its own pairs by -20.0" in doubts[0]
+
+
+def test_one_that_lies_about_held_out_pairs_is_doubted_and_no_one_else() -> None:
+    before, early = looked(0.0)
+    for levels in (before, early):
+        levels[2] = {**levels[2], "kin": levels[2]["kin"] + 25}
+    assert list(doubtful(before, early)) == [2]
+
+
+def test_levels_of_other_pairs_each_time_are_left_out() -> None:
+    before, early = looked(0.0)
+    early[3] = {**early[3], "kin": early[3]["kin"][:-1]}
+    assert list(comparable(before, early)[0]) == [0, 1, 2]
+    gap = membership_gap(before, early)
+    assert gap is not None and gap.held_out_pairs == 36
+    assert list(without(before, {1, 3})) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("gap", "error", "believed"),
+    [
+        (0.0, 0.0, True),
+        (-1.7, 0.0, False),
+        (-1.5, 0.0, True),
+        (-1.6, 0.4, True),
+        (-40.0, 0.4, False),
+        (3.0, 0.0, False),
+    ],
+)
+def test_a_share_far_from_the_usual_one_is_not_believed(gap: float, error: float, believed: bool) -> None:
+    """The gap falls by 4 for the whole of it: -1.7 asks for less than three usual spreads below 0.9."""
+    assert (disbelief(Gap(gap, error, 9, 9), 1.0, 4.0) == "") == believed
+    assert disbelief(None, 1.0, 4.0) == "" == disbelief(Gap(gap, error, 9, 9), 1.0, 0.0)
+
+
+class Lying(Wrapped):
+    """The leaving client reports its levels lower than they are, under every state or under the last alone."""
+
+    def __init__(self, inner, shift: float, first: int) -> None:
+        super().__init__(inner)
+        self.shift, self.first, self.looks = shift, first, 0
+
+    def run(self, params, job, clients):
+        self.looks += job.objective == "levels"
+        for update in self.inner.run(params, job, clients):
+            if update.client == 1 and job.objective == "levels" and self.looks > self.first:
+                update = replace(update, values={**update.values, "forget": update.values["forget"] - self.shift})
+            yield update
+
+
+@pytest.mark.parametrize(("shift", "first"), [(50.0, 0), (20.0, 0), (20.0, 2), (10.0, 2)])
+def test_a_leaving_client_cannot_keep_itself_in_the_model_unseen(learnt, shift: float, first: int) -> None:
+    method, request = make_method("ease"), ClientRequest(clients=(1,))
+    sound = checked(Lying(learnt.world.federation, shift, first), learnt.trained.training)
+    steps = list(method.unlearn(learnt.trained, request, sound))
+    seen = sound.left_out() | {k: v for step in steps for k, v in step.notes.get("rejected", {}).items()}
+    assert 1 in seen or "no honest ones do" in steps[-1].notes["why"]
+    assert steps[-1].notes["share"] == USUAL_SHARE
+
+
+def test_an_honest_client_is_followed(learnt) -> None:
+    steps = list(make_method("ease").unlearn(learnt.trained, ClientRequest(clients=(1,)), learnt.world.federation))
+    assert "why" not in steps[-1].notes and steps[-1].notes["measured_weight"] > 0
+    assert not any("rejected" in step.notes for step in steps)

@@ -2,7 +2,9 @@
 
 import torch
 
+from ease.federation.fedavg import Round
 from ease.federation.history import History
+from ease.federation.protocol import Update
 from ease.methods.ease import evidence
 from ease.methods.ease.evidence import Change, StoredUpdate, block_spectrum, canonical_basis
 from ease.params import Block, Params
@@ -14,7 +16,7 @@ def test_stored_columns_are_the_stored_updates(learnt) -> None:
     assert len(forget) == 6 and len(retain) == 18
     block = learnt.trained.final.blocks[0]
     for number, column in enumerate(forget, start=1):
-        stored = Params.load(learnt.run.history.update_path(number, 1))
+        stored = learnt.run.history.update(number, 1).change
         assert torch.equal(column.column(block), stored.vector(block))
 
 
@@ -27,7 +29,7 @@ def test_a_stored_update_of_trained_factors_is_the_change_of_their_product(tmp_p
     )
     history = History(tmp_path)
     start.save(history.initial_path)
-    change.save(history.update_path(1, 0))
+    history.append(Round(1, start + change, (Update(0, 1, change),)), {})
     column = StoredUpdate(history, 1, 0).column(block)
     expected = displacement(block, start + change, start)
     after = start + change

@@ -1,6 +1,6 @@
 """How much of what the forget pairs wrote is to go, by what clients can measure: no retrained model, no test pair."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,10 @@ USUAL_SPREAD = 0.05
 """How much the right share differs between requests and worlds; a measurement is weighed against it by its error."""
 FEWEST = 3
 """With fewer pairs on either side nothing is measured."""
+MOST_SPREADS = 4.0
+"""How many spreads of held-out levels the mean of a client's pairs may lie away from where the server expects it."""
+MOST_ERRORS = 3.0
+"""How many spreads a measured share may lie away from the usual one and still be believed."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ def membership_gap(levels: Levels, early: Levels | None = None) -> Gap | None:
     `early` are levels of the same pairs at a state where nobody is a member. Pairs differ, and these say how: the gap
     is what membership adds to them (analysis of covariance): its error is smaller, and who is compared matters less.
     """
+    if early is not None:
+        levels, early = comparable(levels, early)
     forget, held_out = (_all(levels, name) for name in ("forget", "kin"))
     if min(len(forget), len(held_out)) < FEWEST:
         return None
@@ -67,7 +73,77 @@ def membership_gap(levels: Levels, early: Levels | None = None) -> Gap | None:
 
 
 def _all(levels: Levels, name: str) -> Tensor:
-    return torch.cat([values[name] for values in levels.values()]).double()
+    return torch.cat([torch.zeros(0), *(values[name] for values in levels.values())]).double()
+
+
+def comparable(one: Levels, two: Levels) -> tuple[Levels, Levels]:
+    """Levels of those clients alone that speak of as many pairs both times."""
+
+    def counts(levels: Levels, client: int) -> list[int]:
+        return [len(levels[client][name]) for name in ("forget", "kin")]
+
+    both = [client for client in one if client in two and counts(one, client) == counts(two, client)]
+    return {client: one[client] for client in both}, {client: two[client] for client in both}
+
+
+def doubtful(before: Levels, early: Levels) -> dict[int, str]:
+    """Client -> why its levels do not fit what the server knows; such levels must not decide how much is forgotten.
+
+    `early` are levels at a state where nobody is a member, so that no client's pairs can stand far from the held-out
+    ones of all. `before` are those of the trained model: it holds what it was trained on no less than what it was not.
+    Middle and spread are medians, which one client does not move.
+    """
+    before, early = comparable(before, early)
+    strangers = _all(early, "kin")
+    if len(strangers) < FEWEST:
+        return {}
+    risen = _all(before, "kin") - strangers
+    (middle, spread), (gain, gain_spread) = _middle(strangers), _middle(risen)
+    found: dict[int, str] = {}
+    for client, values in early.items():
+        for name in ("forget", "kin"):
+            away = float(values[name].double().mean()) - middle if len(values[name]) else 0.0
+            if abs(away) > MOST_SPREADS * spread:
+                found[client] = (
+                    f"its {_NAMES[name]} pairs stand {away:+.1f} from held-out ones in a state that saw neither"
+                )
+        rise = (before[client]["forget"] - values["forget"]).double()
+        if client not in found and len(rise) and float(rise.mean()) < gain - MOST_SPREADS * gain_spread:
+            found[client] = (
+                f"training changed its own pairs by {float(rise.mean()):+.1f} and held-out ones by {gain:+.1f}"
+            )
+    return found
+
+
+_NAMES = {"forget": "forget", "kin": "held-out"}
+
+
+def _middle(values: Tensor) -> tuple[float, float]:
+    """Median and the spread of a normal distribution with the same median distance to it.
+
+    Never less than one: pairs of one class resemble each other, and what differs by less misleads no one far.
+    """
+    middle = values.median()
+    return float(middle), max(1.0, 1.4826 * float((values - middle).abs().median()))
+
+
+def without(levels: Levels, clients: Collection[int]) -> Levels:
+    """Levels of everyone else."""
+    return {client: values for client, values in levels.items() if client not in clients}
+
+
+def disbelief(now: Gap | None, share: float, slope: float) -> str:
+    """Why a measured share is not followed; nothing when it may be.
+
+    Recovery and the rounds make the share that closes the gap much the same everywhere. A measurement that lies far
+    from it, seen by its own error, says more about who measured.
+    """
+    if now is None or slope <= 0:
+        return ""
+    measured, error = share + now.gap / slope, now.standard_error / slope
+    if abs(measured - USUAL_SHARE) <= MOST_ERRORS * (USUAL_SPREAD**2 + error**2) ** 0.5:
+        return ""
+    return f"the levels ask for a share of {measured:.2f}, which no honest ones do: the usual share is subtracted"
 
 
 def share_to_remove(now: Gap | None, share: float, slope: float) -> tuple[float, float]:

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ease.data.partition import MINIMUM_PAIRS
+from ease.federation.aggregation import aggregated
 from ease.federation.protocol import Federation, Replay
 from ease.methods.base import Trained
 from ease.methods.ease.farewell import Wanted, added_up, never_took_part, started, with_and_without
 from ease.methods.ease.replay import REPLAY, read_sum
-from ease.params import Params, weighted_mean
+from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
 
 EARLY = 0.2
 """Share of the rounds whose contribution is told apart: after so many, what later rounds made up for is still small."""
 USUAL_REPLAY, MOST_REPLAYED = 0.5, 32
 """Share and number of the rounds that `auto` replays where many clients are concerned; others stand for the rest."""
+LONGEST_REPLAY = 3.0
+"""A replayed sum is believed up to so many times the length of what the client sent in the same rounds."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -48,13 +51,14 @@ def written_by(
     trained: Trained,
     request: Request,
     federation: Federation,
-    forget_pairs: Mapping[int, int],
+    forget_pairs: Mapping[int, int | None],
     replay: float | str,
     farewell: str = "leaving",
 ) -> Written:
     """S of a request: D_t = (mean update of round t) - (what it would have been without the forget pairs).
 
-    `forget_pairs` says how many of them each client holds; `farewell`, who tells of clients that leave.
+    `forget_pairs` says how many of them each client holds; who did not tell is asked to replay all the same. `farewell`
+    says who tells of clients that leave.
     """
     rounds = range(1, trained.training.rounds + 1)
     early = max(1, round(EARLY * len(rounds)))
@@ -65,7 +69,8 @@ def written_by(
         else:
             parts = _from_farewell(trained, request, federation, rounds, early, farewell == "others")
     else:
-        kept = {client: len(federation.held[client]) - count for client, count in forget_pairs.items() if count}
+        held = {client: len(ids) for client, ids in federation.held.items()}
+        kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
         count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
         states = map(trained.history.state, range(len(rounds) + 1))
         weights = standing_for([(after - before).norm() for before, after in pairwise(states)], early, count)
@@ -118,11 +123,11 @@ def _from_history(
     for number in rounds:
         there = [client for client in history.clients(number) if not trained.gone or client in here]
         updates = [history.update(number, client) for client in there]
-        weighted = [(_weight(trained, update.pairs), update.client, update.change) for update in updates]
-        mean = weighted_mean((weight, change) for weight, _, change in weighted)
+        weighted = [(trained.training.weight(update.pairs), update.client, update.change) for update in updates]
+        mean = _aggregated(trained, [(weight, change) for weight, _, change in weighted])
         rest = [(weight, change) for weight, client, change in weighted if client not in leaving]
         took_part = took_part or len(rest) < len(weighted)
-        sums.add(number > early, did=mean, would=weighted_mean(rest) if rest else mean.zeros())
+        sums.add(number > early, did=mean, would=_aggregated(trained, rest) if rest else mean.zeros())
     if not took_part:
         raise never_took_part(request)
     return sums.parts()
@@ -181,26 +186,35 @@ def _moved(
     `pairs` says how many each client trains on, `used` how many rounds each of them stands for.
     """
     history = trained.history
-    wanted, replays = [], []
+    wanted, replays, lengths = [], [], dict[tuple[int, int], float]()
     for number, stands_for in used.items():
         there = [client for client in history.clients(number) if client in pairs]
-        weights = {c: _weight(trained, pairs[c]) for c in there if pairs[c] >= MINIMUM_PAIRS}
+        weights = {c: trained.training.weight(pairs[c]) for c in there if pairs[c] >= MINIMUM_PAIRS}
         share = stands_for / sum(weights.values()) if weights else 0.0
         stored = {client: weight for client, weight in weights.items() if client not in holders}
         wanted.append(Wanted(number, number > early, share, stored))
         history.verify_state(number - 1)
         took_part = tuple(client for client in weights if client in holders)
+        for client in took_part:
+            place = client, int(number > early)
+            lengths[place] = lengths.get(place, 0.0) + share * _length(trained, number, client)
         if took_part:
             replays.append(Replay(number, started(trained, number), share, int(number > early), took_part))
     total = list(added_up(trained, request, federation, wanted))
     if replays:
         job = trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
-        answers = federation.run(trained.start, job, sorted(holders))
-        for answer in sorted(answers, key=lambda update: update.client):
+        answers = {answer.client: answer for answer in federation.run(trained.start, job, sorted(holders))}
+        silent = {client for each in replays for client in each.clients}.difference(answers)
+        if silent:  # what they would have done is not known: they count as if they had left
+            others = {client: count for client, count in pairs.items() if client not in silent}
+            return _moved(trained, request, federation, others, set(holders) - silent, used, early)
+        for _, answer in sorted(answers.items()):
             for group in (0, 1):
                 summed = read_sum(answer, group, trained.start)
                 if summed is not None:
-                    total[group] = total[group] + _weight(trained, pairs[answer.client]) * summed
+                    most = LONGEST_REPLAY * lengths.get((answer.client, group), 0.0)
+                    weight = trained.training.weight(pairs[answer.client])
+                    total[group] = total[group] + weight * summed.within(most)
     return total[0], total[1]
 
 
@@ -225,5 +239,13 @@ class _Sums:
         return first, second
 
 
-def _weight(trained: Trained, pairs: int) -> float:
-    return trained.weight(pairs)
+def _length(trained: Trained, number: int, client: int) -> float:
+    """Of what a client sent in a round; where that is not known, as long as all the others' could make it."""
+    if trained.history.updates:
+        return trained.history.update(number, client).change.norm()
+    return len(trained.history.clients(number)) * trained.history.moved(number).norm()
+
+
+def _aggregated(trained: Trained, changes: Sequence[tuple[float, Params]]) -> Params:
+    """As the training made one change of those of a round."""
+    return aggregated(changes, trained.training.aggregation, trained.training.hostile)

@@ -29,7 +29,7 @@ class StoredUpdate:
     client: int
 
     def column(self, block: Block) -> Column:
-        delta = read_block(self.history.update_path(self.round, self.client), block)
+        delta = self.history.update_block(self.round, self.client, block)
         if not block.factored:
             return torch.cat([delta[name].flatten() for name in block.tensors])
         before = read_block(self.history.state_path(self.round - 1), block)

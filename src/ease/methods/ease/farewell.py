@@ -19,6 +19,7 @@ from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
+from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import Federation, LocalJob, Replay, Update
 from ease.methods.base import Trained
@@ -48,7 +49,16 @@ def own_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJ
     return {key: tensor.float() for key, tensor in total.items()}
 
 
-register(FAREWELL, Objective(measure=own_sums, passes=0.0))
+def told_sums(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """A client's answer: for each group of rounds it is asked about, one tensor like each of the model's."""
+    groups = sorted({each.group for each in job.replays})
+    sums = {
+        f"{group}/{name}": Value(tuple(t.shape), torch.float32) for group in groups for name, t in state.tensors.items()
+    }
+    return Expected(values=sums, abstains=False)
+
+
+register(FAREWELL, Objective(measure=own_sums, expects=told_sums, passes=0.0))
 
 
 # --- the server's side ---
@@ -112,7 +122,9 @@ def never_took_part(request: ClientRequest) -> UserError:
 
 def round_weights(trained: Trained, number: int) -> dict[int, float]:
     """Client -> its weight in the mean of a stored round."""
-    return {int(client): trained.weight(pairs) for client, pairs in trained.history.record(number)["pairs"].items()}
+    return {
+        int(client): trained.training.weight(pairs) for client, pairs in trained.history.record(number)["pairs"].items()
+    }
 
 
 def _zeros(trained: Trained) -> Params:
@@ -142,7 +154,9 @@ def _told(trained: Trained, request: Request, federation: Federation, wanted: Se
         asked = differ if known else each.weights
         if asked:
             start = started(trained, each.round)
-            questions += [Replay(each.round, start, each.scale * asked[c], int(each.late), (c,)) for c in asked]
+            shortened = trained.history.record(each.round).get("clipped", {})  # clients keep what they sent, whole
+            factors = {c: asked[c] * each.scale * shortened.get(str(c), 1.0) for c in asked}
+            questions += [Replay(each.round, start, factors[c], int(each.late), (c,)) for c in asked]
     clients = sorted({client for each in questions for client in each.clients})
     absent = [client for client in clients if client not in here]
     if absent:
@@ -152,8 +166,14 @@ def _told(trained: Trained, request: Request, federation: Federation, wanted: Se
         )
     if clients:
         job = trained.training_job(0, request=request, objective=FAREWELL, replays=tuple(questions))
-        answers = federation.run(trained.start, job, clients)
-        for answer in sorted(answers, key=lambda update: update.client):
+        answers = {update.client: update for update in federation.run(trained.start, job, clients)}
+        silent = [client for client in clients if client not in answers]
+        if silent:
+            raise UserError(
+                f"client {silent[0]}: no sound answer about the updates it keeps; ask it again with the same command, or "
+                "use --method retrain"
+            )
+        for _, answer in sorted(answers.items()):
             for group in (0, 1):
                 if any(group == each.group and answer.client in each.clients for each in questions):
                     total[group] = total[group] + _sum_of(answer, group, trained.start)

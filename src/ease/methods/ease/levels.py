@@ -1,17 +1,21 @@
 """How strongly a model holds pairs: the measurement that tells when forget pairs stand where unseen ones do."""
 
+import math
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ease.data.examples import Examples
 from ease.federation.client import ClientData
+from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, Tensors, register
 from ease.federation.protocol import LocalJob
 from ease.model.dual_encoder import DualEncoder, Modality
 from ease.model.losses import log_odds
 from ease.params import Params
-from ease.requests.request import ClassRequest, forget_mask, validation_mask
+from ease.requests.request import ClassRequest, ClientRequest, SampleRequest, forget_mask, validation_mask
 from ease.seeding import generator
 
 LEVELS = "levels"
@@ -104,4 +108,18 @@ def _embedded(
     return torch.cat([model.embed(tensors, modality, states, mask) for states, mask in sides])
 
 
-register(LEVELS, Objective(measure=levels, reads=frozenset({"forget"}), passes=1 / 3))
+def measured(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """What levels are: one for each forget pair, as many as the server knows of, in the range that cosines allow."""
+    known: int | None = None  # of a class only the client knows
+    if isinstance(job.request, ClientRequest):
+        known = held if client in job.request.clients else 0
+    elif isinstance(job.request, SampleRequest):
+        known = len(set(job.request.ids))
+    # A pair's cosine, less the log of a weighted mean over others, whose weights add up to one, or to two with peers.
+    least, most = -2 / job.temperature - math.log(2), 2 / job.temperature
+    slack = 1e-3 * most
+    level = partial(Value, least=least - slack, most=most + slack)
+    return Expected(values={"forget": level((known,)), "kin": level((None,))}, abstains=False)
+
+
+register(LEVELS, Objective(measure=levels, expects=measured, reads=frozenset({"forget"}), passes=1 / 3))

@@ -1,6 +1,6 @@
 """EASE: take out what the forget data really wrote, in both modalities, recover, and keep it from coming back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,8 +12,17 @@ from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.lock import Lock
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of
-from ease.methods.ease.calibration import Gap, Levels, measure_levels, membership_gap, share_to_remove
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, told_of
+from ease.methods.ease.calibration import (
+    Gap,
+    Levels,
+    disbelief,
+    doubtful,
+    measure_levels,
+    membership_gap,
+    share_to_remove,
+    without,
+)
 from ease.methods.ease.counterfactual import Written, written_by
 from ease.methods.ease.evidence import Change, block_spectrum, canonical_basis
 from ease.methods.ease.lock import client_lock, importance_lock
@@ -81,18 +90,20 @@ class Ease(Unlearner):
         trained.history.verify_state(0)
         clients = retained_clients(request, federation)
         before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
-        counts = {client: len(values["forget"]) for client, values in before.items()}
+        counts = self._counts(request, federation, before)
         written = written_by(trained, request, federation, counts, self.replay, self.farewell)
         whole = self._one_side(written.total)
         spectra, bases = self._directions(trained, written)
         nobody = trained.history.state(written.last_early) - written.early
         early = self._look(trained, request, federation, nobody) if self._corrects else {}
+        doubted = doubtful(before, early)
+        before, early = without(before, doubted), without(early, doubted)
 
         share = 1.0 if self.share == "auto" else self.share
         state, residuals = self._excised(trained, whole, bases, share)
         notes = self._notes(
             spectra, bases, written, share, residuals, membership_gap(before, early) if self._corrects else None
-        )
+        ) | ({"rejected": doubted} if doubted else {})
         yield Step(state, "decomposition", notes=notes)
 
         lock, velocity = self._client_lock(bases, state), state.zeros()
@@ -113,7 +124,7 @@ class Ease(Unlearner):
             state = state + velocity
             if self.lock == "subspace" and self.lock_side == "server":
                 state, _ = excise(state, held, bases, self._strength)
-            told |= {"rejected": finished.rejected} if finished.rejected else {}
+            told |= told_of(finished)
             keep = bases if last and self.lock != "off" else None
             yield Step(state, "recovery", finished.loss, told, bases=keep)
 
@@ -187,9 +198,11 @@ class Ease(Unlearner):
 
     def _look(self, trained: Trained, request: Request, federation: Federation, state: Params) -> Levels:
         """Levels under a state, of every client's held-out pairs: those of the ones concerned alone may be few."""
-        clients = federation.clients if isinstance(request, ClientRequest) else forget_holders(request, federation)
         sent = state if state is trained.start else halved(state)  # the trained one is known to all
-        return measure_levels(trained, sent, request, federation, clients)
+        return measure_levels(trained, sent, request, federation, self._asked(request, federation))
+
+    def _asked(self, request: Request, federation: Federation) -> Sequence[int]:
+        return federation.clients if isinstance(request, ClientRequest) else forget_holders(request, federation)
 
     def _correct(
         self,
@@ -206,9 +219,15 @@ class Ease(Unlearner):
         now = membership_gap(self._look(trained, request, federation, state), early)
         first = membership_gap(before, early)
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
-        wanted, weight = share_to_remove(now, share, slope)
+        why = disbelief(now, share, slope)
+        wanted, weight = share_to_remove(None if why else now, share, slope)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}
-        return state - (wanted - share) * whole, told
+        return state - (wanted - share) * whole, told | ({"why": why} if why else {})
+
+    def _counts(self, request: Request, federation: Federation, levels: Levels) -> dict[int, int | None]:
+        """Client -> how many forget pairs it holds, by its levels; None of one whose levels were not to be had."""
+        asked = self._asked(request, federation) if self._asks(request) else ()
+        return {client: len(levels[client]["forget"]) if client in levels else None for client in asked}
 
     def _client_lock(self, bases: Mapping[str, Basis], reference: Params) -> Lock | None:
         if self.lock == "importance":

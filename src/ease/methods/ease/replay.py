@@ -8,6 +8,7 @@ import torch
 
 from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.client import ClientData
+from ease.federation.expected import Expected, Value
 from ease.federation.objectives import ALIGN, Assigned, Draw, Objective, register
 from ease.federation.protocol import LocalJob, Update
 from ease.params import Params
@@ -65,6 +66,18 @@ def summed(client: ClientData, updates: Mapping[str, Update], job: LocalJob) -> 
     return Update(client.shard.client, pairs, None, values)
 
 
+def replayed(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """What the answer to a replay holds: all of a group's sums, or none where too few pairs are left."""
+    groups = []
+    for group in sorted({each.group for each in job.replays}):
+        form: dict[str, Value] = {}
+        for name, tensor in state.tensors.items():
+            form[f"{group}/{name}"] = Value(tuple(tensor.shape), torch.half, -1.0, 1.0)
+            form[f"{group}/{name}:scale"] = Value((), torch.float32, 0.0)
+        groups.append(form)
+    return Expected(groups=tuple(groups))
+
+
 def read_sum(update: Update, group: int, like: Params) -> Params | None:
     """What a client's answer holds for one group; None when it had nothing to train on."""
     if f"{group}/{next(iter(like.tensors))}" not in update.values:
@@ -79,5 +92,11 @@ def read_sum(update: Update, group: int, like: Params) -> Params | None:
 register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, positions=all_places))
 register(
     REPLAY,
-    Objective(parts=replay_parts, combine=summed, reads=frozenset({"retain"}), passes=lambda job: len(job.replays)),
+    Objective(
+        parts=replay_parts,
+        combine=summed,
+        expects=replayed,
+        reads=frozenset({"retain"}),
+        passes=lambda job: len(job.replays),
+    ),
 )

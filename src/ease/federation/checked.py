@@ -1,0 +1,169 @@
+"""Between the server and clients that fail or lie: only sound answers pass, and whoever has none is named.
+
+`Checked` looks at every answer before it is kept; `Quorum` hands on the sound ones, and stops where they are too few.
+"""
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ease.errors import Diverged, UserError
+from ease.federation.expected import answer_fault
+from ease.federation.fedavg import TrainingConfig
+from ease.federation.journal import Journal
+from ease.federation.local import promoted
+from ease.federation.objectives import objective
+from ease.federation.protocol import NOT_FINITE, Federation, LocalJob, Update, Wrapped, own_jobs
+from ease.params import Params
+
+ATTEMPTS = 2
+"""How often a client is asked whose work fails with an error."""
+LONGEST_REASON = 300
+NAMED = 3
+"""Clients that an error names one by one."""
+
+
+def checked(engine: Federation, training: TrainingConfig, journal: Path | None = None, key: str = "") -> "Quorum":
+    """An engine whose answers are checked, kept in a folder under a key where one is given, and counted."""
+    sound: Federation = Checked(engine, training.deadline)
+    return Quorum(sound if journal is None else Journal(sound, journal, key), training.quorum)
+
+
+class Checked(Wrapped):
+    """A federation that gives one answer for each client that was asked: a sound one, or why there is none."""
+
+    def __init__(self, inner: Federation, deadline: float | None = None):
+        super().__init__(inner)
+        self.deadline = deadline
+        """Seconds to wait for an answer; absent: as long as it takes."""
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        # An answer names its sender by itself. Asked alone, no client can speak for another; engines that must have
+        # all at once are believed where each client has one answer.
+        jobs, together = own_jobs(self.inner, job, clients), dict[int, list[Update]]()
+        if getattr(self.inner, "together", False):
+            together = self._together(params, job, clients)
+        for client in clients:
+            answers = together.get(client, [])
+            update = answers[0] if len(answers) == 1 else self._alone(params, job, client)
+            yield update if update.refused else self._judged(update, params, jobs[client])
+        for stranger in sorted(together.keys() - set(clients)):
+            yield refusal(stranger, "it was not asked")
+
+    def _together(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, list[Update]]:
+        """What comes back when all are asked at once, by client; after an error, whatever came before it."""
+        found: dict[int, list[Update]] = {}
+        try:
+            for update in within(self.deadline, lambda: self.inner.run(params, job, clients)):
+                found.setdefault(update.client, []).append(update)
+        except Exception:  # whose error it was shows when each is asked alone
+            pass
+        return found
+
+    def _alone(self, params: Params, job: LocalJob, client: int) -> Update:
+        """One client's own answer, or why there is none."""
+        reason = ""
+        for _ in range(ATTEMPTS):
+            try:
+                answers = list(within(self.deadline, lambda: self.inner.run(params, job, [client])))
+            except TimeoutError:
+                return refusal(client, f"it did not answer within {self.deadline:g} s")
+            except Exception as error:
+                reason = f"it failed with {type(error).__name__}: {error}"
+                continue
+            others = sorted({answer.client for answer in answers} - {client})
+            if others:
+                return refusal(client, f"it answered as client {others[0]}")
+            if len(answers) != 1:
+                return refusal(client, "it answered more than once" if answers else "it did not answer")
+            return answers[0]
+        return refusal(client, reason)
+
+    def _judged(self, update: Update, params: Params, job: LocalJob) -> Update:
+        """The answer if it is sound, else its refusal; an answer that cannot even be looked at is unsound too."""
+        held = self.inner.held.get(update.client, ())
+        try:
+            expected = objective(job.objective).expected(params, job, update.client, len(held))
+            reason = answer_fault(update, expected, params.map(promoted), len(held))
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            reason = f"its answer is malformed ({type(error).__name__}: {error})"
+        return update if reason is None else refusal(update.client, reason)
+
+
+class Quorum(Wrapped):
+    """A federation that hands on sound answers alone; with too few of them it raises an error that names the rest."""
+
+    def __init__(self, inner: Federation, share: float):
+        super().__init__(inner)
+        self.share = share
+        self._refused: dict[int, str] = {}
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        sound, refused = 0, {}
+        for update in self.inner.run(params, job, clients):
+            if update.refused:
+                refused[update.client] = update.refused
+            else:
+                sound += 1
+                yield update
+        self._refused |= refused
+        needed = math.ceil(self.share * len(clients))
+        if sound < needed:
+            raise too_few(job, sound, len(clients), needed, refused)
+
+    def left_out(self) -> dict[int, str]:
+        """Client -> why it was left out, since this was last asked for."""
+        refused, self._refused = self._refused, {}
+        return dict(sorted(refused.items()))
+
+
+def too_few(job: LocalJob, sound: int, asked: int, needed: int, refused: Mapping[int, str]) -> UserError:
+    """What to say when a round cannot go on."""
+    named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(refused.items())[:NAMED])
+    more = f"; and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+    if refused and not sound and all(NOT_FINITE in reason for reason in refused.values()):
+        return Diverged(f"round {job.round}: every update was rejected ({named}{more}); lower training.learning_rate")
+    return UserError(
+        f"round {job.round}, {job.objective}: {sound} of {asked} clients gave a sound answer and {needed} are needed "
+        f"({named}{more}); nothing of theirs was kept: run the same command again once they answer, or lower "
+        "training.quorum"
+    )
+
+
+def refusal(client: int, reason: str) -> Update:
+    """Stands for an answer that is not there or must not be used."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+    return Update(client, 0, None, refused=line[:LONGEST_REASON])
+
+
+def within(seconds: float | None, start: Callable[[], Iterator[Update]]) -> Iterator[Update]:
+    """The same answers; a wait of more than so many seconds for the next one is a TimeoutError.
+
+    What does not answer cannot be stopped from here. It goes on in a thread of its own, to which no one listens.
+    """
+    if seconds is None:
+        yield from start()
+        return
+    arrived: queue.SimpleQueue[Update | BaseException | None] = queue.SimpleQueue()
+
+    def listen() -> None:
+        try:
+            for update in start():
+                arrived.put(update)
+            arrived.put(None)
+        except BaseException as error:  # told to the one who waits
+            arrived.put(error)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        try:
+            came = arrived.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+        if came is None:
+            return
+        if isinstance(came, BaseException):
+            raise came
+        yield came

@@ -1,0 +1,94 @@
+"""What an answer must hold, declared beside each objective as a value, and why an answer is not taken."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ease.federation.protocol import NOT_FINITE, Update, reject_reason
+from ease.params import Params
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of an answer: its shape, its type and the range of its numbers."""
+
+    shape: tuple[int | None, ...] = ()
+    """None stands for any length."""
+    dtype: torch.dtype | None = None
+    """Absent: any kind of float."""
+    least: float = -math.inf
+    most: float = math.inf
+
+    def fault(self, name: str, tensor: Tensor) -> str | None:
+        """Why a tensor is not this value, or None when it is."""
+        lengths = zip(tensor.shape, self.shape, strict=False)
+        if len(tensor.shape) != len(self.shape) or any(wanted not in (None, length) for length, wanted in lengths):
+            wanted = tuple("any" if length is None else length for length in self.shape)
+            return f"{name} has shape {tuple(tensor.shape)}, expected {wanted}"
+        if tensor.dtype != self.dtype and (self.dtype is not None or tensor.dtype not in FLOATS):
+            return f"{name} has dtype {tensor.dtype}, expected {self.dtype or 'a float'}"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} {NOT_FINITE}"
+        if tensor.numel() and not self.least <= float(tensor.min()) <= float(tensor.max()) <= self.most:
+            return f"{name} has values outside of {self.least:g} to {self.most:g}, which no model gives"
+        return None
+
+
+Form = Mapping[str, Value]
+"""Tensors of an answer by their names."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an answer holds beside the number of its pairs."""
+
+    change: bool = False
+    """A change of the parameters, like the state that was sent."""
+    values: Form = field(default_factory=dict)
+    groups: tuple[Form, ...] = ()
+    """Further values; each group is there as a whole or not at all."""
+    abstains: bool = True
+    """Whether a client may have nothing to say: no pairs, no change and no values."""
+
+
+TRAINED = Expected(change=True, values={"loss": Value()})
+"""The answer to a job that trains."""
+
+
+def answer_fault(update: Update, expected: Expected | None, state: Params, held: int) -> str | None:
+    """Why an answer must not be used, or None when it is sound; of one that no one has declared, what can be said.
+
+    `held` is the number of pairs that the client has.
+    """
+    if not isinstance(update.pairs, int) or isinstance(update.pairs, bool):
+        return f"it reports {update.pairs!r} pairs, and a whole number is expected"
+    if not 0 <= update.pairs <= held:
+        return f"it reports {update.pairs} pairs and holds {held}"
+    if update.pairs == 0 and update.delta is None and not update.values and (expected is None or expected.abstains):
+        return None
+    if expected is None:
+        finite = all(bool(torch.isfinite(value).all()) for value in update.values.values())
+        return None if finite else f"it {NOT_FINITE}"
+    if expected.change:
+        reason = reject_reason(update, state)
+        if reason is not None:
+            return reason
+    elif update.delta is not None:
+        return "it carries parameters, and values alone were asked for"
+    return _values_fault(update.values, expected)
+
+
+def _values_fault(values: Mapping[str, Tensor], expected: Expected) -> str | None:
+    present = [group for group in expected.groups if not values.keys().isdisjoint(group)]
+    wanted: dict[str, Value] = dict(expected.values)
+    for group in present:
+        wanted |= group
+    if values.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - values.keys()), sorted(values.keys() - wanted.keys())
+        return f"its values lack {missing[0]!r}" if missing else f"its values hold {extra[0][:80]!r}, which is unknown"
+    return next((reason for name, value in wanted.items() if (reason := value.fault(name, values[name]))), None)

@@ -170,8 +170,8 @@ def _told(trained: Trained, request: Request, federation: Federation, wanted: Se
         silent = [client for client in clients if client not in answers]
         if silent:
             raise UserError(
-                f"client {silent[0]}: no sound answer about the updates it keeps; ask it again with the same command, or "
-                "use --method retrain"
+                f"client {silent[0]}: no sound answer about the updates it keeps; ask it again with the same command, "
+                "or use --method retrain"
             )
         for _, answer in sorted(answers.items()):
             for group in (0, 1):

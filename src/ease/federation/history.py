@@ -127,8 +127,8 @@ class History:
 
     def _write(self, folder: Path, finished: Round, extra: dict[str, Any], start: Path) -> dict[str, Any]:
         finished.state.save(folder / STATE, self.durable)
-        if not self.updates and finished.averaged is not None:
-            finished.averaged.save(folder / AVERAGED, self.durable)  # nothing else here tells the mean update
+        if finished.averaged is not None:
+            finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
         places: dict[str, dict[str, Any]] = {}
         if self.updates:
             write_atomic(folder / UPDATES, _packed(finished.updates, places), self.durable)

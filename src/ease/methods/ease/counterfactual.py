@@ -64,10 +64,10 @@ def written_by(
     early = max(1, round(EARLY * len(rounds)))
     if isinstance(request, ClientRequest):
         concerned, used = 0, tuple(rounds)
-        if trained.history.updates:
-            parts = _from_history(trained, request, federation, rounds, early)
+        if trained.training.aggregation == "mean":
+            parts = _from_sums(trained, request, federation, rounds, early, farewell == "others")
         else:
-            parts = _from_farewell(trained, request, federation, rounds, early, farewell == "others")
+            parts = _from_history(trained, request, federation, rounds, early)
     else:
         held = {client: len(ids) for client, ids in federation.held.items()}
         kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
@@ -133,7 +133,7 @@ def _from_history(
     return sums.parts()
 
 
-def _from_farewell(
+def _from_sums(
     trained: Trained,
     request: ClientRequest,
     federation: Federation,

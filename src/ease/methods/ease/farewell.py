@@ -132,12 +132,26 @@ def _zeros(trained: Trained) -> Params:
 
 
 def _read(trained: Trained, wanted: Sequence[Wanted]) -> Groups:
+    """By the same identity: of a round only those updates are read whose weights differ, if they are fewer."""
     total = [_zeros(trained), _zeros(trained)]
     for each in wanted:
-        for client, weight in each.weights.items():
+        stored = round_weights(trained, each.round)
+        weights: Mapping[int, float] = _differences(stored, each)
+        if trained.training.aggregation == "mean" and len(weights) < len(each.weights):
+            moved = trained.history.moved(each.round)
+            total[each.late] = total[each.late] + (each.scale * sum(stored.values())) * moved
+        else:
+            weights = each.weights
+        for client, weight in weights.items():
             change = trained.history.update(each.round, client).change.map(torch.Tensor.double)
             total[each.late] = total[each.late] + (each.scale * weight) * change
     return total[0], total[1]
+
+
+def _differences(stored: Mapping[int, float], wanted: Wanted) -> dict[int, float]:
+    """Client -> by how much its weight differs from the one it had, where it does."""
+    differ = {client: wanted.weights.get(client, 0.0) - weight for client, weight in stored.items()}
+    return {client: difference for client, difference in differ.items() if difference}
 
 
 def _told(trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], others: bool) -> Groups:
@@ -145,8 +159,7 @@ def _told(trained: Trained, request: Request, federation: Federation, wanted: Se
     questions: list[Replay] = []
     for each in wanted:
         stored = round_weights(trained, each.round)
-        differ = {c: each.weights.get(c, 0.0) - weight for c, weight in stored.items()}
-        differ = {client: difference for client, difference in differ.items() if difference}
+        differ = _differences(stored, each)
         known = len(differ) < len(stored) and differ.keys() <= here and not (others and differ)
         if known:
             moved = trained.history.moved(each.round)

@@ -90,12 +90,12 @@ def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
 def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, float]:
     """The rounds that are replayed, and how many like itself each stands for.
 
-    The early ones one by one, for levels are compared after them. The later ones are parted into stretches in which the
+    The early ones one by one if there are enough, for levels are compared after them. The later ones are parted into stretches in which the
     model `moved` equally far, each stood for by its middle round: rounds that moved it more wrote more.
     """
     if count >= len(moved):
         return dict.fromkeys(range(1, len(moved) + 1), 1.0)
-    exact = early if count > early else 0
+    exact = early if count >= 2 * early else 0
     way, stretches, length = 0.0, dict[int, list[int]](), sum(moved[exact:])
     for number, step in enumerate(moved[exact:], start=exact + 1):
         place = int((count - exact) * way / length + 1e-9) if length else 0

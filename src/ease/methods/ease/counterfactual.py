@@ -90,8 +90,9 @@ def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
 def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, float]:
     """The rounds that are replayed, and how many like itself each stands for.
 
-    The early ones one by one if there are enough, for levels are compared after them. The later ones are parted into stretches in which the
-    model `moved` equally far, each stood for by its middle round: rounds that moved it more wrote more.
+    The early ones one by one if there are enough, for levels are compared after them. The later ones are parted into
+    stretches in which the model `moved` equally far, each stood for by its middle round: rounds that moved it more
+    wrote more.
     """
     if count >= len(moved):
         return dict.fromkeys(range(1, len(moved) + 1), 1.0)

@@ -25,6 +25,7 @@ from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.history import UPDATES
 from ease.federation.loop import Loop
 from ease.methods import make_method
 from ease.methods.base import Trained
@@ -300,7 +301,7 @@ def test_a_shadow_is_unlearned_as_by_hand_and_keeps_only_what_the_method_needs(
     history = ShadowHistory.begin(tmp_path, world.server.initial(), "history" in method.needs)
     for (finished,) in together(world, [shards], ["shadow-0"], training):
         history.append(finished)
-    assert bool(list(tmp_path.rglob("client-*"))) == kept
+    assert bool(list(tmp_path.rglob(UPDATES))) == kept
     trained = Trained(history.history, training, 0.07, 3)
     state = unlearn_shadow(
         world.server.model, world.evaluator.activations, world.server.device, shards, trained, request, method

@@ -244,13 +244,14 @@ UPDATE, STATE = "rounds/00001/updates.bin", "rounds/00002/state.safetensors"
     ],
 )
 def test_a_damaged_history_is_one_line(refused, run: Path, method: str, damage: str, name: str) -> None:
+    """Of a round's updates EASE reads that of the client that leaves; the last client's lies at the end."""
     content = bytearray((run / name).read_bytes())
     content[-1] ^= 1
     (run / name).unlink()
     if damage != "missing":
         (run / name).write_bytes(content if damage == "flipped" else content[:-40])
     said = "missing from the history" if damage == "missing" else "damaged"
-    refused(run, ["--client", "1", "--method", method], name, said, "restore it or train again")
+    refused(run, ["--client", "2", "--method", method], name, said, "restore it or train again")
 
 
 def test_a_damaged_record_of_a_round_is_one_line(refused, run: Path) -> None:
@@ -261,14 +262,31 @@ def test_a_damaged_record_of_a_round_is_one_line(refused, run: Path) -> None:
     refused(run, ["--client", "1"], "training stopped after round 0 of 2")
 
 
+@pytest.mark.parametrize("damage", ["flipped", "of another round"])
 @pytest.mark.parametrize("arguments", [["--class", "1"], ["--client", "1"]])
-def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, arguments) -> None:
-    """A class request replays round 2 from it; a client request reads the retained clients' updates."""
-    name = "rounds/00001/state.safetensors" if "--class" in arguments else "rounds/00002/updates.bin"
-    content = bytearray((run / name).read_bytes())
-    content[-1] ^= 1
-    (run / name).write_bytes(content)
-    refused(run, arguments, name, "damaged", "restore it or train again")
+def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, arguments, damage: str) -> None:
+    """A class request replays round 2 from it; a client request takes from it what the rounds did."""
+    path = run / "rounds/00001/state.safetensors"
+    if damage == "flipped":
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    else:  # whole, and its seal with it
+        shutil.copy(run / "rounds/00002/state.safetensors", path)
+    refused(run, arguments, "rounds/00001/state.safetensors", "damaged", "restore it or train again")
+
+
+def test_damage_of_a_retained_clients_update_does_not_concern_a_client_that_leaves(ease, refused, run: Path) -> None:
+    """What the rounds did stands in the states. The other client cannot leave, though, and stored means need all."""
+    path = run / "rounds/00002/updates.bin"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # of client 2
+    path.write_bytes(content)
+    assert ease("forget", run, "--client", 1, "--quiet").code == 0
+    said = ("rounds/00002/updates.bin", "damaged", "(client 2)", "restore it or train again")
+    refused(run, ["--client", "2"], *said)
+    result = ease("forget", run, "--client", 0, "--method", "fed_eraser", "--quiet")
+    assert result.code == 2 and all(part in result.err for part in said)
 
 
 def test_an_unfinished_training_is_one_line(refused, small, tmp_path: Path) -> None:

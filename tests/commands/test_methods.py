@@ -38,7 +38,8 @@ def test_the_table_names_every_method(ease, monkeypatch) -> None:
 
 def test_json_for_machines(ease) -> None:
     """Rounds by hand: retraining and replays 20, fine-tuning 0.2 · 20 = 4 and with a negation 5, ternary rounds
-    0.4 · 20 = 8 and adapter rounds with one for the layers 9; EASE 1 + 0.2 · 20 = 5.
+    0.4 · 20 = 8 and adapter rounds with one for the layers 9; EASE 1 + 0.2 · 20 = 5, and
+    1 + 0.15 · 20 = 4 when a client leaves.
     """
     result = ease("methods", "--json")
     methods = {entry["name"]: entry for entry in json.loads(result.out)["methods"]}
@@ -46,7 +47,7 @@ def test_json_for_machines(ease) -> None:
     expected = {"retrain": 20, "fed_eraser": 20, "fed_recover": 20, "finetune": 4, "not": 5, "ffmu": 8, "fused": 9}
     for name, rounds in expected.items():
         assert methods[name]["rounds"] == {"client": rounds, "class": rounds, "sample": rounds}
-    assert methods["ease"]["rounds"] == {"client": 5, "class": 5, "sample": 5}
+    assert methods["ease"]["rounds"] == {"client": 4, "class": 5, "sample": 5}
     assert {"name": "share", "default": 0.2, "help": "Rounds, as a share of the training rounds."} in (
         methods["finetune"]["settings"]
     )

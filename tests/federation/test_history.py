@@ -154,7 +154,8 @@ def test_a_round_of_many_clients_is_three_files_and_a_few_waits_for_the_disk(toy
     history = History(tmp_path / "many")
     toy_params(seed=0).save(history.initial_path)
     history.append(a_round(toy_params, 1, clients=tuple(range(count))), {})
-    assert len(list(history.state_path(1).parent.iterdir())) == 3 and len(synced) == 8
+    # Three new folders, each of which waits for the one above it; four files, each for itself and for its folder.
+    assert len(list(history.state_path(1).parent.iterdir())) == 3 and len(synced) == 3 * 1 + 4 * 2
     assert sorted(history.clients(1)) == list(range(count))
 
 

@@ -169,7 +169,7 @@ def test_with_a_fixed_share_forget_pairs_are_not_read_after_the_first_step(learn
 
 
 def test_a_client_learns_of_its_own_pairs_and_rounds_alone(learnt, samples) -> None:
-    asked, _ = watch(learnt, samples, "ease")
+    asked, _ = watch(learnt, samples, "ease", "replay=1.0")
     job = next(each.job for each in asked if each.job.objective == "replay")
     for client in (0, 1, 2):
         own = job.own(client, learnt.world.federation.held[client])

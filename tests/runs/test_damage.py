@@ -190,8 +190,12 @@ def test_a_flipped_count_of_pairs_is_refused(world, run: Run) -> None:
 def test_a_removed_update_can_be_computed_from_what_is_left(run: Run) -> None:
     """So removing it deletes nothing, and no page may say that it does."""
     history = run.history
-    removed = history.update(2, 1).change
-    history.update_path(2, 1).unlink()
+    removed, path, place = history.update(2, 1).change, history.update_path(2, 1), history.record(2)["updates"]["1"]
+    content = bytearray(path.read_bytes())
+    content[place["offset"] : place["offset"] + place["bytes"]] = bytes(place["bytes"])
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        history.update(2, 1)
     pairs = {int(client): count for client, count in history.record(2)["pairs"].items()}
     moved = history.state(2) - history.state(1)
     others = [history.update(2, client).change * pairs[client] for client in pairs if client != 1]

@@ -20,7 +20,7 @@ from ease.audit.config import AuditConfig
 from ease.errors import UserError
 from ease.federation.codec import encode_state, encode_update, job_length
 from ease.federation.container import content_hash
-from ease.federation.history import History
+from ease.federation.history import UPDATES, History
 from ease.federation.kept import kept_of
 from ease.federation.metered import Metered
 from ease.methods import make_method
@@ -145,8 +145,9 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
     took_part: dict[int, set[int]] = {}
     for number in range(1, 6):
         mine, theirs = (run.history.record(number) for run in (runs.server, runs.client))
-        own = dict.fromkeys(("sha256", "bytes_down"))  # jobs say whether to keep
+        own = dict.fromkeys(("sha256", "updates", "bytes_down"))  # jobs say whether to keep
         assert {**mine, **own} == {**theirs, **own}
+        assert list(mine["updates"]) == list(mine["pairs"]) and theirs["updates"] == {}
         for client in runs.server.history.clients(number):
             took_part.setdefault(client, set()).add(number)
             memory, start = kept_of(runs.client.folder / "clients", client), runs.server.history.start(number)
@@ -295,13 +296,17 @@ def as_server(run: Run, folder: Path) -> Trained:
     shutil.copytree(run.folder, folder)
     trained = replace(trained_of(run), history=History(folder))
     for number in range(1, run.history.rounds() + 1):
-        record = trained.history.record(number)
-        name = content_hash(encode_state(trained.history.start(number)))
+        name, content, places = content_hash(encode_state(trained.history.start(number))), b"", {}
         for client in trained.history.clients(number):
-            path = trained.history.update_path(number, client)
-            kept_of(folder / "clients", client).change(number, name).save(path)
-            record["sha256"][path.name] = sha256(path)
-        write_json(folder / "rounds" / f"{number:05d}" / "round.json", record)
+            kept_of(folder / "clients", client).change(number, name).save(folder / "one.safetensors")
+            data = (folder / "one.safetensors").read_bytes()
+            places[str(client)] = {
+                "offset": len(content), "bytes": len(data), "sha256": sha256(folder / "one.safetensors"),
+            }  # fmt: skip
+            content += data
+        path = folder / "rounds" / f"{number:05d}" / UPDATES
+        path.write_bytes(content)
+        write_json(path.parent / "round.json", {**trained.history.record(number), "updates": places})
     return trained
 
 
@@ -319,7 +324,7 @@ def test_after_a_release_and_more_rounds_the_next_request_is_told_the_same(both,
     world = open_world(run)
     list(run.train(world))
     assert (run.folder / "rounds/00007/averaged.safetensors").is_file()
-    assert not list(run.folder.glob("rounds/*/client-*"))
+    assert not list(run.folder.glob(f"rounds/*/{UPDATES}"))
     assert not (run.folder / "clients/00001/rounds/00006").exists()
     server = as_server(run, tmp_path / "twin")
     shutil.rmtree(run.folder / "clients" / "00001")

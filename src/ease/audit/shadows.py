@@ -1,7 +1,7 @@
 """Shadow models: federations like the audited one, in which every tested pair is a member half of the time."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -193,16 +193,15 @@ class ShadowHistory:
     """Keeps what an unlearning method may read of a shadow's training, in a scratch folder."""
 
     history: History
-    with_updates: bool
 
     @classmethod
     def begin(cls, folder: Path, start: Params, with_updates: bool) -> "ShadowHistory":
-        history = History(folder, durable=False)
+        history = History(folder, durable=False, updates=with_updates)
         start.save(history.initial_path, durable=False)
-        return cls(history, with_updates)
+        return cls(history)
 
     def append(self, finished: Round) -> None:
-        self.history.append(finished if self.with_updates else replace(finished, updates=()), {})
+        self.history.append(finished, {})
 
 
 def unlearn_shadow(

@@ -191,7 +191,7 @@ def test_only_holders_replay_and_only_rounds_they_took_part_in(learnt, few, tmp_
             return super().perform(state, jobs)
 
     spy = Spy(federation.model, federation.data)
-    written = written_by(trained, few, spy, held_of(few, federation), "auto")
+    written = written_by(trained, few, spy, held_of(few, federation), 1.0)
     assert {client: [each.round for each in job.replays] for client, job in spy.given.items()} == {
         0: [1, 2], 1: [2], 2: [1],
     }  # fmt: skip

@@ -169,9 +169,9 @@ def test_the_same_pairs_are_compared_under_every_state(learnt, client, local_job
     seen: list[list[tuple[list[int], list[int]]]] = []
     plain = levels_module._embedded
 
-    def watched(model, tensors, examples, rows, captions):
+    def watched(model, tensors, modality, examples, rows, captions):
         seen[-1].append((rows.tolist(), captions.tolist()))
-        return plain(model, tensors, examples, rows, captions)
+        return plain(model, tensors, modality, examples, rows, captions)
 
     monkeypatch.setattr(levels_module, "_embedded", watched)
     monkeypatch.setattr(levels_module, "POOL", 10)

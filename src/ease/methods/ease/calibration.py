@@ -22,8 +22,10 @@ FEWEST = 3
 """With fewer pairs on either side nothing is measured."""
 MOST_SPREADS = 4.0
 """How many spreads of held-out levels the mean of a client's pairs may lie away from where the server expects it."""
+MEASURED_SPREAD = 0.1
+"""How much shares that honest clients measure differ from the usual one by more than their error."""
 MOST_ERRORS = 3.0
-"""How many spreads a measured share may lie away from the usual one and still be believed."""
+"""How many such spreads a measured share may lie away from the usual one and still be believed."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def disbelief(now: Gap | None, share: float, slope: float) -> str:
     if now is None or slope <= 0:
         return ""
     measured, error = share + now.gap / slope, now.standard_error / slope
-    if abs(measured - USUAL_SHARE) <= MOST_ERRORS * (USUAL_SPREAD**2 + error**2) ** 0.5:
+    if abs(measured - USUAL_SHARE) <= MOST_ERRORS * (MEASURED_SPREAD**2 + error**2) ** 0.5:
         return ""
     return f"the levels ask for a share of {measured:.2f}, which no honest ones do: the usual share is subtracted"
 

@@ -6,7 +6,6 @@ pairs by replay.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.aggregation import aggregated
@@ -72,8 +71,8 @@ def written_by(
         held = {client: len(ids) for client, ids in federation.held.items()}
         kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
         count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
-        states = map(trained.history.state, range(len(rounds) + 1))
-        weights = standing_for([(after - before).norm() for before, after in pairwise(states)], early, count)
+        moved = [trained.history.moved(number).norm() for number in rounds]  # refuses every state that is damaged
+        weights = standing_for(moved, early, count)
         parts, concerned = _from_replay(trained, request, federation, kept, weights, early), len(kept)
         used = tuple(weights)
     (first, first_rest), (second, second_rest) = parts
@@ -194,7 +193,6 @@ def _moved(
         share = stands_for / sum(weights.values()) if weights else 0.0
         stored = {client: weight for client, weight in weights.items() if client not in holders}
         wanted.append(Wanted(number, number > early, share, stored))
-        history.verify_state(number - 1)
         took_part = tuple(client for client in weights if client in holders)
         for client in took_part:
             place = client, int(number > early)

@@ -8,10 +8,10 @@ demo: .venv/ready
 	$(BIN)/ease demo
 
 test: .venv/hf
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: .venv/hf
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu and not photos"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not photos"
 
 check: .venv/ready
 	$(BIN)/ruff format --check src tests benchmarks recipes

@@ -181,6 +181,8 @@ class History:
         path, place = self.update_path(number, client), self.record(number)["updates"].get(str(client))
         if place is None or not path.is_file():
             raise UserError(f"{path}: client {client}: {MISSING}" if place is None else f"{path}: {MISSING}")
+        if place["offset"] + place["bytes"] > path.stat().st_size:
+            raise UserError(f"{path}: {DAMAGED} (client {client})")
         with path.open("rb") as file:
             file.seek(place["offset"])
             data = file.read(place["bytes"])
@@ -237,14 +239,20 @@ def _is_record(found: Any) -> bool:
         and all(client.isdecimal() and type(count) is int and count >= 0 for client, count in pairs.items())
         and isinstance(hashes, dict)
         and all(isinstance(value, str) for value in hashes.values())
-        and all(Path(name).name == name for name in hashes)
+        and all(Path(name).name == name and _can_be_a_path(name) for name in hashes)
         and isinstance(start, str)
+        and _can_be_a_path(start)
         and not Path(start).is_absolute()
         and ".." not in Path(start).parts
         and isinstance(found.get("start_sha256"), str)
         and isinstance(found.get("updates"), dict)
         and all(_is_place(place) for place in found["updates"].values())
     )
+
+
+def _can_be_a_path(text: str) -> bool:
+    """Whether a file system would look for it at all."""
+    return text.isprintable() and len(text) <= 1000 and all(len(part.encode()) <= 255 for part in Path(text).parts)
 
 
 def _is_place(found: Any) -> bool:

@@ -11,30 +11,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from benchmarks.bitflips import TINY, forked, inside
 
 from ease.cli import main
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork")
-TINY = (
-    "data.train=24",
-    "data.validation=0",
-    "data.test=12",
-    "partition.clients=2",
-    "partition.classes=2",
-    "partition.scheme=iid",
-    "partition.validation_share=0.2",
-    "training.rounds=2",
-    "training.local_epochs=1",
-    "training.batch_size=8",
-    "model.hidden=8",
-    "model.embedding=8",
-    "gallery=8",
-)
-SETTINGS = [word for each in TINY for word in ("--set", each)]
+SETTINGS = [word for each in (*TINY, "data.test=12") for word in ("--set", each)]
 COMMANDS = {
     "train": ["train", "--out", "run", "--quiet", *SETTINGS],
     "forget": ["forget", "run", "--samples", "ids.txt", "--quiet"],
@@ -92,48 +77,27 @@ def hooked() -> Iterator[None]:
     os.fsync = fsync
 
 
-@contextmanager
-def inside(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    with patch.context() as context:
-        context.chdir(folder)
-        context.setenv("EASE_CACHE", str(folder / "cache"))
-        yield
-
-
-def command(arguments: list[str]) -> int:
+def command(arguments: list[str]) -> None:
     sys.argv = ["ease", *arguments]
     try:
         main()
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
+        if ended.code:
+            raise
 
 
-def forked(folder: Path, arguments: list[str], at: int, strike: Strike) -> tuple[int, str, int]:
+def struck(folder: Path, arguments: list[str], at: int, strike: Strike) -> tuple[int, str, int]:
     """A command in a copy of this process, struck before one of its operations: its end, its words, how many it saw."""
-    said = folder / "said"
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            for stream in (1, 2):
-                os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            os.chdir(folder)
-            os.environ["EASE_CACHE"] = str(folder / "cache")
-            WATCH.folder, WATCH.seen, WATCH.at, WATCH.strike, WATCH.watching = folder, 0, at, strike, True
-            code = command(arguments)
-            WATCH.watching = False
-            (folder / "seen").write_text(str(WATCH.seen))
-        except BaseException:
-            sys.__excepthook__(*sys.exc_info())
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
     seen = folder / "seen"
-    return os.waitstatus_to_exitcode(status), said.read_text(), int(seen.read_text()) if seen.exists() else -1
+
+    def work() -> None:
+        WATCH.folder, WATCH.seen, WATCH.at, WATCH.strike, WATCH.watching = folder, 0, at, strike, True
+        command(arguments)
+        WATCH.watching = False
+        seen.write_text(str(WATCH.seen))
+
+    told = forked(work, folder)
+    return told.code, told.said, int(seen.read_text()) if seen.exists() else -1
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -146,14 +110,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> dict[str, tuple[Path, dict[str, bytes], int]]:
     """For each command where it begins, what it comes to, and how many operations that takes."""
-    folder, patch = tmp_path_factory.mktemp("whole"), pytest.MonkeyPatch()
-    found = {}
+    folder, found = tmp_path_factory.mktemp("whole"), {}
     for name, arguments in COMMANDS.items():
         before = Path(shutil.copytree(folder, tmp_path_factory.mktemp(name) / "before"))
-        with inside(folder, patch):
-            assert command(arguments) == 0  # here, so that every copy of this process has the imports behind it
+        with inside(folder):
+            command(arguments)  # here, so that every copy of this process has the imports behind it
         again = Path(shutil.copytree(before, before.parent / "counted"))
-        code, said, seen = forked(again, arguments, -1, lambda: None)
+        code, said, seen = struck(again, arguments, -1, lambda: None)
         assert code == 0 and contents(again) == contents(folder), said
         found[name] = (before, contents(folder), seen)
         ids = [f"train-{number:06d}" for number in range(4)]
@@ -183,14 +146,14 @@ STRIKES: dict[str, Strike] = {"killed": killed, "disk full": full, "disk broken"
 def survives(begun, name: str, strike: str, at: int, folder: Path) -> None:
     before, expected, _ = begun[name]
     shutil.copytree(before, folder)
-    code, said, _ = forked(folder, COMMANDS[name], at, STRIKES[strike])
+    code, said, _ = struck(folder, COMMANDS[name], at, STRIKES[strike])
     if strike == "killed":
         assert code == -signal.SIGKILL, said
     else:
         # What is struck while it cleans up after itself may pass unseen; whatever is seen is one line.
         assert code in (0, 2) and said.count("error: ") == (code == 2) and "Traceback" not in said, (at, said)
         assert said.count("\n") <= (code == 2) or code == 0, (at, said)
-    code, said, _ = forked(folder, COMMANDS[name], -1, lambda: None)
+    code, said, _ = struck(folder, COMMANDS[name], -1, lambda: None)
     assert code == 0, (at, said)
     assert contents(folder) == expected, at
     assert not list((folder / "run").rglob(".partial-*")), at
@@ -233,8 +196,8 @@ main()
 def alone(tmp_path_factory) -> dict[str, bytes]:
     """What one process alone comes to, on a cache of its own."""
     folder = tmp_path_factory.mktemp("alone")
-    with inside(folder, pytest.MonkeyPatch()):
-        assert command(COMMANDS["train"]) == 0
+    with inside(folder):
+        command(COMMANDS["train"])
     return contents(folder)
 
 

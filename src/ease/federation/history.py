@@ -71,10 +71,7 @@ class History:
         for name in record["sha256"]:
             if name in (STATE, AVERAGED):
                 self._verify(number, name)
-        if not start.is_file():
-            raise UserError(f"{start}: {MISSING}")
-        if sha256(start) != record["start_sha256"]:
-            raise UserError(f"{start}: {DAMAGED}")
+        _verify_file(start, record["start_sha256"])
         after = self._round(number) / (AVERAGED if AVERAGED in record["sha256"] else STATE)
         return Params.load(after).zip(lambda new, old: new.double() - old.double(), Params.load(start))
 
@@ -157,20 +154,15 @@ class History:
                 self._verify(number, name)
             for client in self.clients(number) if self.updates else ():
                 self.verify_update(number, client)
-            start = self.folder / record["start"]
-            if not start.is_file():
-                raise UserError(f"{start}: {MISSING}")
-            if sha256(start) != record["start_sha256"]:
-                raise UserError(f"{start}: not the state that round {number} began from; restore it or train again")
+            other = f"not the state that round {number} began from; restore it or train again"
+            _verify_file(self.start_path(number), record["start_sha256"], other)
 
     def verify_state(self, number: int) -> None:
         """Refuse a damaged global state; the start state is hashed in the first round's record."""
         if number > 0:
             self._verify(number, STATE)
-        elif not self.initial_path.is_file():
-            raise UserError(f"{self.initial_path}: {MISSING}")
-        elif sha256(self.initial_path) != self.record(1)["start_sha256"]:
-            raise UserError(f"{self.initial_path}: {DAMAGED}")
+        else:
+            _verify_file(self.initial_path, self.record(1)["start_sha256"])
 
     def verify_update(self, number: int, client: int) -> None:
         self._update_bytes(number, client)
@@ -196,14 +188,17 @@ class History:
             raise UserError(f"{self.folder}: {AT_CLIENTS}")
 
     def _verify(self, number: int, name: str) -> None:
-        path = self._round(number) / name
-        if not path.is_file():
-            raise UserError(f"{path}: {MISSING}")
-        if sha256(path) != self.record(number)["sha256"].get(name):
-            raise UserError(f"{path}: {DAMAGED}")
+        _verify_file(self._round(number) / name, self.record(number)["sha256"].get(name))
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"
+
+
+def _verify_file(path: Path, expected: str | None, otherwise: str = DAMAGED) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: {MISSING}")
+    if sha256(path) != expected:
+        raise UserError(f"{path}: {otherwise}")
 
 
 def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]]) -> Iterator[bytes]:

@@ -54,7 +54,7 @@ def train_together(
 ) -> list[LocalResult]:
     """Train every training from its own start on its own batches, all in the same passes.
 
-    Pupils with fewer batches leave early: the longest come first, so those still at work are a leading slice.
+    Those with fewer batches leave early: the longest come first, so those still at work are a leading slice.
     """
     device, minimised, common = examples.device, objective(job.objective), job.common
     order = sorted(range(len(trainings)), key=lambda i: len(trainings[i].draws), reverse=True)

@@ -158,8 +158,6 @@ class Run:
         if not path.is_file():
             return
         told, adapter = read_json(path, most=SMALL_JSON), self.config.model.adapter
-        if not isinstance(told, dict):
-            raise UserError(f"{path}: a JSON object is expected; restore it or train again")
         # A backbone's weights may be rounded for a device; then nothing can be said.
         if told.get("device") == device.type and told.get("backbone") != backbone.fingerprint:
             raise UserError(

@@ -7,6 +7,8 @@ pairs by replay.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.aggregation import aggregated
 from ease.federation.protocol import Federation, Replay
@@ -64,7 +66,8 @@ def written_by(
     if isinstance(request, ClientRequest):
         concerned, used = 0, tuple(rounds)
         if trained.training.aggregation == "mean":
-            parts = _from_sums(trained, request, federation, rounds, early, farewell == "others")
+            sums = with_and_without(trained, request, federation, rounds, early, farewell == "others")
+            parts = _parts(trained, *sums)
         else:
             parts = _from_history(trained, request, federation, rounds, early)
     else:
@@ -118,8 +121,8 @@ def _from_history(
 ) -> Parts:
     """Without communication: the mean of a round's stored updates, with and without those of the leaving clients."""
     history, leaving, here = trained.history, set(request.clients), set(federation.clients) | set(request.clients)
-    sums = _Sums(trained.start)
-    took_part = False
+    zeros = trained.start.map(lambda tensor: tensor.double() * 0)
+    did, would, took_part = [zeros, zeros], [zeros, zeros], False
     for number in rounds:
         there = [client for client in history.clients(number) if not trained.gone or client in here]
         updates = [history.update(number, client) for client in there]
@@ -127,26 +130,13 @@ def _from_history(
         mean = _aggregated(trained, [(weight, change) for weight, _, change in weighted])
         rest = [(weight, change) for weight, client, change in weighted if client not in leaving]
         took_part = took_part or len(rest) < len(weighted)
-        sums.add(number > early, did=mean, would=_aggregated(trained, rest) if rest else mean.zeros())
+        late = number > early
+        did[late] = did[late] + mean.map(torch.Tensor.double)
+        if rest:
+            would[late] = would[late] + _aggregated(trained, rest).map(torch.Tensor.double)
     if not took_part:
         raise never_took_part(request)
-    return sums.parts()
-
-
-def _from_sums(
-    trained: Trained,
-    request: ClientRequest,
-    federation: Federation,
-    rounds: Sequence[int],
-    early: int,
-    others: bool,
-) -> Parts:
-    """The same means from global states and what leaving clients, or all the others, tell of their own updates."""
-    sums = _Sums(trained.start)
-    did, would = with_and_without(trained, request, federation, rounds, early, others)
-    for late in (False, True):
-        sums.add(late, did[late], would[late])
-    return sums.parts()
+    return _parts(trained, did, would)
 
 
 def _from_replay(
@@ -162,14 +152,10 @@ def _from_replay(
     Once earlier requests are closed, what the rounds did is not what is stored: holders repeat that too, without the
     pairs that are gone.
     """
-    sums = _Sums(trained.start)
     now = {client: len(ids) for client, ids in federation.held.items()}
     nothing = SampleRequest(ids=())
     did = _moved(trained, nothing, federation, now, kept if trained.gone else (), used, early)
-    would = _moved(trained, request, federation, {**now, **kept}, kept, used, early)
-    for late in (False, True):
-        sums.add(late, did[late], would[late])
-    return sums.parts()
+    return _parts(trained, did, _moved(trained, request, federation, {**now, **kept}, kept, used, early))
 
 
 def _moved(
@@ -217,25 +203,14 @@ def _moved(
     return total[0], total[1]
 
 
-class _Sums:
-    """Adds up, in double precision, what the rounds did and what they would have done, early and late ones apart."""
+def _parts(trained: Trained, did: Sequence[Params], would: Sequence[Params]) -> Parts:
+    """From what early and late rounds did and would have done, added up in double precision."""
 
-    def __init__(self, like: Params) -> None:
-        zeros = like.map(lambda tensor: tensor.double() * 0)
-        self.did, self.would, self.like = [zeros, zeros], [zeros, zeros], like
+    def single(params: Params) -> Params:
+        return params.zip(lambda tensor, like: tensor.to(like.dtype), trained.start)
 
-    def add(self, late: bool, did: Params, would: Params) -> None:
-        self.did[late] = self.did[late] + did.map(lambda tensor: tensor.double())
-        self.would[late] = self.would[late] + would.map(lambda tensor: tensor.double())
-
-    def parts(self) -> Parts:
-        def single(params: Params) -> Params:
-            return params.zip(lambda tensor, like: tensor.to(like.dtype), self.like)
-
-        (first, second) = (
-            (single(did - would), single(would)) for did, would in zip(self.did, self.would, strict=True)
-        )
-        return first, second
+    (first, second) = ((single(one - other), single(other)) for one, other in zip(did, would, strict=True))
+    return first, second
 
 
 def _length(trained: Trained, number: int, client: int) -> float:

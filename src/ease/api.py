@@ -108,13 +108,19 @@ class Verdict(_Shows):
 
     @property
     def passed(self) -> bool | None:
-        """Whether every judged measure lies where a retrained model's would; None: it cannot be told."""
+        """Whether the answer could be one more retraining; None: it cannot be told."""
         return self.summary.record.verdict.passed
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:
+    def reason(self) -> Reason:
         """Why."""
-        return self.summary.record.verdict.reasons
+        return self.summary.record.verdict.reason
+
+    @property
+    def p_value(self) -> float | None:
+        """How often one more retraining would lie as far from the others; None with too few of them."""
+        joint = self.summary.record.verdict.joint
+        return None if joint is None else joint.p_value
 
     @property
     def words(self) -> str:

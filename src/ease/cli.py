@@ -155,7 +155,7 @@ def audit(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     request: Annotated[str, typer.Option(help="The answer to audit, e.g. client-3 or client-3/finetune.")],
     shadows: Annotated[int, typer.Option(min=4, help="Shadow models, an even number. More make sharper attacks.")] = 16,
-    retrains: Annotated[int, typer.Option(min=1, help="Further retrainings that make the band.")] = 3,
+    retrains: Annotated[int, typer.Option(min=1, help="Further retrainings that an answer is compared with.")] = 9,
     fpr: Annotated[float, typer.Option(help="False positive rate at which found members are told.")] = 0.01,
     pool: Annotated[int, typer.Option(min=16, help="Unseen pairs that every statistic is measured against.")] = 512,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that train shadows.")] = None,

@@ -26,18 +26,29 @@ class Band(Config):
         return (self.low is None or self.low <= value) and value <= self.high
 
 
-def prediction_band(values: Sequence[float], at_most: bool = False, resolution: float = 0.0) -> Band | None:
+Limits = tuple[float, float]
+"""The smallest and the largest value that a measure can have."""
+
+
+def prediction_band(
+    values: Sequence[float],
+    at_most: bool = False,
+    resolution: float = 0.0,
+    limits: Limits = (-math.inf, math.inf),
+) -> Band | None:
     """The band of retrained models' values, or None with fewer than two; `at_most` leaves it open below.
 
     A few models may agree by chance or because a measure is coarse; they are never taken to vary by less than one pair
-    more or less, the `resolution` of the measure.
+    more or less, the `resolution` of the measure. No band leaves what the measure can be.
     """
     found = np.asarray(values, dtype=float)
     if len(found) < 2:
         return None
     centre = float(found.mean())
     away = reach(len(found), at_most) * max(float(found.std(ddof=1)), resolution)
-    return Band(low=None if at_most else centre - away, high=centre + away, models=len(found))
+    least, most = limits
+    low = None if at_most else max(centre - away, least)
+    return Band(low=low, high=min(centre + away, most), models=len(found))
 
 
 def reach(models: int, at_most: bool = False) -> float:

@@ -10,8 +10,10 @@ class AuditConfig(Config):
 
     shadows: int = Field(16, ge=4)
     """Shadow federations; an even number, since they come in complementary pairs."""
-    retrains: int = Field(3, ge=1)
-    """Further retrainings, in another order of the data, that make the band."""
+    retrains: int = Field(9, ge=1)
+    """Further retrainings, in other orders of the data: what one more retraining could be is judged by them."""
+    level: float = Field(0.05, gt=0, lt=1)
+    """How often the verdict may refuse what is in truth one more retraining."""
     pool: int = Field(512, ge=16)
     """Pairs, seen by no model, that every statistic is measured against."""
     fpr: float = Field(0.01, gt=0, lt=1)

@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from scipy.stats import ks_2samp, norm
@@ -20,23 +19,6 @@ class KsDistance:
     distance: Estimate
     p_value: float
     counts: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """KS distances between retrained models that differ in their seed only: what no method can be asked to beat."""
-
-    distances: np.ndarray  # one for each two seeds
-    p_values: np.ndarray
-    seeds: int
-
-    @property
-    def high(self) -> float:
-        return float(self.distances.max())
-
-    def contains(self, distance: float) -> bool:
-        """Whether a model is as close to a retrained one as retrained models are to each other."""
-        return distance <= self.high
 
 
 def ks_distance(a: np.ndarray, b: np.ndarray, rng: np.random.Generator, replicates: int = REPLICATES) -> KsDistance:
@@ -62,17 +44,9 @@ def ks_distance(a: np.ndarray, b: np.ndarray, rng: np.random.Generator, replicat
     return KsDistance(interval, p_value, (len(a), len(b)))
 
 
-def retrain_yardstick(retrained: np.ndarray) -> Yardstick:
-    """KS distances between each two columns of the retrained models' statistics [n, seeds] on the forget pairs."""
-    retrained = np.asarray(retrained, dtype=float)
-    if retrained.ndim != 2 or retrained.shape[1] < 2:
-        raise UserError(
-            f"a yardstick needs statistics [n, seeds] of at least 2 retrained models, not {list(retrained.shape)}: "
-            "retrain with another seed"
-        )
-    columns = [_sample(f"retrained {seed}", column) for seed, column in enumerate(retrained.T)]
-    distances, p_values = np.array([_ks(a, b) for a, b in combinations(columns, 2)]).T
-    return Yardstick(distances, p_values, len(columns))
+def distance_between(a: np.ndarray, b: np.ndarray) -> float:
+    """The KS distance alone."""
+    return _ks(_sample("first", a), _sample("second", b))[0]
 
 
 def ulira(

@@ -1,4 +1,4 @@
-"""The verdict of an audit as a value: measures beside their bands, what follows from them, and the words for it."""
+"""The verdict of an audit as a value: measures beside retrained models, one test over all, and the words for it."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -6,12 +6,14 @@ from typing import Any
 
 from pydantic import computed_field, model_validator
 
-from ease.audit.band import Band, prediction_band
-from ease.audit.membership import CONFIDENCE, Estimate, signal_of
+from ease.audit.band import Band, Limits, prediction_band
+from ease.audit.joint import LEAST_RETRAINED, LEVEL, WANTED_POWER, JointTest
 from ease.config import Config
 
 EVIDENCE = "evidence of approximate erasure"
 """The most that measures can show."""
+LARGEST_MISSED = 0.5
+"""An audit that would overlook a model that keeps this share of the forget effect cannot let anything pass."""
 TITLES = {
     "rho": "alignment rho",
     "ks/distance": "KS distance to retrain",
@@ -47,18 +49,38 @@ class Measure(Judged):
     before: float | None
     """Of the trained model; None where it is the measure's own zero."""
     band: Band | None
+    """Where one more retrained model would fall; it explains the verdict, which all measures make together."""
+    retrained: tuple[float, ...]
+    """Of every retrained model."""
+    kept: tuple[tuple[float, float], ...]
+    """(share, value) of models between the first retrained and the trained one: what a trace would do to it."""
+    resolution: float = 0.0
     note: str = ""
 
     @classmethod
-    def of(cls, name: str, values: Mapping[str, float], resolution: float, note: str = "") -> "Measure":
-        """From the values of every model: those of the retrained ones, whose names begin so, make the band."""
-        retrained = [value for model, value in values.items() if model.startswith("retrain")]
+    def of(
+        cls,
+        name: str,
+        values: Mapping[str, float],
+        resolution: float = 0.0,
+        note: str = "",
+        limits: Limits = (0.0, 1.0),
+        at_most: bool = False,
+    ) -> "Measure":
+        """From the values of every model: "unlearned", "trained", "retrain", "retrain-1", ..., "kept-0.1", ..."""
+        retrained = tuple(value for model, value in values.items() if model.startswith("retrain"))
+        kept = [
+            (float(model.removeprefix("kept-")), value) for model, value in values.items() if model.startswith("kept-")
+        ]
         return cls(
             name=name,
             value=values["unlearned"],
             retrain=values["retrain"],
-            before=values["trained"],
-            band=prediction_band(retrained, resolution=resolution),
+            before=values.get("trained"),
+            band=prediction_band(retrained, at_most, resolution, limits),
+            retrained=retrained,
+            kept=tuple(sorted(kept)),
+            resolution=resolution,
             note=note,
         )
 
@@ -81,42 +103,50 @@ class Measure(Judged):
 class Reason(StrEnum):
     """Why a verdict is what it is."""
 
-    ALL_INSIDE = "all measures inside"
-    SOME_OUTSIDE = "measures outside"
+    LIKE_RETRAINING = "like one more retraining"
+    KEPT = "forget effect kept"
+    OVERDONE = "forgotten too much"
+    OTHERWISE = "unlike retraining otherwise"
+    TOO_FEW = "too few retrainings"
     NO_SIGNAL = "no signal"
-    INVERTED_SIGNAL = "inverted signal"
-    NO_BAND = "no band"
 
 
 class Verdict(Judged):
-    """What an audit concludes. It lets nothing pass: how much chance would explain is said, not forgiven."""
+    """What an audit concludes: one question over all measures together, with known error rates."""
 
     measures: tuple[Measure, ...]
-    before: Estimate
-    """AUC, before unlearning, of the attack that was strongest then: what it could not find cannot be seen to go."""
+    joint: JointTest | None
+    """None with too few retrained models."""
+    level: float = LEVEL
 
     @property
-    def judged(self) -> int:
-        """How many measures have a band."""
-        return sum(measure.inside is not None for measure in self.measures)
+    def retrained(self) -> int:
+        return max((len(measure.retrained) for measure in self.measures), default=0)
 
     @property
     def outside(self) -> tuple[Measure, ...]:
+        """Measures that lie outside their own bands: where to look, no vote."""
         return tuple(measure for measure in self.measures if measure.inside is False)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """All that stand against a verdict, or else the one that decides it."""
-        signal = {"none": Reason.NO_SIGNAL, "inverted": Reason.INVERTED_SIGNAL}.get(signal_of(self.before))
-        against = [*([signal] if signal else []), *([] if self.judged else [Reason.NO_BAND])]
-        return tuple(against) or (Reason.SOME_OUTSIDE if self.outside else Reason.ALL_INSIDE,)
+    def reason(self) -> Reason:
+        if self.joint is None:
+            return Reason.TOO_FEW
+        if self.joint.passed:
+            caught = self.joint.smallest_caught
+            return Reason.NO_SIGNAL if caught is None or caught > LARGEST_MISSED else Reason.LIKE_RETRAINING
+        if self.joint.trace.low > 0:
+            return Reason.KEPT
+        return Reason.OVERDONE if self.joint.trace.high < 0 else Reason.OTHERWISE
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool | None:
-        """Whether every judged measure lies where a retrained model's would; None: it cannot be told."""
-        return {Reason.ALL_INSIDE: True, Reason.SOME_OUTSIDE: False}.get(self.reasons[0])
+        """Whether the answer could be one more retraining; None: it cannot be told."""
+        if self.reason in (Reason.TOO_FEW, Reason.NO_SIGNAL):
+            return None
+        return self.reason is Reason.LIKE_RETRAINING
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -126,32 +156,38 @@ class Verdict(Judged):
 
     @property
     def headline(self) -> str:
-        return {True: EVIDENCE.capitalize(), False: f"Not enough {EVIDENCE}", None: "No verdict"}[self.passed]
+        return {True: EVIDENCE.capitalize(), False: f"Not enough {EVIDENCE}", None: "Cannot tell"}[self.passed]
 
     @property
     def explanation(self) -> str:
-        return "; ".join(self._explained(reason) for reason in self.reasons)
-
-    def _explained(self, reason: Reason) -> str:
-        match reason:
-            case Reason.ALL_INSIDE:
-                return "every judged measure lies where a retrained model's would"
-            case Reason.SOME_OUTSIDE:
-                names = [measure.title for measure in self.outside]
+        joint = self.joint
+        if joint is None:
+            return (
+                f"{self.retrained} retrained models, and their spread is hardly known with fewer than "
+                f"{LEAST_RETRAINED}; add --retrains {LEAST_RETRAINED - 1} or more"
+            )
+        odds = f"p = {joint.p_value:.2g} over {joint.measures} measures and {joint.retrained} retrained models"
+        match self.reason:
+            case Reason.LIKE_RETRAINING:
                 return (
-                    f"{len(names)} of {self.judged} measures {'lies' if len(names) == 1 else 'lie'} outside the "
-                    f"retrain band (by chance alone about {(1 - CONFIDENCE) * self.judged:.0f} would): "
-                    f"{', '.join(names)}"
+                    f"it could be one more retraining ({odds}); a model that keeps {joint.smallest_caught:.0%} of what "
+                    f"the forget pairs had brought would have been refused in {WANTED_POWER:.0%} of such audits"
                 )
             case Reason.NO_SIGNAL:
+                missed = LARGEST_MISSED if joint.smallest_caught is None else joint.smallest_caught
                 return (
-                    f"no signal: AUC {self.before} before unlearning cannot be told from a guess, so the attack says "
-                    "nothing about what unlearning did"
+                    f"it could be one more retraining ({odds}), but so could a model that keeps {missed:.0%} of what "
+                    "the forget pairs had brought: this audit sees too little; audit more forget pairs together or "
+                    "add --retrains"
                 )
-            case Reason.INVERTED_SIGNAL:
-                return (
-                    f"inverted signal: AUC {self.before} before unlearning, members score BELOW non-members; check "
-                    "the statistic"
+            case Reason.KEPT:
+                away = f"it keeps about {joint.trace.value:.0%} of what the forget pairs had brought"
+            case Reason.OVERDONE:
+                away = (
+                    f"it lies {-joint.trace.value:.0%} beyond retraining, and what is held less than the unseen shows"
                 )
-            case Reason.NO_BAND:
-                return "no measure has a band of retrained models; raise --retrains"
+            case _:
+                away = "it differs in other ways than by what it keeps"
+        span = f"[{joint.trace.low:.0%}, {joint.trace.high:.0%}]"
+        names = ", ".join(measure.title for measure in self.outside)
+        return f"no retraining looks like this ({odds}): {away} {span}" + (f"; look at {names}" if names else "")

@@ -1,6 +1,6 @@
 """Auditing an answer to a request: every measure beside retraining and its band, and what was not tested."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ease.audit.alignment import alignment_residual
 from ease.audit.attacks import Attacker, AttackResult, Readings
-from ease.audit.band import Band, prediction_band
 from ease.audit.caveats import (
     NOT_TESTED,
-    band_caveats,
+    band_caveat,
     exposure_caveat,
     pair_caveats,
     retained_caveat,
@@ -21,8 +20,9 @@ from ease.audit.caveats import (
     threshold_caveats,
 )
 from ease.audit.config import AuditConfig
-from ease.audit.distribution import ks_distance, retrain_yardstick
+from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.evaluate import common_size, recalls
+from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
 from ease.audit.membership import auc, leakage, roc
 from ease.audit.nearest import near_duplicates, near_forget, nearest_forget
 from ease.audit.relearn import Curve, relearn
@@ -55,8 +55,12 @@ from ease.runs.world import World
 from ease.seeding import generator
 from ease.storage import sha256
 
+KEPT = (0.1, 0.2, 0.4)
+"""Shares of the way from the retrained to the trained model at which a trace is planted, to see what would be found."""
 MOST_WATCHED = 200
 """Pairs on each side of a relearning curve."""
+LEAST_SPREAD = 1e-3
+"""Of measures that are no shares of pairs: models that agree to more digits agree by chance."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Audit:
             self._alignment(similar),
             *attacked,
             self._distribution(reads),
-            *(_came_back(taught, curves, band) for taught, (curves, band) in relearning.items()),
+            *(_came_back(taught, curves) for taught, curves in relearning.items()),
         )
         record = AuditRecord(
             request=self.request,
@@ -161,11 +165,11 @@ class Audit:
             model_sha256=sha256(self.stored.model_path),
             retrain_sha256=sha256(self.reference.model_path),
             settings=self.config.model_copy(update={"workers": None}),
-            verdict=Verdict(measures=measures, before=attacks[strongest]["trained"].auc),
+            verdict=Verdict(measures=measures, joint=self._joint(measures), level=self.config.level),
             gallery=self._gallery(),
             attack=strongest,
             attacks=attacks,
-            relearning={taught: curves for taught, (curves, _) in relearning.items()},
+            relearning={taught: _shown(curves) for taught, curves in relearning.items()},
             similarities={
                 name: tuple(round(value, 5) for value in similar[name].tolist())
                 for name in ("trained", "unlearned", "retrain")
@@ -179,16 +183,17 @@ class Audit:
 
     @cached_property
     def models(self) -> dict[str, Params]:
-        """The trained, the unlearned and the retrained models."""
-        further = {
-            f"retrain-{order}": Params.load(self.plan.retrain_path(order))
-            for order in range(1, self.config.retrains + 1)
-        }
+        """The trained, the unlearned and the retrained models, and some that keep a known share of the effect."""
+        trained, retrained = self.trained.final, self.reference.model()
         return {
-            "trained": self.trained.final,
+            "trained": trained,
             "unlearned": self.stored.model(),
-            "retrain": self.reference.model(),
-            **further,
+            "retrain": retrained,
+            **{
+                f"retrain-{order}": Params.load(self.plan.retrain_path(order))
+                for order in range(1, self.config.retrains + 1)
+            },
+            **{f"kept-{share}": retrained + share * (trained - retrained) for share in KEPT},
         }
 
     @cached_property
@@ -217,7 +222,8 @@ class Audit:
                 interval = result[f"recall@{k}"]
                 note = f"[{interval.low:.1f}, {interval.high:.1f}]"
                 values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
-                measures.append(Measure.of(f"{part}/recall@{k}", values, 100 / result.size, note))
+                name = f"{part}/recall@{k}"
+                measures.append(Measure.of(name, values, 100 / result.size, note, limits=(0, 100)))
         return measures
 
     def _gallery(self) -> Gallery:
@@ -238,19 +244,29 @@ class Audit:
             draws=3,
         )
 
-    def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
-        def residual(name: str) -> float:
-            return alignment_residual(similar[name], similar["trained"], similar["retrain"])
-
-        band = prediction_band([residual(name) for name in similar if name.startswith("retrain-")], at_most=True)
-        return Measure(
-            name="rho",
-            value=residual("unlearned"),
-            retrain=residual("retrain-1"),
-            before=residual("trained"),
-            band=band,
-            note="beside it, two retrained models against each other",
+    def _joint(self, measures: tuple[Measure, ...]) -> JointTest | None:
+        """All measures together, judged by the retrained models; None where there are too few."""
+        if 1 + self.config.retrains < LEAST_RETRAINED:
+            return None
+        kept = [
+            (share, np.array([dict(measure.kept)[share] for measure in measures]))
+            for share in sorted(dict(measures[0].kept))
+        ]
+        return joint_test(
+            np.array([measure.value for measure in measures]),
+            np.array([measure.retrained for measure in measures]).T,
+            np.array([max(measure.resolution, LEAST_SPREAD) for measure in measures]),
+            [(0.0, np.array([measure.retrain for measure in measures])), *kept],
+            generator(self.run.config.seed, "joint"),
+            self.config.level,
         )
+
+    def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
+        def residual(name: str, other: str) -> float:
+            return alignment_residual(similar[name], similar["trained"], similar[other])
+
+        note = "mean over the retrained models, of each of them over the others"
+        return Measure.of("rho", _from_others(residual, similar), 0, note, (0, np.inf), at_most=True)
 
     def _attacks(
         self, attacker: Attacker, reads: Mapping[str, Readings]
@@ -288,25 +304,16 @@ class Audit:
         return measures, records, strongest
 
     def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
-        """KS distance of the forget pairs' log-odds to retrain's, against that between retrained models."""
-        forget = {name: read["log_odds"][: int(self.subjects.candidates.member.sum())] for name, read in reads.items()}
-        retrained = [name for name in forget if name.startswith("retrain")]
-        yardstick = retrain_yardstick(np.stack([forget[name] for name in retrained], axis=1))
+        """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
+        members = int(self.subjects.candidates.member.sum())
+        forget = {name: read["log_odds"][:members] for name, read in reads.items()}
         found = ks_distance(forget["unlearned"], forget["retrain"], generator(self.run.config.seed, "ks"))
-        before = ks_distance(forget["trained"], forget["retrain"], generator(self.run.config.seed, "ks"))
-        # Only the distances to the one retrained model that answers are compared with: the others share models.
-        distances = yardstick.distances[: len(retrained) - 1].tolist()
-        interval = f"[{found.distance.low:.3f}, {found.distance.high:.3f}]"
-        return Measure(
-            name="ks/distance",
-            value=found.distance.value,
-            retrain=float(np.mean(distances)),
-            before=before.distance.value,
-            band=prediction_band(distances, at_most=True, resolution=1 / found.counts[0]),
-            note=f"{interval}, p {found.p_value:.2g} with n = {found.counts[0]}",
-        )
+        first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
+        note = f"mean over the retrained models; to the first {first}, p {found.p_value:.2g} with n = {members}"
+        values = _from_others(lambda name, other: distance_between(forget[name], forget[other]), forget)
+        return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
 
-    def _relearning(self, models: Mapping[str, Params]) -> dict[str, tuple[dict[str, Curve], Band | None]]:
+    def _relearning(self, models: Mapping[str, Params]) -> dict[str, dict[str, Curve]]:
         """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models."""
         rng = generator(self.run.config.seed, "relearn")
         forget = rng.permutation(self.sets["forget"])
@@ -321,9 +328,7 @@ class Audit:
         for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
             states = [models[name] for name in names]
             curves = relearn(self.gauge, states, models["trained"], positions, watched, unseen, job, rng)
-            named = dict(zip(names, curves, strict=True))
-            shares = [curve.share_back for name, curve in named.items() if name.startswith("retrain")]
-            found[taught] = (named, prediction_band(shares, at_most=True))
+            found[taught] = dict(zip(names, curves, strict=True))
         return found
 
     def _costs(self) -> Costs:
@@ -346,7 +351,7 @@ class Audit:
         candidates, odds = self.subjects.candidates, {name: read["log_odds"] for name, read in reads.items()}
         members, others = int(candidates.member.sum()), int((~candidates.member).sum())
         yield sample_caveat(candidates)
-        yield from band_caveats(1 + self.config.retrains, measures)
+        yield band_caveat(1 + self.config.retrains, measures)
         yield settings_caveat(self.method)
         shown = (stored.record().metrics["cost/pairs_trained"] for stored in (self.stored, self.reference))
         yield exposure_caveat(self._shown_in_training(), *shown)
@@ -387,11 +392,29 @@ def _attack_record(found: AttackResult, member: np.ndarray) -> AttackRecord:
     )
 
 
-def _came_back(taught: str, curves: Mapping[str, Curve], band: Band | None) -> Measure:
-    shares = {name: curves[name].share_back for name in ("unlearned", "retrain")}
-    return Measure(
-        name=f"relearn/{taught}/share", value=shares["unlearned"], retrain=shares["retrain"], before=None, band=band
-    )
+def _came_back(taught: str, curves: Mapping[str, Curve]) -> Measure:
+    shares = {name: curve.share_back for name, curve in curves.items()}
+    return Measure.of(f"relearn/{taught}/share", shares, limits=(-np.inf, np.inf), at_most=True)
+
+
+def _shown(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """What is kept of relearning for pictures: not the models that keep a planted share."""
+    return {name: curve for name, curve in curves.items() if not name.startswith("kept-")}
+
+
+def _from_others(distance: Callable[[str, str], float], names: Iterable[str]) -> dict[str, float]:
+    """How far each model lies from retrained ones on average, itself left out.
+
+    Models that keep a planted share come from the first retrained one, so that it is left out for them too.
+    """
+    names = list(names)
+    retrained = [name for name in names if name.startswith("retrain")]
+
+    def others(name: str) -> list[str]:
+        left_out = "retrain" if name.startswith("kept-") else name
+        return [other for other in retrained if other != left_out]
+
+    return {name: float(np.mean([distance(name, other) for other in others(name)])) for name in names}
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:

@@ -98,8 +98,9 @@ class ReportedAnswer:
         if self.audit is None:
             return "not audited"
         verdict = self.audit.verdict
-        words = {True: "like retraining", False: f"outside on {len(verdict.outside)}", None: "no verdict"}
-        return f"{STANDINGS[verdict.passed][1]} {words[verdict.passed]}"
+        words = {True: "like retraining", False: "unlike retraining", None: "cannot tell"}
+        joint = f" (p = {verdict.joint.p_value:.2g})" if verdict.joint else ""
+        return f"{STANDINGS[verdict.passed][1]} {words[verdict.passed]}{joint}"
 
 
 def answer_section(

@@ -157,6 +157,9 @@ def audit(
     shadows: Annotated[int, typer.Option(min=4, help="Shadow models, an even number. More make sharper attacks.")] = 16,
     retrains: Annotated[int, typer.Option(min=1, help="Further retrainings that an answer is compared with.")] = 9,
     fpr: Annotated[float, typer.Option(help="False positive rate at which found members are told.")] = 0.01,
+    attack: Annotated[
+        str, typer.Option(help="What forget pairs are judged by: bavaria, or the strongest before unlearning.")
+    ] = "bavaria",
     pool: Annotated[int, typer.Option(min=16, help="Unseen pairs that every statistic is measured against.")] = 512,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that train shadows.")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Run the retraining first if it is missing.")] = False,
@@ -172,7 +175,7 @@ def audit(
     from ease.commands.audit import audit_run
     from ease.config import validate
 
-    values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers}
+    values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers, "attack": attack}
     config = validate(AuditConfig, values, "ease audit")
     _finish(audit_run(run, request, config, retrain, quiet or as_json), as_json)
 

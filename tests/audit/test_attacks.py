@@ -8,6 +8,7 @@ import pytest
 from scipy.stats import norm
 
 from ease.audit.attacks import FEWEST_POPULATION, Attacker, Readings
+from ease.audit.bavaria import bavaria
 from ease.audit.distribution import ulira
 from ease.audit.membership import lira
 from ease.audit.statistic import STATISTICS
@@ -15,6 +16,8 @@ from ease.errors import UserError
 from ease.seeding import generator
 
 U_LIRA = ("u-lira/log_odds", "u-lira/cosine")
+INFORMED = ("u-bavaria/log_odds", "u-bavaria/cosine", *U_LIRA)
+SOME = ("bavaria-online/log_odds", "bavaria-offline/cosine", "lira-online/log_odds", "lira-offline/cosine", "rmia")
 
 
 def readings(log_odds: np.ndarray) -> dict[str, np.ndarray]:
@@ -57,7 +60,7 @@ def test_likelihood_ratios_reach_the_closed_form() -> None:
     The median of 16 shadows is not exactly the mean of a pair, which costs a little: deviation 1.05, not 1.
     """
     bench, target, population = make(pairs=2000, shadows=32, effect=1.5)
-    for attack in ("lira-online/log_odds", "lira-offline/log_odds"):
+    for attack in (f"{family}-{mode}/log_odds" for family in ("bavaria", "lira") for mode in ("online", "offline")):
         found = bench.judge(attack, target, population)
         assert found.auc.value == pytest.approx(norm.cdf(1.5 / 2**0.5), abs=0.025)
         assert found.tpr is not None and found.unscored == 0
@@ -65,16 +68,16 @@ def test_likelihood_ratios_reach_the_closed_form() -> None:
         assert found.tpr.fpr.contains(0.05)
 
 
-@pytest.mark.parametrize("attack", [*make(pairs=60)[0].attacks(), *U_LIRA])
+@pytest.mark.parametrize("attack", [*make(pairs=60)[0].attacks(), *INFORMED])
 def test_every_attack_says_higher_for_members_and_lower_for_erased(attack: str) -> None:
-    """U-LiRA asks whether a model still shows what unlearning leaves, so its shadows must leave something."""
+    """Who knows the method asks whether a model still shows what unlearning leaves, so there must be something."""
     bench, target, population = make(left=1.5)
     for shift, expected in ((0.0, True), (3.0, False)):  # 3 takes the members as far below as they were above
         found = bench.judge(attack, without_effect(target, bench.member, shift), population).auc
         assert found.low > 0.7 if expected else found.high < 0.5, (attack, found)
 
 
-@pytest.mark.parametrize("attack", ["lira-online/log_odds", "lira-offline/cosine", "rmia", *U_LIRA])
+@pytest.mark.parametrize("attack", [*SOME, *INFORMED])
 def test_a_model_that_never_saw_the_pairs_gives_no_signal(attack: str) -> None:
     bench, target, population = make(left=0.7)
     never = bench.judge(attack, without_effect(target, bench.member, 1.5), population)
@@ -106,7 +109,7 @@ def test_the_threshold_comes_from_the_shadows_own_non_members() -> None:
         np.testing.assert_allclose(np.sort(bench.nonmember_scores(f"lira-{mode}/log_odds"))[::-1], ranked)
 
 
-@pytest.mark.parametrize("attack", ["lira-online/log_odds", "lira-offline/cosine", "rmia", *U_LIRA])
+@pytest.mark.parametrize("attack", [*SOME, *INFORMED])
 def test_the_targets_scores_do_not_move_the_threshold(attack: str) -> None:
     bench, target, population = make(left=0.5)
     found = [bench.judge(attack, readings(target["log_odds"] + shift), population).tpr for shift in (0.0, 2.0, -2.0)]
@@ -122,16 +125,21 @@ def test_too_few_non_members_give_no_tpr_but_an_auc() -> None:
     assert replace(bench, fpr=0.0625).judge("lira-online/log_odds", target, population).tpr is not None
 
 
-def test_ulira_reads_unlearned_shadows_and_the_others_do_not() -> None:
+def test_who_knows_the_method_reads_unlearned_shadows_and_the_others_do_not() -> None:
     bench, target, population = make(left=1.0)
     exchanged = replace(bench, shadows=bench.unlearned)
     for attack in U_LIRA:
         scores = bench.score(attack, target, population)
         np.testing.assert_array_equal(scores, exchanged.score(attack, target, population))
+        assert attack in bench.informed_attacks()
         values = bench.unlearned[attack.partition("/")[2]]
         sides = [np.where(side, values, np.nan) for side in (bench.included, ~bench.included)]
         expected = ulira(*sides, target[attack.partition("/")[2]], variance="shared")
         np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-12)
+    for statistic in ("log_odds", "cosine"):
+        expected = bavaria(target[statistic], bench.unlearned[statistic], bench.included)
+        scores = exchanged.score(f"u-bavaria/{statistic}", target, population)
+        np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
     relearned = replace(bench, unlearned=bench.shadows)
     for attack in bench.attacks():
         np.testing.assert_array_equal(
@@ -139,10 +147,10 @@ def test_ulira_reads_unlearned_shadows_and_the_others_do_not() -> None:
         )
 
 
-@pytest.mark.parametrize("attack", ["lira-online/log_odds", "lira-offline/cosine", "rmia", *U_LIRA])
+@pytest.mark.parametrize("attack", [*SOME, *INFORMED])
 def test_the_target_among_the_shadows_is_refused(attack: str) -> None:
     bench, _, population = make(left=1.0)
-    source = bench.unlearned if attack in U_LIRA else bench.shadows
+    source = bench.unlearned if attack in INFORMED else bench.shadows
     copy = {name: values[:, 5] for name, values in source.items()}
     with pytest.raises(UserError, match="shadow 5 is the target model itself"):
         bench.score(attack, copy, population)
@@ -156,6 +164,15 @@ def test_the_strongest_is_the_one_that_told_members_best_before() -> None:
     rng = generator(0, "deaf")
     deaf = replace(bench, shadows={**bench.shadows, "log_odds": rng.normal(size=bench.included.shape)})
     assert deaf.strongest(target, population).endswith("/cosine")
+
+
+def test_who_holds_both_models_sees_a_perfect_erasure_and_nothing_in_no_change() -> None:
+    bench, target, _ = make(effect=3.0, left=0.5)
+    erased = without_effect(target, bench.member, 3.0)
+    found = bench.compare(target, readings(erased["log_odds"] + generator(0, "after").normal(size=600)))
+    assert set(found) == {"before-after/change", "before-after/both"}
+    assert all(each.auc.low > 0.9 and each.tpr is None and each.unscored == 0 for each in found.values())
+    assert bench.compare(target, target)["before-after/change"].auc.value == 0.5
 
 
 def test_without_a_population_there_is_no_rmia() -> None:

@@ -85,7 +85,10 @@ def test_2_a_target_among_the_shadows_stops_the_audit(audited, tmp_path) -> None
 def test_3_one_threshold_serves_every_model(audited) -> None:
     """Line 3: a threshold chosen on the judged pairs would differ from model to model."""
     for attack, models in audited.records["finetune"].attacks.items():
-        assert len({found.tpr.threshold for found in models.values()}) == 1, attack
+        if attack.startswith(("before-after", "retained")):
+            assert all(found.tpr is None for found in models.values()), "no shadows, no threshold"
+        else:
+            assert len({found.tpr.threshold for found in models.values()}) == 1, attack
 
 
 @pytest.mark.slow
@@ -188,4 +191,6 @@ def test_14_and_the_audit_says_so(audited, careless) -> None:
 @pytest.mark.slow
 def test_15_leakage_of_retained_pairs_is_measured(audited) -> None:
     """Line 15: what stays in the model is told too; a trained model knows its retained pairs by heart."""
-    assert warned(audited.records["finetune"], "retained pairs against non-members, AUC of the log-odds: 0.9")
+    measure = next(each for each in audited.records["finetune"].verdict.measures if each.name == "retained/auc")
+    assert measure.value > 0.9 and measure.inside is not None
+    assert "retained pairs against" in measure.note

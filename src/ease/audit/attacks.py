@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 from sklearn.pipeline import Pipeline
 
+from ease.audit import before_after
+from ease.audit.bavaria import bavaria
 from ease.audit.distribution import ulira
 from ease.audit.membership import (
     EXPECTED_FALSE_POSITIVES,
@@ -27,6 +29,8 @@ from ease.audit.statistic import features
 
 Readings = Mapping[str, np.ndarray]
 """Statistic -> values [pairs], or [pairs, shadows]."""
+ATTACKED = ("log_odds", "cosine")
+"""Statistics that likelihood ratios are made of."""
 FEWEST_POPULATION = 30
 
 
@@ -59,8 +63,17 @@ class Attacker:
 
     def attacks(self) -> list[str]:
         """Names of the likelihood-ratio attacks, and RMIA where there is a population to rank by."""
-        names = [f"lira-{mode}/{statistic}" for mode in ("online", "offline") for statistic in ("log_odds", "cosine")]
+        names = [
+            f"{family}-{mode}/{statistic}"
+            for family in ("bavaria", "lira")
+            for mode in ("online", "offline")
+            for statistic in ATTACKED
+        ]
         return names + (["rmia"] if len(self.population["log_odds"]) >= FEWEST_POPULATION else [])
+
+    def informed_attacks(self) -> list[str]:
+        """Names of the attacks that know the method: their shadows went through the same unlearning."""
+        return [f"{family}/{statistic}" for family in ("u-bavaria", "u-lira") for statistic in ATTACKED]
 
     def score(self, attack: str, target: Readings, population: Readings, without: int | None = None) -> np.ndarray:
         """An attack's score of every candidate under a model; `without` leaves out the shadow that is the target."""
@@ -76,12 +89,16 @@ class Attacker:
                 self._offline_a,
             )
         mode, _, statistic = attack.partition("/")
+        if mode == "u-bavaria":
+            return bavaria(target[statistic], self.unlearned[statistic][:, kept], included)
         if mode == "u-lira":
             values = self.unlearned[statistic][:, kept]
             refuse_copy(target[statistic], values)
             seen, unseen = (np.where(side, values, np.nan) for side in (included, ~included))
             return ulira(seen, unseen, target[statistic], variance="shared")
-        return lira(target[statistic], self.shadows[statistic][:, kept], included, online=mode == "lira-online")
+        family, _, knows = mode.partition("-")
+        known = (target[statistic], self.shadows[statistic][:, kept], included, knows == "online")
+        return bavaria(*known) if family == "bavaria" else lira(*known)
 
     def judge(self, attack: str, target: Readings, population: Readings) -> AttackResult:
         """AUC over the candidates, and the share of members found at a threshold set on the shadows' non-members."""
@@ -107,6 +124,15 @@ class Attacker:
         """The likelihood-ratio attack that tells members best before unlearning; it is the one to be judged by."""
         return max(self.attacks(), key=lambda attack: self.judge(attack, target, population).auc.value)
 
+    def compare(self, before: Readings, after: Readings) -> dict[str, AttackResult]:
+        """What one learns who holds the models from before and after: by the change, and by both readings."""
+        known = (self.shadows["log_odds"], self.unlearned["log_odds"], self.included)
+        pair = (before["log_odds"], after["log_odds"])
+        return {
+            "before-after/change": self._without_threshold(before_after.change(*pair)),
+            "before-after/both": self._without_threshold(before_after.both(*known, *pair)),
+        }
+
     @cached_property
     def classifier(self) -> Pipeline:
         """Shokri's attack: one classifier over all shadows."""
@@ -125,8 +151,11 @@ class Attacker:
         """Attack -> its scores, once it was asked for."""
         return {}
 
+    def _without_threshold(self, scores: np.ndarray) -> AttackResult:
+        return AttackResult(auc(scores[self.member], scores[~self.member]), None, unscored(scores), scores)
+
     def _left_out_scores(self, attack: str) -> Iterator[np.ndarray]:
-        source = self.unlearned if attack.startswith("u-lira") else self.shadows
+        source = self.unlearned if attack.startswith("u-") else self.shadows
         for shadow in range(self.included.shape[1]):
             target = {name: values[:, shadow] for name, values in source.items()}
             population = {name: values[:, shadow] for name, values in self.population.items()}

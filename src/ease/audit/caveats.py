@@ -1,6 +1,6 @@
 """What a careful reader must know before believing an audit's numbers, in sentences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ease.audit.band import reach
 from ease.audit.membership import CONFIDENCE, EXPECTED_FALSE_POSITIVES
@@ -11,10 +11,9 @@ from ease.methods.base import Unlearner
 NOT_TESTED = (
     "membership in the backbone's own pretraining",
     "attacks that read gradients or weights, or that reconstruct pictures or captions",
-    "attackers that saw the model before AND after and compare the two",
     "planted canaries and other worst-case pairs",
     "other training seeds: one trained model is audited, not the method in general",
-    "per-pair attacks on retained pairs (only their distribution is compared)",
+    "shadow attacks on retained pairs: they are members of every shadow",
 )
 LEAST_GAP = 0.1
 """Mean difference of log-odds below which the trained model holds the forget pairs as a retrained one does."""
@@ -78,10 +77,3 @@ def pair_caveats(copies: int, gap: float, unscored: int) -> Iterator[str]:
         yield f"no signal: the trained model holds the forget pairs as retrain does (log-odds differ by {gap:.2f})"
     if unscored:
         yield f"{unscored} pairs have no shadow on one side and are left out"
-
-
-def retained_caveat(aucs: Mapping[str, float]) -> str:
-    return (
-        f"retained pairs against non-members, AUC of the log-odds: {aucs['unlearned']:.3f} unlearned, "
-        f"{aucs['retrain']:.3f} retrain, {aucs['trained']:.3f} before"
-    )

@@ -1,5 +1,7 @@
 """What an audit may spend, and what it promises."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from ease.config import Config
@@ -18,6 +20,8 @@ class AuditConfig(Config):
     """Pairs, seen by no model, that every statistic is measured against."""
     fpr: float = Field(0.01, gt=0, lt=1)
     """False positive rate at which the share of found members is told."""
+    attack: Literal["bavaria", "strongest"] = "bavaria"
+    """What forget pairs are judged by: BaVarIA, or whichever attack told members best before unlearning."""
     relearn_pairs: int = Field(16, ge=2)
     """Forget pairs that are shown again in the relearning test."""
     workers: int | None = Field(None, ge=1)

@@ -86,7 +86,7 @@ def lira(
     """
     _known("variance", variance, Variance)
     _known("tail", tail, Tail)
-    target, shadows, members = _attack_inputs(target, shadows, members)
+    target, shadows, members = attack_inputs(target, shadows, members)
     out_centre, out_spread = gaussians(shadows, ~members, variance)
     if online:
         in_centre, in_spread = gaussians(shadows, members, variance)
@@ -107,7 +107,7 @@ def gaussians(values: np.ndarray, present: np.ndarray, variance: Variance) -> tu
     centre, spread = np.full((2, len(values)), np.nan)
     if not enough.any():
         return centre, spread
-    shared = _shared_spread(values, present)
+    shared = shared_spread(values, present)
     table = np.where(present, values, np.nan)[enough]
     centre[enough] = np.nanmedian(table, 1)
     spread[enough] = np.maximum(np.nanstd(table, 1), SPREAD_FLOOR * shared) if variance == "pair" else shared
@@ -127,7 +127,7 @@ def rmia(
     Statistics are log-odds: of the pairs, target [n] and shadows [n, m], and of population pairs that no model trained
     on, [z] and [z, m]. A pair without an OUT shadow gets NaN. Take `offline_a` from `tune_offline_a`.
     """
-    target, shadows, members = _attack_inputs(target, shadows, members)
+    target, shadows, members = attack_inputs(target, shadows, members)
     population_target, population_shadows = _population(population_target, population_shadows, shadows.shape[1])
     if not 0 <= offline_a <= 1:
         raise UserError(f"offline_a must be from 0 to 1, not {offline_a}")
@@ -278,7 +278,7 @@ def signal_of(before: Estimate) -> Signal:
     return "inverted" if before.high < 0.5 else "present"
 
 
-def _attack_inputs(
+def attack_inputs(
     target: np.ndarray, shadows: np.ndarray, members: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shadows, members = _shadow_inputs(shadows, members)
@@ -321,7 +321,7 @@ def _known(name: str, value: str, choices: object) -> None:
         raise UserError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
 
 
-def _shared_spread(values: np.ndarray, present: np.ndarray) -> float:
+def shared_spread(values: np.ndarray, present: np.ndarray) -> float:
     """One spread for all pairs: the root of the pooled variance around each pair's mean."""
     counts = present.sum(1)
     freedom = int((counts - 1).clip(min=0).sum())

@@ -8,13 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from ease.audit.alignment import alignment_residual
-from ease.audit.attacks import Attacker, AttackResult, Readings
+from ease.audit.attacks import Attacker, Readings
 from ease.audit.caveats import (
     NOT_TESTED,
     band_caveat,
     exposure_caveat,
     pair_caveats,
-    retained_caveat,
     sample_caveat,
     settings_caveat,
     threshold_caveats,
@@ -23,7 +22,6 @@ from ease.audit.config import AuditConfig
 from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.evaluate import common_size, recalls
 from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
-from ease.audit.membership import auc, leakage, roc
 from ease.audit.nearest import near_duplicates, near_forget, nearest_forget
 from ease.audit.relearn import Curve, relearn
 from ease.audit.retrieval import GalleryRecall, chance_recall
@@ -46,9 +44,10 @@ from ease.runs.attackers import (
     remove_scratch,
     train_share,
 )
+from ease.runs.attacking import attack_all, attack_retained
 from ease.runs.costs import phase_seconds, prices, training_flops
 from ease.runs.evaluation import evaluation_sets, similarities
-from ease.runs.records import AttackRecord, AuditRecord, Costs, Gallery, RocPoints, read_record, write_record
+from ease.runs.records import AttackRecord, AuditRecord, Costs, Gallery, read_record, write_record
 from ease.runs.run import Run
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
@@ -271,37 +270,12 @@ class Audit:
     def _attacks(
         self, attacker: Attacker, reads: Mapping[str, Readings]
     ) -> tuple[list[Measure], dict[str, dict[str, AttackRecord]], str]:
-        """Every attack on every model; the verdict takes the classifier, the strongest, and U-LiRA."""
-        targets = {name: self.subjects.split(read) for name, read in reads.items()}
-        strongest = attacker.strongest(*targets["trained"])
-        names = [*attacker.attacks(), "u-lira/log_odds", "u-lira/cosine"]
-        judged = {attack: {name: attacker.judge(attack, *of) for name, of in targets.items()} for attack in names}
-        records = {
-            attack: {name: _attack_record(found, attacker.member) for name, found in results.items()}
-            for attack, results in judged.items()
-        }
-        unlearning = max(names[-2:], key=lambda attack: leakage(judged[attack]["unlearned"].auc.value))
-        called = {name: attacker.called_member(target).value for name, (target, _) in targets.items()}
-        one = 1 / int(attacker.member.sum())
-        measures = [
-            Measure.of("mia/share", called, one, "share of the forget pairs"),
-            Measure.of("lira/auc", _aucs(judged[strongest]), one, f"{strongest}, the strongest before unlearning"),
-            Measure.of("u-lira/auc", _aucs(judged[unlearning]), one, f"{unlearning}; shadows unlearned likewise"),
-        ]
-        if "rmia" in judged:
-            measures.append(Measure.of("rmia/auc", _aucs(judged["rmia"]), one))
-        for attack, name in ((strongest, "lira/tpr"), (unlearning, "u-lira/tpr")):
-            points = {model: found.tpr for model, found in judged[attack].items()}
-            if all(point is not None for point in points.values()):
-                shares = {model: point.tpr.value for model, point in points.items() if point is not None}
-                point = points["unlearned"]
-                assert point is not None
-                note = (
-                    f"{attack} at {self.config.fpr:.1%} FPR; [{point.tpr.low:.3f}, {point.tpr.high:.3f}], "
-                    f"real FPR [{point.fpr.low:.3f}, {point.fpr.high:.3f}]"
-                )
-                measures.append(Measure.of(name, shares, one, note))
-        return measures, records, strongest
+        """Every attack on every model: its measures, its records, and the attack that the verdict goes by."""
+        found = attack_all(attacker, {name: self.subjects.split(read) for name, read in reads.items()}, self.config)
+        stayed = attack_retained(
+            self.world, self.subjects, self.gauge, self.models, self.trained.initial, reads, self.sets["retain"]
+        )
+        return [*found.measures, *stayed.measures], {**found.records, **stayed.records}, found.attack
 
     def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
         """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
@@ -359,7 +333,6 @@ class Audit:
         scores = attacker.score("lira-online/log_odds", *self.subjects.split(reads["trained"]))
         gap = float(np.abs(odds["trained"] - odds["retrain"])[:members].mean())
         yield from pair_caveats(near_duplicates(self.nearest), gap, int(np.isnan(scores).sum()))
-        yield retained_caveat(self._retained_leakage(reads))
 
     def _shown_in_training(self) -> int:
         """How often retained pairs were shown to the trained model, all showings together."""
@@ -367,29 +340,6 @@ class Audit:
         training = self.run.config.training
         columns = self.trained.history.columns(training.rounds)
         return training.local_epochs * sum(retained[client] for _, client in columns)
-
-    def _retained_leakage(self, reads: Mapping[str, Readings]) -> dict[str, float]:
-        retained = generator(self.run.config.seed, "retained").permutation(self.sets["retain"])[:500]
-        outside = ~self.subjects.candidates.member
-        return {
-            name: auc(
-                self.gauge.read(self.models[name], retained)["log_odds"],
-                reads[name]["log_odds"][: len(outside)][outside],
-            ).value
-            for name in ("unlearned", "retrain", "trained")
-        }
-
-
-def _aucs(judged: Mapping[str, AttackResult]) -> dict[str, float]:
-    return {name: found.auc.value for name, found in judged.items()}
-
-
-def _attack_record(found: AttackResult, member: np.ndarray) -> AttackRecord:
-    curve = roc(found.scores[member], found.scores[~member])
-    points = RocPoints(fpr=tuple(curve.fpr.round(5).tolist()), tpr=tuple(curve.tpr.round(5).tolist()))
-    return AttackRecord(
-        auc=found.auc, leakage=leakage(found.auc.value), tpr=found.tpr, unscored=found.unscored, roc=points
-    )
 
 
 def _came_back(taught: str, curves: Mapping[str, Curve]) -> Measure:

@@ -228,7 +228,7 @@ class AuditRecord(MethodRecord):
     verdict: Verdict
     gallery: Gallery
     attack: str
-    """The attack that was strongest before unlearning."""
+    """The attack that the verdict goes by."""
     attacks: dict[str, dict[str, AttackRecord]]
     """Attack -> model -> what it says."""
     relearning: dict[str, dict[str, Curve]]

@@ -19,6 +19,11 @@ HINTS = {
     "rho": "0 as retrain, 1 as before",
     "ks/distance": "of the log-odds",
     "mia/share": "share, by a classifier",
+    "bavaria/tpr": "share of members",
+    "u-bavaria/auc": "knows the method",
+    "u-bavaria/tpr": "share of members",
+    "before-after/auc": "holds both models",
+    "retained/auc": "are they exposed?",
     "lira/tpr": "share of members",
     "u-lira/auc": "knows the method",
     "u-lira/tpr": "share of members",
@@ -30,7 +35,7 @@ GROUPS = {
     "Recall of retained pairs": ("retain/",),
     "Recall of test pairs": ("test/",),
     "Alignment": ("rho", "ks/"),
-    "Membership attacks": ("mia/", "lira/", "u-lira/", "rmia/"),
+    "Membership attacks": ("mia/", "bavaria/", "u-bavaria/", "lira/", "u-lira/", "rmia/", "before-after/", "retained/"),
     "Comes back by relearning, share of what was lost": ("relearn/",),
     "Other": ("",),
 }
@@ -232,7 +237,7 @@ def _audited(audit: AuditRecord) -> dict[str, Any]:
 
 
 def _roc_curves(audit: AuditRecord) -> dict[str, tuple[RocPoints, float]]:
-    """Of the strongest attack on each model, with its AUC."""
+    """Of the attack that the verdict goes by, on each model, with its AUC."""
     attacked = audit.attacks.get(audit.attack, {})
     return {name: (attacked[name].roc, attacked[name].auc.value) for name in charts.STATES if name in attacked}
 

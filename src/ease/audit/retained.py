@@ -1,0 +1,23 @@
+"""Retained pairs under attack: whether forgetting exposes those who stayed."""
+
+import numpy as np
+
+
+def beyond_unseen(
+    held: np.ndarray, held_at_start: np.ndarray, unseen: np.ndarray, unseen_at_start: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """How much more strongly pairs are held than an unseen pair as hard as they are: scores of held and unseen pairs.
+
+    A retained pair is a member of every shadow and of every retrained model, so there is no model without it to compare
+    with, and no likelihood ratio. What the attacker does have is the public start of training, which tells how hard a
+    pair is, and pairs that nobody trained on. A line through the latter says what log-odds the attacked model gives to
+    an unseen pair of a given hardness; the score is how far a pair lies above that line. Without any relation between
+    the two models the line is level, and the score is the plain log-odds.
+    """
+    hardness = unseen_at_start - unseen_at_start.mean()
+    slope = float(hardness @ unseen) / max(float(hardness @ hardness), np.finfo(float).tiny)
+
+    def above(values: np.ndarray, at_start: np.ndarray) -> np.ndarray:
+        return values - unseen.mean() - slope * (at_start - unseen_at_start.mean())
+
+    return above(held, held_at_start), above(unseen, unseen_at_start)

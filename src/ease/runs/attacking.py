@@ -1,0 +1,156 @@
+"""Every attack of an audit on every model, as measures beside their bands and as records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ease.audit.attacks import Attacker, AttackResult, Readings
+from ease.audit.config import AuditConfig
+from ease.audit.membership import auc, leakage, roc
+from ease.audit.retained import beyond_unseen
+from ease.audit.shadows import match_classes
+from ease.audit.statistic import Gauge
+from ease.audit.verdict import Measure
+from ease.params import Params
+from ease.runs.attackers import Subjects
+from ease.runs.records import AttackRecord, RocPoints
+from ease.runs.world import World
+from ease.seeding import generator
+
+MOST_RETAINED = 500
+"""Retained pairs that are attacked."""
+Judged = Mapping[str, AttackResult]
+"""Model -> what an attack says of it."""
+Records = dict[str, dict[str, AttackRecord]]
+"""Attack -> model -> what it says."""
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What attacks on the forget pairs found."""
+
+    measures: list[Measure]
+    records: Records
+    attack: str
+    """The one that the verdict goes by."""
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """What the attack on retained pairs found; nothing where too few unseen pairs are like them."""
+
+    measures: list[Measure]
+    records: Records
+
+
+def attack_all(attacker: Attacker, targets: Mapping[str, tuple[Readings, Readings]], config: AuditConfig) -> Attacked:
+    """Attack every model, given its readings of the candidates and of the population.
+
+    The verdict takes the classifier, one attack from trained shadows and one from unlearned ones, RMIA, and whoever
+    compares the models from before and after. BaVarIA on log-odds is named in advance; the strongest is chosen by
+    looking, and looks stronger for that.
+    """
+    names = [*attacker.attacks(), *attacker.informed_attacks()]
+    judged = {attack: {name: attacker.judge(attack, *of) for name, of in targets.items()} for attack in names}
+    if config.attack == "bavaria":
+        family, attack, informed = "bavaria", "bavaria-online/log_odds", "u-bavaria/log_odds"
+        why = attack
+    else:
+        family, attack = "lira", attacker.strongest(*targets["trained"])
+        informed = max(attacker.informed_attacks(), key=lambda each: leakage(judged[each]["unlearned"].auc.value))
+        why = f"{attack}, the strongest before unlearning"
+    called = {name: attacker.called_member(target).value for name, (target, _) in targets.items()}
+    one = 1 / int(attacker.member.sum())
+    measures = [
+        Measure.of("mia/share", called, one, "share of the forget pairs"),
+        _auc_measure(f"{family}/auc", judged[attack], one, why),
+        _auc_measure(f"u-{family}/auc", judged[informed], one, f"{informed}; shadows unlearned likewise"),
+    ]
+    if "rmia" in judged:
+        measures.append(_auc_measure("rmia/auc", judged["rmia"], one))
+    measures += _found(f"{family}/tpr", attack, judged[attack], one, config.fpr)
+    measures += _found(f"u-{family}/tpr", informed, judged[informed], one, config.fpr)
+    compared = _compared(attacker, {name: target for name, (target, _) in targets.items()})
+    measures.append(_before_after(compared, one))
+    records = {
+        name: {model: _record(found, attacker.member) for model, found in results.items()}
+        for name, results in {**judged, **compared}.items()
+    }
+    return Attacked(measures, records, attack)
+
+
+def attack_retained(
+    world: World,
+    subjects: Subjects,
+    gauge: Gauge,
+    models: Mapping[str, Params],
+    start: Params,
+    reads: Mapping[str, Readings],
+    retained: np.ndarray,
+) -> Stayed:
+    """Whether retained pairs can be told from unseen ones of the same classes, under each model."""
+    chosen = generator(world.config.seed, "retained").permutation(retained)[:MOST_RETAINED]
+    never = ~np.pad(subjects.candidates.member, (0, len(subjects.population)))
+    unseen = subjects.positions[never]
+    like = match_classes(world.evaluator.classes_of(chosen), world.evaluator.classes_of(unseen))
+    if min(len(chosen), len(like)) < 2:
+        return Stayed([], {})
+    at_start = [gauge.read(start, positions)["log_odds"] for positions in (chosen, unseen)]
+    member = np.arange(len(chosen) + len(like)) < len(chosen)
+    judged = {}
+    for name, state in models.items():
+        held, others = gauge.read(state, chosen)["log_odds"], reads[name]["log_odds"][never]
+        above, above_others = beyond_unseen(held, at_start[0], others, at_start[1])
+        scores = np.concatenate([above, above_others[like]])
+        judged[name] = AttackResult(auc(above, above_others[like]), None, 0, scores)
+    note = f"{len(chosen)} retained pairs against {len(like)} unseen ones of their classes"
+    measure = _auc_measure("retained/auc", judged, 1 / len(chosen), note)
+    return Stayed([measure], {"retained": {name: _record(found, member) for name, found in judged.items()}})
+
+
+def _auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:
+    area = judged["unlearned"].auc
+    interval = f"[{area.low:.3f}, {area.high:.3f}]"
+    return Measure.of(
+        name,
+        {model: found.auc.value for model, found in judged.items()},
+        resolution,
+        f"{interval}; {note}" if note else interval,
+    )
+
+
+def _found(name: str, attack: str, judged: Judged, resolution: float, fpr: float) -> list[Measure]:
+    """The share of members found, where there are enough non-members to set a threshold by."""
+    points = {model: found.tpr for model, found in judged.items() if found.tpr is not None}
+    if len(points) < len(judged):
+        return []
+    point = points["unlearned"]
+    note = (
+        f"{attack} at {fpr:.1%} FPR; [{point.tpr.low:.3f}, {point.tpr.high:.3f}], "
+        f"real FPR [{point.fpr.low:.3f}, {point.fpr.high:.3f}]"
+    )
+    return [Measure.of(name, {model: each.tpr.value for model, each in points.items()}, resolution, note)]
+
+
+def _compared(attacker: Attacker, targets: Mapping[str, Readings]) -> dict[str, dict[str, AttackResult]]:
+    """Attack -> model -> what one learns of it who also holds the trained model."""
+    found = {name: attacker.compare(targets["trained"], target) for name, target in targets.items()}
+    return {attack: {name: results[attack] for name, results in found.items()} for attack in found["trained"]}
+
+
+def _before_after(compared: Mapping[str, Judged], resolution: float) -> Measure:
+    both = compared["before-after/both"]
+    note = (
+        "by the change of log-odds; retraining shows it too, only the difference counts; "
+        f"by both readings {both['unlearned'].auc} and {both['retrain'].auc.value:.3f} after retraining"
+    )
+    return _auc_measure("before-after/auc", compared["before-after/change"], resolution, note)
+
+
+def _record(found: AttackResult, member: np.ndarray) -> AttackRecord:
+    curve = roc(found.scores[member], found.scores[~member])
+    points = RocPoints(fpr=tuple(curve.fpr.round(5).tolist()), tpr=tuple(curve.tpr.round(5).tolist()))
+    return AttackRecord(
+        auc=found.auc, leakage=leakage(found.auc.value), tpr=found.tpr, unscored=found.unscored, roc=points
+    )

@@ -1,14 +1,11 @@
 """Auditing an answer to a request: every measure beside retraining and its band, and what was not tested."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from torch import Tensor
 
-from ease.audit.alignment import alignment_residual
-from ease.audit.attacks import Attacker, Readings
 from ease.audit.caveats import (
     NOT_TESTED,
     band_caveat,
@@ -19,14 +16,7 @@ from ease.audit.caveats import (
     threshold_caveats,
 )
 from ease.audit.config import AuditConfig
-from ease.audit.distribution import distance_between, ks_distance
-from ease.audit.evaluate import common_size, recalls
-from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
-from ease.audit.nearest import near_duplicates, near_forget, nearest_forget
-from ease.audit.relearn import Curve, relearn
-from ease.audit.retrieval import GalleryRecall, chance_recall
-from ease.audit.statistic import Gauge
-from ease.audit.verdict import Measure, Verdict
+from ease.audit.nearest import near_duplicates
 from ease.errors import UserError
 from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
@@ -38,28 +28,18 @@ from ease.runs.attackers import (
     Plan,
     Subjects,
     attacker_of,
-    gauge_of,
     make_shadows,
     plan_of,
     remove_scratch,
     train_share,
 )
-from ease.runs.attacking import attack_all, attack_retained
 from ease.runs.costs import phase_seconds, prices, training_flops
-from ease.runs.evaluation import evaluation_sets, similarities
-from ease.runs.records import AttackRecord, AuditRecord, Costs, Gallery, read_record, write_record
+from ease.runs.measuring import Instruments, Measured
+from ease.runs.records import AuditRecord, Costs, read_record, write_record
 from ease.runs.run import Run
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
-from ease.seeding import generator
 from ease.storage import sha256
-
-KEPT = (0.1, 0.2, 0.4)
-"""Shares of the way from the retrained to the trained model at which a trace is planted, to see what would be found."""
-MOST_WATCHED = 200
-"""Pairs on each side of a relearning curve."""
-LEAST_SPREAD = 1e-3
-"""Of measures that are no shares of pairs: models that agree to more digits agree by chance."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +83,6 @@ class Audit:
     def subjects(self) -> Subjects:
         return Subjects.of(self.world, self.request, self.config.pool)
 
-    @cached_property
-    def gauge(self) -> Gauge:
-        return gauge_of(self.world, self.subjects)
-
     # The long part
 
     def missing(self) -> tuple[list[int], list[int]]:
@@ -145,172 +121,47 @@ class Audit:
 
     def judge(self) -> AuditRecord:
         """Measure everything, judge it, and keep it as `audit.json` beside the answer."""
-        attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
-        models = self.models
-        reads = {name: self.gauge.read(state, self.subjects.positions) for name, state in models.items()}
-        similar = {name: similarities(self.world, state, self.sets["forget"]) for name, state in models.items()}
-        attacked, attacks, strongest = self._attacks(attacker, reads)
-        relearning = self._relearning(models)
-        measures = (
-            *self._retrieval(models),
-            self._alignment(similar),
-            *attacked,
-            self._distribution(reads),
-            *(_came_back(taught, curves) for taught, curves in relearning.items()),
-        )
+        found = self.instruments.measure(self.stored.model(), self.retrained)
         record = AuditRecord(
             request=self.request,
             method=self.method.model_dump(mode="json"),
             model_sha256=sha256(self.stored.model_path),
             retrain_sha256=sha256(self.reference.model_path),
             settings=self.config.model_copy(update={"workers": None}),
-            verdict=Verdict(measures=measures, joint=self._joint(measures), level=self.config.level),
-            gallery=self._gallery(),
-            attack=strongest,
-            attacks=attacks,
-            relearning={taught: _shown(curves) for taught, curves in relearning.items()},
+            verdict=found.verdict,
+            gallery=self.instruments.gallery(),
+            attack=found.attack,
+            attacks=found.attacks,
+            relearning=found.relearning,
             similarities={
-                name: tuple(round(value, 5) for value in similar[name].tolist())
+                name: tuple(round(value, 5) for value in found.similar[name].tolist())
                 for name in ("trained", "unlearned", "retrain")
             },
             costs=self._costs(),
-            warnings=tuple(self._caveats(attacker, reads, measures)),
+            warnings=tuple(self._caveats(found)),
             not_tested=NOT_TESTED,
         )
         write_record(self.stored.audit_path, record)
         return record
 
     @cached_property
-    def models(self) -> dict[str, Params]:
-        """The trained, the unlearned and the retrained models, and some that keep a known share of the effect."""
-        trained, retrained = self.trained.final, self.reference.model()
-        return {
-            "trained": trained,
-            "unlearned": self.stored.model(),
-            "retrain": retrained,
-            **{
-                f"retrain-{order}": Params.load(self.plan.retrain_path(order))
-                for order in range(1, self.config.retrains + 1)
-            },
-            **{f"kept-{share}": retrained + share * (trained - retrained) for share in KEPT},
-        }
+    def instruments(self) -> Instruments:
+        attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
+        return Instruments(self.world, self.request, self.trained, self.subjects, attacker, self.config)
 
     @cached_property
-    def sets(self) -> dict[str, np.ndarray]:
-        """Forget, retained and test pairs, and the retained ones nearest to forget pairs."""
-        return {
-            **self._plain_sets,
-            "near": near_forget(self.nearest, self._plain_sets["forget"], self._plain_sets["retain"]),
-        }
-
-    @cached_property
-    def nearest(self) -> np.ndarray:
-        return nearest_forget(self.world.evaluator.activations, self._plain_sets["forget"], self._plain_sets["retain"])
-
-    @cached_property
-    def _plain_sets(self) -> dict[str, np.ndarray]:
-        return evaluation_sets(self.world, self.request)
-
-    def _retrieval(self, models: Mapping[str, Params]) -> list[Measure]:
-        """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
-        measures = []
-        found = {name: self._recalls(state) for name, state in models.items()}
-        for part in ("forget", "near", "retain", "test"):
-            for k in (1, 5, 10):
-                result = found["unlearned"][part]
-                interval = result[f"recall@{k}"]
-                note = f"[{interval.low:.1f}, {interval.high:.1f}]"
-                values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
-                name = f"{part}/recall@{k}"
-                measures.append(Measure.of(name, values, 100 / result.size, note, limits=(0, 100)))
-        return measures
-
-    def _gallery(self) -> Gallery:
-        """The size of every gallery, and what recall a random ranking of it would have."""
-        size = common_size(self.sets, self.run.config.gallery)
-        chance = chance_recall(size, len(self.world.evaluator.pairs.captions[0]))
-        return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()})
-
-    def _recalls(self, state: Params) -> dict[str, GalleryRecall]:
-        size = common_size(self.sets, self.run.config.gallery)
-        return recalls(
-            self.world.server.model,
-            state,
-            self.world.evaluator.activations,
-            self.sets,
-            size,
-            self.world.server.device,
-            draws=3,
-        )
-
-    def _joint(self, measures: tuple[Measure, ...]) -> JointTest | None:
-        """All measures together, judged by the retrained models; None where there are too few."""
-        if 1 + self.config.retrains < LEAST_RETRAINED:
-            return None
-        kept = [
-            (share, np.array([dict(measure.kept)[share] for measure in measures]))
-            for share in sorted(dict(measures[0].kept))
-        ]
-        return joint_test(
-            np.array([measure.value for measure in measures]),
-            np.array([measure.retrained for measure in measures]).T,
-            np.array([max(measure.resolution, LEAST_SPREAD) for measure in measures]),
-            [(0.0, np.array([measure.retrain for measure in measures])), *kept],
-            generator(self.run.config.seed, "joint"),
-            self.config.level,
-        )
-
-    def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
-        def residual(name: str, other: str) -> float:
-            return alignment_residual(similar[name], similar["trained"], similar[other])
-
-        note = "mean over the retrained models, of each of them over the others"
-        return Measure.of("rho", _from_others(residual, similar), 0, note, (0, np.inf), at_most=True)
-
-    def _attacks(
-        self, attacker: Attacker, reads: Mapping[str, Readings]
-    ) -> tuple[list[Measure], dict[str, dict[str, AttackRecord]], str]:
-        """Every attack on every model: its measures, its records, and the attack that the verdict goes by."""
-        found = attack_all(attacker, {name: self.subjects.split(read) for name, read in reads.items()}, self.config)
-        stayed = attack_retained(
-            self.world, self.subjects, self.gauge, self.models, self.trained.initial, reads, self.sets["retain"]
-        )
-        return [*found.measures, *stayed.measures], {**found.records, **stayed.records}, found.attack
-
-    def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
-        """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
-        members = int(self.subjects.candidates.member.sum())
-        forget = {name: read["log_odds"][:members] for name, read in reads.items()}
-        found = ks_distance(forget["unlearned"], forget["retrain"], generator(self.run.config.seed, "ks"))
-        first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
-        note = f"mean over the retrained models; to the first {first}, p {found.p_value:.2g} with n = {members}"
-        values = _from_others(lambda name, other: distance_between(forget[name], forget[other]), forget)
-        return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
-
-    def _relearning(self, models: Mapping[str, Params]) -> dict[str, dict[str, Curve]]:
-        """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models."""
-        rng = generator(self.run.config.seed, "relearn")
-        forget = rng.permutation(self.sets["forget"])
-        few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :][:MOST_WATCHED]
-        candidates = self.subjects.candidates
-        unseen = candidates.positions[~candidates.member][:MOST_WATCHED]
-        if len(watched) < 2:
-            return {}
-        names = [name for name in models if name != "trained"]
-        job = self.run.config.training.job(0, self.run.config.seed, self.run.config.model.temperature, "relearn")
-        found = {}
-        for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
-            states = [models[name] for name in names]
-            curves = relearn(self.gauge, states, models["trained"], positions, watched, unseen, job, rng)
-            found[taught] = dict(zip(names, curves, strict=True))
-        return found
+    def retrained(self) -> dict[str, Params]:
+        """Retraining that answers the request, and further ones in other orders of the data."""
+        orders = range(1, self.config.retrains + 1)
+        further = {f"retrain-{order}": Params.load(self.plan.retrain_path(order)) for order in orders}
+        return {"retrain": self.reference.model(), **further}
 
     def _costs(self) -> Costs:
         """What the answer and retraining cost, their ratios, and what retraining gives for a share of its cost."""
         ours, theirs = (stored.record().metrics for stored in (self.stored, self.reference))
         matched = {}
         for share in SHARES:
-            found = self._recalls(Params.load(self.plan.retrain_path(1, share)))
+            found = self.instruments.recalls_of(Params.load(self.plan.retrain_path(1, share)))
             matched[f"{share:.0%}"] = {part: result["recall@1"].mean for part, result in found.items()}
         return Costs(
             totals=prices(ours, theirs, training_flops(self.world)),
@@ -318,21 +169,20 @@ class Audit:
             compute_matched_retrain=matched,
         )
 
-    def _caveats(
-        self, attacker: Attacker, reads: Mapping[str, Readings], measures: tuple[Measure, ...]
-    ) -> Iterator[str]:
+    def _caveats(self, found: Measured) -> Iterator[str]:
         """What a careful reader must know before believing the numbers."""
-        candidates, odds = self.subjects.candidates, {name: read["log_odds"] for name, read in reads.items()}
+        candidates, attacker = self.subjects.candidates, self.instruments.attacker
         members, others = int(candidates.member.sum()), int((~candidates.member).sum())
         yield sample_caveat(candidates)
-        yield band_caveat(1 + self.config.retrains, measures)
+        yield band_caveat(len(self.retrained), found.measures)
         yield settings_caveat(self.method)
         shown = (stored.record().metrics["cost/pairs_trained"] for stored in (self.stored, self.reference))
         yield exposure_caveat(self._shown_in_training(), *shown)
         yield from threshold_caveats(self.config.fpr, len(attacker.nonmember_scores("lira-online/log_odds")), others)
-        scores = attacker.score("lira-online/log_odds", *self.subjects.split(reads["trained"]))
-        gap = float(np.abs(odds["trained"] - odds["retrain"])[:members].mean())
-        yield from pair_caveats(near_duplicates(self.nearest), gap, int(np.isnan(scores).sum()))
+        scores = attacker.score("lira-online/log_odds", *self.subjects.split(found.reads["trained"]))
+        held = {name: found.reads[name]["log_odds"][:members] for name in ("trained", "retrain")}
+        gap = float(np.abs(held["trained"] - held["retrain"]).mean())
+        yield from pair_caveats(near_duplicates(self.instruments.nearest), gap, int(np.isnan(scores).sum()))
 
     def _shown_in_training(self) -> int:
         """How often retained pairs were shown to the trained model, all showings together."""
@@ -340,31 +190,6 @@ class Audit:
         training = self.run.config.training
         columns = self.trained.history.columns(training.rounds)
         return training.local_epochs * sum(retained[client] for _, client in columns)
-
-
-def _came_back(taught: str, curves: Mapping[str, Curve]) -> Measure:
-    shares = {name: curve.share_back for name, curve in curves.items()}
-    return Measure.of(f"relearn/{taught}/share", shares, limits=(-np.inf, np.inf), at_most=True)
-
-
-def _shown(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    """What is kept of relearning for pictures: not the models that keep a planted share."""
-    return {name: curve for name, curve in curves.items() if not name.startswith("kept-")}
-
-
-def _from_others(distance: Callable[[str, str], float], names: Iterable[str]) -> dict[str, float]:
-    """How far each model lies from retrained ones on average, itself left out.
-
-    Models that keep a planted share come from the first retrained one, so that it is left out for them too.
-    """
-    names = list(names)
-    retrained = [name for name in names if name.startswith("retrain")]
-
-    def others(name: str) -> list[str]:
-        left_out = "retrain" if name.startswith("kept-") else name
-        return [other for other in retrained if other != left_out]
-
-    return {name: float(np.mean([distance(name, other) for other in others(name)])) for name in names}
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:

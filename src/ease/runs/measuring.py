@@ -1,0 +1,221 @@
+"""What an audit measures: every model of a request, retrained ones among them, with the same instruments."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from ease.audit.alignment import alignment_residual
+from ease.audit.attacks import Attacker, Readings
+from ease.audit.config import AuditConfig
+from ease.audit.distribution import distance_between, ks_distance
+from ease.audit.evaluate import common_size, recalls
+from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
+from ease.audit.nearest import near_forget, nearest_forget
+from ease.audit.relearn import Curve, relearn
+from ease.audit.retrieval import GalleryRecall, chance_recall
+from ease.audit.statistic import Gauge
+from ease.audit.verdict import Measure, Verdict
+from ease.methods.base import Trained
+from ease.params import Params
+from ease.requests.request import Request
+from ease.runs.attackers import Subjects, gauge_of
+from ease.runs.attacking import attack_all, attack_retained
+from ease.runs.evaluation import evaluation_sets, similarities
+from ease.runs.records import AttackRecord, Gallery
+from ease.runs.world import World
+from ease.seeding import generator
+
+KEPT = (0.1, 0.2, 0.4)
+"""Shares of the way from the retrained to the trained model at which a trace is planted, to see what would be found."""
+MOST_WATCHED = 200
+"""Pairs on each side of a relearning curve."""
+LEAST_SPREAD = 1e-3
+"""Of measures that are no shares of pairs: models that agree to more digits agree by chance."""
+
+Shown = TypeVar("Shown")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured, for the verdict and for pictures."""
+
+    measures: tuple[Measure, ...]
+    verdict: Verdict
+    attack: str
+    """The one that the verdict goes by."""
+    attacks: dict[str, dict[str, AttackRecord]]
+    relearning: dict[str, dict[str, Curve]]
+    similar: Mapping[str, Tensor]
+    reads: Mapping[str, Readings]
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """The pairs of a request and all that their traces are measured with."""
+
+    world: World
+    request: Request
+    trained: Trained
+    subjects: Subjects
+    attacker: Attacker
+    config: AuditConfig
+
+    def measure(self, answer: Params, retrained: Mapping[str, Params]) -> Measured:
+        """Measure an answer beside retrained models: "retrain", which all are compared with, "retrain-1", ..."""
+        trained, first = self.trained.final, retrained["retrain"]
+        kept = {f"kept-{share}": first + share * (trained - first) for share in KEPT}
+        models = {"trained": trained, "unlearned": answer, **retrained, **kept}
+        reads = {name: self.gauge.read(state, self.subjects.positions) for name, state in models.items()}
+        similar = {name: similarities(self.world, state, self.sets["forget"]) for name, state in models.items()}
+        found = attack_all(
+            self.attacker, {name: self.subjects.split(read) for name, read in reads.items()}, self.config
+        )
+        stayed = attack_retained(
+            self.world, self.subjects, self.gauge, models, self.trained.initial, reads, self.sets["retain"]
+        )
+        relearning = self._relearning(models)
+        measures = (
+            *self._retrieval(models),
+            self._alignment(similar),
+            *found.measures,
+            *stayed.measures,
+            self._distribution(reads),
+            *(_came_back(taught, curves) for taught, curves in relearning.items()),
+        )
+        verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)
+        attacks = {name: _shown(results) for name, results in {**found.records, **stayed.records}.items()}
+        relearned = {taught: _shown(curves) for taught, curves in relearning.items()}
+        return Measured(measures, verdict, found.attack, attacks, relearned, similar, reads)
+
+    @cached_property
+    def gauge(self) -> Gauge:
+        return gauge_of(self.world, self.subjects)
+
+    @cached_property
+    def sets(self) -> dict[str, np.ndarray]:
+        """Forget, retained and test pairs, and the retained ones nearest to forget pairs."""
+        return {
+            **self._plain_sets,
+            "near": near_forget(self.nearest, self._plain_sets["forget"], self._plain_sets["retain"]),
+        }
+
+    @cached_property
+    def nearest(self) -> np.ndarray:
+        return nearest_forget(self.world.evaluator.activations, self._plain_sets["forget"], self._plain_sets["retain"])
+
+    @cached_property
+    def _plain_sets(self) -> dict[str, np.ndarray]:
+        return evaluation_sets(self.world, self.request)
+
+    def gallery(self) -> Gallery:
+        """The size of every gallery, and what recall a random ranking of it would have."""
+        size = common_size(self.sets, self.world.config.gallery)
+        chance = chance_recall(size, len(self.world.evaluator.pairs.captions[0]))
+        return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()})
+
+    def recalls_of(self, state: Params) -> dict[str, GalleryRecall]:
+        size = common_size(self.sets, self.world.config.gallery)
+        return recalls(
+            self.world.server.model,
+            state,
+            self.world.evaluator.activations,
+            self.sets,
+            size,
+            self.world.server.device,
+            draws=3,
+        )
+
+    def _retrieval(self, models: Mapping[str, Params]) -> list[Measure]:
+        """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
+        measures = []
+        found = {name: self.recalls_of(state) for name, state in models.items()}
+        for part in ("forget", "near", "retain", "test"):
+            for k in (1, 5, 10):
+                result = found["unlearned"][part]
+                interval = result[f"recall@{k}"]
+                note = f"[{interval.low:.1f}, {interval.high:.1f}]"
+                values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
+                name = f"{part}/recall@{k}"
+                measures.append(Measure.of(name, values, 100 / result.size, note, limits=(0, 100)))
+        return measures
+
+    def _joint(self, measures: tuple[Measure, ...]) -> JointTest | None:
+        """All measures together, judged by the retrained models; None where there are too few."""
+        if len(measures[0].retrained) < LEAST_RETRAINED:
+            return None
+        kept = [
+            (share, np.array([dict(measure.kept)[share] for measure in measures]))
+            for share in sorted(dict(measures[0].kept))
+        ]
+        return joint_test(
+            np.array([measure.value for measure in measures]),
+            np.array([measure.retrained for measure in measures]).T,
+            np.array([max(measure.resolution, LEAST_SPREAD) for measure in measures]),
+            [(0.0, np.array([measure.retrain for measure in measures])), *kept],
+            generator(self.world.config.seed, "joint"),
+            self.config.level,
+        )
+
+    def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
+        def residual(name: str, other: str) -> float:
+            return alignment_residual(similar[name], similar["trained"], similar[other])
+
+        note = "mean over the retrained models, of each of them over the others"
+        return Measure.of("rho", _from_others(residual, similar), 0, note, (0, np.inf), at_most=True)
+
+    def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
+        """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
+        members = int(self.subjects.candidates.member.sum())
+        forget = {name: read["log_odds"][:members] for name, read in reads.items()}
+        found = ks_distance(forget["unlearned"], forget["retrain"], generator(self.world.config.seed, "ks"))
+        first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
+        note = f"mean over the retrained models; to the first {first}, p {found.p_value:.2g} with n = {members}"
+        values = _from_others(lambda name, other: distance_between(forget[name], forget[other]), forget)
+        return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
+
+    def _relearning(self, models: Mapping[str, Params]) -> dict[str, dict[str, Curve]]:
+        """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models."""
+        rng = generator(self.world.config.seed, "relearn")
+        forget = rng.permutation(self.sets["forget"])
+        few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :][:MOST_WATCHED]
+        candidates = self.subjects.candidates
+        unseen = candidates.positions[~candidates.member][:MOST_WATCHED]
+        if len(watched) < 2:
+            return {}
+        names = [name for name in models if name != "trained"]
+        job = self.world.config.training.job(0, self.world.config.seed, self.world.config.model.temperature, "relearn")
+        found = {}
+        for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
+            states = [models[name] for name in names]
+            curves = relearn(self.gauge, states, models["trained"], positions, watched, unseen, job, rng)
+            found[taught] = dict(zip(names, curves, strict=True))
+        return found
+
+
+def _came_back(taught: str, curves: Mapping[str, Curve]) -> Measure:
+    shares = {name: curve.share_back for name, curve in curves.items()}
+    return Measure.of(f"relearn/{taught}/share", shares, limits=(-np.inf, np.inf), at_most=True)
+
+
+def _shown(found: Mapping[str, Shown]) -> dict[str, Shown]:
+    """What is kept for pictures: not the models that keep a planted share."""
+    return {name: value for name, value in found.items() if not name.startswith("kept-")}
+
+
+def _from_others(distance: Callable[[str, str], float], names: Iterable[str]) -> dict[str, float]:
+    """How far each model lies from retrained ones on average, itself left out.
+
+    Models that keep a planted share come from the first retrained one, so that it is left out for them too.
+    """
+    names = list(names)
+    retrained = [name for name in names if name.startswith("retrain")]
+
+    def others(name: str) -> list[str]:
+        left_out = "retrain" if name.startswith("kept-") else name
+        return [other for other in retrained if other != left_out]
+
+    return {name: float(np.mean([distance(name, other) for other in others(name)])) for name in names}

@@ -356,22 +356,25 @@ def test_killed_at_random_moments_a_real_process_ends_with_the_same_bytes(world,
     ids.write_text("\n".join(samples(world).ids))
     names = ("whole", "killed", "killed often")
     folders = [shutil.copytree(run.folder, tmp_path / name) for name in names]
-    process = start(folders[0], ids)
-    begun = time.monotonic()
-    while not (folders[0] / "requests").exists() and process.poll() is None:
+
+    def answers(folder: Path) -> int:
+        return len(list(folder.glob("requests/*/*/journal/*")))
+
+    process, most = start(folders[0], ids), 0
+    while process.poll() is None:
+        most = max(most, answers(folders[0]))
         time.sleep(0.002)
-    first = time.monotonic() - begun
     _, complaint = process.communicate(timeout=120)
     assert (process.returncode, complaint) == (0, b"")
-    length = max(0.3, time.monotonic() - begun - first)
     moments, killed = random.Random(0), 0
     for folder, attempts in zip(folders[1:], (1, 3), strict=True):
         for _ in range(attempts):
+            # After some more answers, not after some time: a busy machine would be done before or not have begun.
+            until = answers(folder) + moments.randint(1, max(1, most // (2 * attempts)))
             process = start(folder, ids)
-            requests_seen = len(list(folder.glob("requests/*/*/journal/*")))
-            while process.poll() is None and len(list(folder.glob("requests/*/*/journal/*"))) <= requests_seen:
+            while process.poll() is None and answers(folder) < until:
                 time.sleep(0.002)
-            time.sleep(moments.uniform(0, length / attempts))
+            time.sleep(moments.uniform(0, 0.01))
             process.kill()
             process.communicate()
             killed += process.returncode == -signal.SIGKILL

@@ -44,7 +44,7 @@ from ease.runs.attackers import (
     remove_scratch,
     train_share,
 )
-from ease.runs.attacking import attack_all, attack_retained
+from ease.runs.attacking import attack_all, attack_canaries, attack_retained
 from ease.runs.costs import phase_seconds, prices, training_flops
 from ease.runs.evaluation import evaluation_sets, similarities
 from ease.runs.records import AttackRecord, AuditRecord, Costs, Gallery, read_record, write_record
@@ -259,7 +259,8 @@ class Audit:
         stayed = attack_retained(
             self.world, self.subjects, self.gauge, self.models, self.trained.initial, reads, self.sets["retain"]
         )
-        return [*found.measures, *stayed.measures], {**found.records, **stayed.records}, found.attack
+        planted = attack_canaries(self.world, self.request, self.gauge, self.models, self.trained.initial)
+        return [*found.measures, *stayed.measures, *planted], {**found.records, **stayed.records}, found.attack
 
     def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
         """KS distance of the forget pairs' log-odds to retrain's, against that between retrained models."""

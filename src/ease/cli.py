@@ -114,6 +114,9 @@ def forget(
         typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
     ] = None,
     samples: Annotated[Path | None, typer.Option(help="File with the ids of pairs, one a line.")] = None,
+    canaries: Annotated[
+        bool, typer.Option("--canaries", help="The canaries that were planted (data.canaries), wherever they are.")
+    ] = False,
     method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
     settings: Settings = None,
     quiet: Quiet = False,
@@ -129,7 +132,7 @@ def forget(
     from ease.methods import make_method
 
     unlearner = make_method(method, tuple(settings or ()))
-    _finish(forget_run(run, client or [], class_ or [], samples, unlearner, quiet or as_json), as_json)
+    _finish(forget_run(run, client or [], class_ or [], samples, unlearner, quiet or as_json, canaries), as_json)
 
 
 @app.command()

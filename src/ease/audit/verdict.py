@@ -24,6 +24,7 @@ TITLES = {
     "u-bavaria/tpr": "found by U-BaVarIA",
     "before-after/auc": "before and after AUC",
     "retained/auc": "retained pairs AUC",
+    "canaries/epsilon": "epsilon by canaries",
     "lira/auc": "strongest attack AUC",
     "lira/tpr": "found by the strongest",
     "u-lira/auc": "U-LiRA AUC",

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from ease.audit.alignment import alignment_residual
 from ease.commands.train import TrainSummary, tell_threads, train_run
 from ease.console import megabytes, rounds_bar, status, table, tell_left_out
+from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request
@@ -20,7 +21,7 @@ from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget, go_on
 from ease.runs.head import Release
 from ease.runs.records import AnswerRecord, SpectrumNotes
-from ease.runs.resolve import check_request, parse_request, request_id
+from ease.runs.resolve import check_request, parse_request, planted_ids, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.studies.scenarios import Scenario, scenario_config, scenario_request
@@ -143,14 +144,18 @@ def forget_run(
     samples: Path | Sequence[str] | None,
     method: Unlearner,
     quiet: bool,
+    canaries: bool = False,
 ) -> ForgetSummary:
-    """Answer a request on a finished run."""
+    """Answer a request on a finished run; `canaries` stands for the ids of all that were planted."""
     run = Run.load(folder)
     trained_of(run)  # refuses an unfinished training before the long work begins
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
-        request = parse_request(world.server, clients, classes, samples)
+        if canaries and samples:
+            raise UserError("--canaries stands for ids, as --samples does: give one of the two")
+        ids = planted_ids(world) if canaries else samples
+        request = parse_request(world.server, clients, classes, ids)
         if request in world.gone:  # answered once more, by another method: from where the first answer began
             world = open_world(run, request)
         check_request(world, request)

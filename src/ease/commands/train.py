@@ -147,7 +147,7 @@ def _summarise(run: Run, world: World) -> TrainSummary:
 def recall_sets(world: World, state: Params) -> dict[str, GalleryRecall]:
     """Recall on training pairs, on held-out pairs of the same clients and on test pairs."""
     sets = {
-        "seen": np.concatenate([shard.train for shard in world.shards]),
+        "seen": world.evaluator.data(np.concatenate([shard.train for shard in world.shards])),
         "unseen": np.concatenate([shard.validation for shard in world.shards]),
         "test": world.evaluator.test,
     }

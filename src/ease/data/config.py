@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ease.config import Config
 from ease.data.pairs import PairSet
@@ -39,10 +39,17 @@ class DataConfig(Config):
     """Generated pairs of no client, for choosing settings."""
     test: int = Field(1000, ge=4)
     """Generated test pairs."""
+    canaries: int = Field(0, ge=0)
+    """Validation pairs that are mismatched and planted by a coin each, to measure what training gives away."""
     strict: bool = False
     """Stop at unreadable images instead of leaving them out."""
     follow_links: bool = False
     """Read images outside the image folder where links in it lead to them."""
+
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without canaries a run is what it was before there were any, to the byte."""
+        return {name: value for name, value in dump(self).items() if name != "canaries" or value}
 
     @model_validator(mode="after")
     def _needs_path(self) -> "DataConfig":

@@ -20,10 +20,11 @@ from ease.audit.shadows import (
     unlearn_shadow,
 )
 from ease.audit.statistic import STATISTICS, Gauge
+from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.methods.base import Order, Trained, Unlearner
 from ease.params import Params
-from ease.requests.request import Request, without
+from ease.requests.request import Request, forget_mask, without
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets
@@ -91,10 +92,11 @@ class Subjects:
     @classmethod
     def of(cls, world: World, request: Request, pool: int) -> "Subjects":
         """Split the pairs of no client into the pool, the matched non-members and the rest."""
-        named, there = len(named_ids(world.server.membership, request)), evaluation_sets(world, request)["forget"]
-        if len(there) < named:
+        named = len(named_ids(world.server.membership, request))
+        there = sum(int(forget_mask(request, shard).sum()) for shard in world.evaluator.shards)
+        if there < named:
             raise UserError(
-                f"{named - len(there)} of the {named} photographs of this request have vanished: what a model holds of "
+                f"{named - there} of the {named} photographs of this request have vanished: what a model holds of "
                 "them cannot be measured any more; audit a request before its data are deleted"
             )
         spare = np.concatenate([world.evaluator.spare, world.evaluator.test])
@@ -105,11 +107,12 @@ class Subjects:
             )
         order = generator(world.config.seed, "audit pool").permutation(spare)
         rest = np.sort(order[pool:])
+        shards, others = _comparable(world, request, rest)
         candidates = choose_candidates(
-            world.shards,
+            shards,
             request,
-            rest,
-            world.evaluator.classes_of(rest),
+            others,
+            world.evaluator.classes_of(others),
             world.evaluator.pairs.ids,
             world.config.seed,
         )
@@ -123,6 +126,17 @@ class Subjects:
         """Readings of the candidates, and of the population."""
         count = len(self.candidates)
         return {k: v[:count] for k, v in read.items()}, {k: v[count:] for k, v in read.items()}
+
+
+def _comparable(world: World, request: Request, unseen: np.ndarray) -> tuple[Sequence[Shard], np.ndarray]:
+    """Whose membership can be tested, and the pairs of no client to compare with: data with data, canaries with
+    canaries, since a mismatched pair is told from others at a glance."""
+    canaries = world.evaluator.canaries
+    if not len(canaries):
+        return world.shards, unseen
+    if np.isin(evaluation_sets(world, request)["forget"], canaries).all():
+        return world.shards, np.setdiff1d(canaries, np.concatenate([shard.train for shard in world.evaluator.shards]))
+    return [shard.keep(~np.isin(shard.train, canaries)) for shard in world.shards], unseen
 
 
 def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> Plan:

@@ -7,17 +7,23 @@ import numpy as np
 
 from ease.audit.attacks import Attacker, AttackResult, Readings
 from ease.audit.config import AuditConfig
+from ease.audit.epsilon import guess, lower_bound
 from ease.audit.membership import auc, leakage, roc
 from ease.audit.retained import beyond_unseen
 from ease.audit.shadows import match_classes
 from ease.audit.statistic import Gauge
 from ease.audit.verdict import Measure
+from ease.data.canaries import toss
 from ease.params import Params
+from ease.requests.request import ClassRequest, ClientRequest, Request
 from ease.runs.attackers import Subjects
 from ease.runs.records import AttackRecord, RocPoints
+from ease.runs.resolve import planted_ids
 from ease.runs.world import World
 from ease.seeding import generator
 
+FEWEST_CANARIES = 16
+"""With fewer, even guesses that are all right show little."""
 MOST_RETAINED = 500
 """Retained pairs that are attacked."""
 Judged = Mapping[str, AttackResult]
@@ -92,6 +98,7 @@ def attack_retained(
     """Whether retained pairs can be told from unseen ones of the same classes, under each model."""
     chosen = generator(world.config.seed, "retained").permutation(retained)[:MOST_RETAINED]
     never = ~np.pad(subjects.candidates.member, (0, len(subjects.population)))
+    never &= ~np.isin(subjects.positions, world.evaluator.canaries)
     unseen = subjects.positions[never]
     like = match_classes(world.evaluator.classes_of(chosen), world.evaluator.classes_of(unseen))
     if min(len(chosen), len(like)) < 2:
@@ -107,6 +114,36 @@ def attack_retained(
     note = f"{len(chosen)} retained pairs against {len(like)} unseen ones of their classes"
     measure = _auc_measure("retained/auc", judged, 1 / len(chosen), note)
     return Stayed([measure], {"retained": {name: _record(found, member) for name, found in judged.items()}})
+
+
+def attack_canaries(
+    world: World, request: Request, gauge: Gauge, models: Mapping[str, Params], start: Params
+) -> list[Measure]:
+    """The least epsilon that guesses about canaries leave, of those that the request concerns.
+
+    A canary that was kept out is concerned if the request would have named it had its coin fallen otherwise, so that
+    which ones are looked at says nothing about who was in.
+    """
+    seen = world.evaluator
+    if len(seen.canaries) < FEWEST_CANARIES:
+        return []
+    ids = [seen.pairs.ids[each] for each in seen.canaries]
+    drawn = toss(ids, [shard.client for shard in seen.shards], world.config.seed)
+    if isinstance(request, ClientRequest):
+        concerned = np.isin(drawn.home, request.clients)
+    elif isinstance(request, ClassRequest):
+        concerned = np.isin(seen.classes_of(seen.canaries), request.classes)
+    else:
+        concerned = np.full(len(ids), set(planted_ids(world)) <= set(request.ids))
+    if concerned.sum() < FEWEST_CANARIES:
+        return []
+    chosen = seen.canaries[concerned]
+    inside, at_start = drawn.heads[concerned], gauge.read(start, chosen)["log_odds"]
+    guesses = {name: guess(gauge.read(state, chosen)["log_odds"] - at_start, inside) for name, state in models.items()}
+    ours, made = guesses["unlearned"], guesses["unlearned"].made
+    one = lower_bound(made // 2 + 1, made) - lower_bound(made // 2, made)
+    note = f"{ours.right} of {made} guesses right about {len(chosen)} canaries; at least this, with 95 % confidence"
+    return [Measure.of("canaries/epsilon", {name: each.epsilon for name, each in guesses.items()}, one, note)]
 
 
 def _auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:

@@ -14,13 +14,15 @@ def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
     """Positions of forget, retained and test pairs. For a class request, test pairs of that class are left out.
 
     Forget pairs are those the request names, closed or not; retained ones are what the clients hold beside them.
+    Canaries are no data and count nowhere, but in a request that names nothing else.
     """
-    seen, test = world.evaluator.shards, world.evaluator.test
+    seen, test, data = world.evaluator.shards, world.evaluator.test, world.evaluator.data
     if isinstance(request, ClassRequest):
         test = test[~np.isin(world.evaluator.classes_of(test), request.classes)]
+    named = np.concatenate([shard.train[forget_mask(request, shard)] for shard in seen])
     return {
-        "forget": np.concatenate([shard.train[forget_mask(request, shard)] for shard in seen]),
-        "retain": np.concatenate([shard.train[~forget_mask(request, shard)] for shard in world.shards]),
+        "forget": data(named) if len(data(named)) else named,
+        "retain": data(np.concatenate([shard.train[~forget_mask(request, shard)] for shard in world.shards])),
         "test": test,
     }
 

@@ -123,7 +123,7 @@ def parse_request(
 ) -> Request:
     """The request the options name: exactly one kind of thing is forgotten at a time."""
     if sum(map(bool, (clients, classes, samples))) != 1:
-        raise UserError("name what to forget with one of --client, --class or --samples")
+        raise UserError("name what to forget with one of --client, --class, --samples or --canaries")
     if clients:
         return ClientRequest(clients=find_clients(server.membership, clients))
     if classes:
@@ -132,6 +132,15 @@ def parse_request(
     assert samples is not None  # counted above
     ids = read_ids(samples) if isinstance(samples, Path) else set(samples)
     return SampleRequest(ids=tuple(sorted(ids)))
+
+
+def planted_ids(world: World) -> list[str]:
+    """The ids of all canaries that some client trained on."""
+    canaries = {world.evaluator.pairs.ids[position] for position in world.evaluator.canaries}
+    found = [each for holding in world.server.membership.clients for each in holding.train_ids if each in canaries]
+    if not found:
+        raise UserError("--canaries: none was planted in this run; train one with --set data.canaries=200")
+    return found
 
 
 def read_ids(path: Path) -> set[str]:

@@ -276,7 +276,7 @@ def _difference(old: RunConfig, new: RunConfig) -> str:
             if value != other:
                 return f"{section} is {value!r} there and {other!r} here"
             continue
-        for key in value:
-            if value[key] != other[key] and key != "rounds":
-                return f"{section}.{key} is {value[key]!r} there and {other[key]!r} here"
+        for key in {**value, **other}:
+            if value.get(key) != other.get(key) and key != "rounds":
+                return f"{section}.{key} is {value.get(key)!r} there and {other.get(key)!r} here"
     return "same settings, other version"

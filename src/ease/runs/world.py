@@ -2,12 +2,13 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ease.data import canaries
 from ease.data.config import check_splits, load_pairs
 from ease.data.dealing import deal
 from ease.data.features import Activations, cached_activations
@@ -58,8 +59,16 @@ class Evaluator:
 
     def classes_of(self, positions: np.ndarray) -> np.ndarray:
         """Nearest pseudo-class of any pairs [pairs]."""
-        joint = joint_embedding(self.activations.pooled_image[positions], self.activations.pooled_text[positions])
-        return ((joint[:, None] - self.centroids[None]) ** 2).sum(-1).argmin(1)
+        return nearest_classes(self.activations, self.centroids, positions)
+
+    @cached_property
+    def canaries(self) -> np.ndarray:
+        """Positions of the canaries, planted or kept out; of none of the other kinds of pairs."""
+        return self.pairs.indices(canaries.SPLIT)
+
+    def data(self, positions: np.ndarray) -> np.ndarray:
+        """Those of some pairs that are data, not canaries."""
+        return positions[~np.isin(positions, self.canaries)]
 
 
 @dataclass(frozen=True)
@@ -89,12 +98,14 @@ class World:
         pairs = load_pairs(
             config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites", forgotten
         )
+        pairs = canaries.with_canaries(pairs, config.data.canaries, config.seed)
         check_splits(pairs, config.data)
         first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
         activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
         model = DualEncoder(backbone, config.model, config.seed).to(device)
         if known is None:
             shards, centroids = deal(config.partition, pairs, activations, config.data.seed, config.seed)
+            shards = canaries.plant(shards, pairs, partial(nearest_classes, activations, centroids), config.seed)
             membership = membership_of(pairs, shards)
         else:
             membership, centroids = known
@@ -127,3 +138,9 @@ class World:
         """The clients, each with its own pairs alone, behind the engine of the configuration."""
         shards, activations = self.shards, self.evaluator.activations
         return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device, self.disks)
+
+
+def nearest_classes(activations: Activations, centroids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The pseudo-class of the nearest centre, for each of some pairs."""
+    joint = joint_embedding(activations.pooled_image[positions], activations.pooled_text[positions])
+    return ((joint[:, None] - centroids[None]) ** 2).sum(-1).argmin(1)

@@ -1,0 +1,47 @@
+"""How private a training was at most: a lower bound on epsilon from guesses about canaries, in one run."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import beta
+
+from ease.audit.membership import CONFIDENCE
+
+GUESSED_SHARE = 0.5
+"""Of the canaries are guessed, half of these as in and half as out; of the rest an auditor says nothing."""
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """How often an auditor was right."""
+
+    right: int
+    made: int
+
+    @property
+    def epsilon(self) -> float:
+        """The training is not epsilon-differentially private for any smaller epsilon, with 95 % confidence."""
+        return max(0.0, lower_bound(self.right, self.made))
+
+
+def guess(scores: np.ndarray, inside: np.ndarray) -> Guesses:
+    """Call the canaries of the highest scores [n] in and those of the lowest out, and count by bool [n] who was in."""
+    count = int(GUESSED_SHARE * len(scores) / 2)
+    order = np.argsort(scores, kind="stable")
+    right = int(inside[order[len(order) - count :]].sum()) + int((~inside[order[:count]]).sum())
+    return Guesses(right, 2 * count)
+
+
+def lower_bound(right: int, made: int) -> float:
+    """Of epsilon, below 0 where guesses were no better than a coin.
+
+    Steinke, Nasr and Jagielski (2023): when each canary was in or out by a fair coin and the training is
+    epsilon-differentially private, the number of right guesses is at most that of as many tosses of a coin that shows
+    heads with e^epsilon / (1 + e^epsilon), however the guesses depend on each other. Clopper and Pearson's limit of
+    that share gives epsilon.
+    """
+    if right == 0:
+        return -math.inf
+    share = float(beta.ppf(1 - CONFIDENCE, right, made - right + 1))
+    return math.log(share / (1 - share))

@@ -61,7 +61,7 @@ def judge(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
             models |= {f"keeps {share:+.0%}": fresh[0] + share * (trained - fresh[0]) for share in KEPT}
         for model, state in models.items():
             began = time.perf_counter()
-            verdict = audit.instruments.measure(state, audit.retrained).verdict
+            verdict = audit.instruments.measure(state).verdict
             joint = verdict.joint
             assert joint is not None
             yield {

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import expit, logit
-from scipy.stats import binomtest, norm, rankdata
+from scipy.special import betaincinv, expit, logit
+from scipy.stats import norm, rankdata
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -267,8 +267,10 @@ def proportion(hits: int, count: int) -> Estimate:
     """A share with its exact (Clopper-Pearson) interval."""
     if count < 1:
         raise UserError("a share of no pairs at all is not defined")
-    ends = binomtest(hits, count).proportion_ci(CONFIDENCE, method="exact")
-    return Estimate(hits / count, float(ends.low), float(ends.high))
+    tail = (1 - CONFIDENCE) / 2
+    low = betaincinv(hits, count - hits + 1, tail) if hits else 0.0
+    high = betaincinv(hits + 1, count - hits, 1 - tail) if hits < count else 1.0
+    return Estimate(hits / count, float(low), float(high))
 
 
 def signal_of(before: Estimate) -> Signal:

@@ -12,7 +12,7 @@ from ease.federation.protocol import LocalJob
 from ease.federation.together import LocalTraining, train_together
 from ease.params import Params
 
-CHECKPOINTS = (2, 8, 32, 64)
+CHECKPOINTS = (8, 64)
 """Steps after which the margin is measured."""
 
 

@@ -86,17 +86,24 @@ def attack_all(attacker: Attacker, targets: Mapping[str, tuple[Readings, Reading
     return Attacked(measures, records, attack)
 
 
+def some_retained(world: World, retained: np.ndarray) -> np.ndarray:
+    """The retained pairs that are attacked."""
+    return generator(world.config.seed, "retained").permutation(retained)[:MOST_RETAINED]
+
+
 def attack_retained(
     world: World,
     subjects: Subjects,
     gauge: Gauge,
-    models: Mapping[str, Params],
     start: Params,
     reads: Mapping[str, Readings],
-    retained: np.ndarray,
+    chosen: np.ndarray,
+    held: Mapping[str, np.ndarray],
 ) -> Stayed:
-    """Whether retained pairs can be told from unseen ones of the same classes, under each model."""
-    chosen = generator(world.config.seed, "retained").permutation(retained)[:MOST_RETAINED]
+    """Whether retained pairs can be told from unseen ones of the same classes, under each model.
+
+    `reads` are of the subjects and `held` the log-odds of the `chosen` retained pairs.
+    """
     never = ~np.pad(subjects.candidates.member, (0, len(subjects.population)))
     never &= ~np.isin(subjects.positions, world.evaluator.canaries)
     unseen = subjects.positions[never]
@@ -106,9 +113,9 @@ def attack_retained(
     at_start = [gauge.read(start, positions)["log_odds"] for positions in (chosen, unseen)]
     member = np.arange(len(chosen) + len(like)) < len(chosen)
     judged = {}
-    for name, state in models.items():
-        held, others = gauge.read(state, chosen)["log_odds"], reads[name]["log_odds"][never]
-        above, above_others = beyond_unseen(held, at_start[0], others, at_start[1])
+    for name, read in reads.items():
+        others = read["log_odds"][never]
+        above, above_others = beyond_unseen(held[name], at_start[0], others, at_start[1])
         scores = np.concatenate([above, above_others[like]])
         judged[name] = AttackResult(auc(above, above_others[like]), None, 0, scores)
     note = f"{len(chosen)} retained pairs against {len(like)} unseen ones of their classes"
@@ -143,7 +150,8 @@ def attack_canaries(
     ours, made = guesses["unlearned"], guesses["unlearned"].made
     one = lower_bound(made // 2 + 1, made) - lower_bound(made // 2, made)
     note = f"{ours.right} of {made} guesses right about {len(chosen)} canaries; at least this, with 95 % confidence"
-    return [Measure.of("canaries/epsilon", {name: each.epsilon for name, each in guesses.items()}, one, note)]
+    epsilons = {name: each.epsilon for name, each in guesses.items()}
+    return [Measure.of("canaries/epsilon", epsilons, one, note, limits=(0, np.inf))]
 
 
 def _auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:

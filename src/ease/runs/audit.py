@@ -121,7 +121,7 @@ class Audit:
 
     def judge(self) -> AuditRecord:
         """Measure everything, judge it, and keep it as `audit.json` beside the answer."""
-        found = self.instruments.measure(self.stored.model(), self.retrained)
+        found = self.instruments.measure(self.stored.model())
         record = AuditRecord(
             request=self.request,
             method=self.method.model_dump(mode="json"),
@@ -147,7 +147,7 @@ class Audit:
     @cached_property
     def instruments(self) -> Instruments:
         attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
-        return Instruments(self.world, self.request, self.trained, self.subjects, attacker, self.config)
+        return Instruments(self.world, self.request, self.trained, self.retrained, self.subjects, attacker, self.config)
 
     @cached_property
     def retrained(self) -> dict[str, Params]:

@@ -23,7 +23,7 @@ from ease.methods.base import Trained
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.attackers import Subjects, gauge_of
-from ease.runs.attacking import attack_all, attack_retained
+from ease.runs.attacking import attack_all, attack_canaries, attack_retained, some_retained
 from ease.runs.evaluation import evaluation_sets, similarities
 from ease.runs.records import AttackRecord, Gallery
 from ease.runs.world import World
@@ -54,42 +54,89 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Look:
+    """All that is read off one model."""
+
+    read: Readings
+    """Of the subjects."""
+    retained: np.ndarray
+    """Log-odds of some retained pairs."""
+    similar: Tensor
+    recalls: Mapping[str, GalleryRecall]
+    curves: Mapping[str, Curve]
+    """What brings the forgotten back -> how fast."""
+
+
+@dataclass(frozen=True)
 class Instruments:
-    """The pairs of a request and all that their traces are measured with."""
+    """The pairs of a request, retrained models, and all that traces are measured with."""
 
     world: World
     request: Request
     trained: Trained
+    retrained: Mapping[str, Params]
+    """"retrain", the one that answers the request, "retrain-1", ..."""
     subjects: Subjects
     attacker: Attacker
     config: AuditConfig
 
-    def measure(self, answer: Params, retrained: Mapping[str, Params]) -> Measured:
-        """Measure an answer beside retrained models: "retrain", which all are compared with, "retrain-1", ..."""
-        trained, first = self.trained.final, retrained["retrain"]
-        kept = {f"kept-{share}": first + share * (trained - first) for share in KEPT}
-        models = {"trained": trained, "unlearned": answer, **retrained, **kept}
-        reads = {name: self.gauge.read(state, self.subjects.positions) for name, state in models.items()}
-        similar = {name: similarities(self.world, state, self.sets["forget"]) for name, state in models.items()}
+    def measure(self, answer: Params) -> Measured:
+        """Measure an answer beside the trained, the retrained and the planted models."""
+        looks = {**self._known, "unlearned": self._look({"unlearned": answer})["unlearned"]}
+        models = {**self._models, "unlearned": answer}
+        reads = {name: look.read for name, look in looks.items()}
+        similar = {name: look.similar for name, look in looks.items()}
+        held = {name: look.retained for name, look in looks.items()}
         found = attack_all(
             self.attacker, {name: self.subjects.split(read) for name, read in reads.items()}, self.config
         )
-        stayed = attack_retained(
-            self.world, self.subjects, self.gauge, models, self.trained.initial, reads, self.sets["retain"]
-        )
-        relearning = self._relearning(models)
+        start, gauge = self.trained.initial, self.gauge
+        stayed = attack_retained(self.world, self.subjects, gauge, start, reads, self._retained, held)
         measures = (
-            *self._retrieval(models),
+            *self._retrieval({name: look.recalls for name, look in looks.items()}),
             self._alignment(similar),
             *found.measures,
             *stayed.measures,
+            *attack_canaries(self.world, self.request, gauge, models, start),
             self._distribution(reads),
-            *(_came_back(taught, curves) for taught, curves in relearning.items()),
+            *(_came_back(taught, looks) for taught in looks["unlearned"].curves),
         )
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)
         attacks = {name: _shown(results) for name, results in {**found.records, **stayed.records}.items()}
-        relearned = {taught: _shown(curves) for taught, curves in relearning.items()}
-        return Measured(measures, verdict, found.attack, attacks, relearned, similar, reads)
+        relearning = {
+            taught: {name: look.curves[taught] for name, look in _shown(looks).items() if look.curves}
+            for taught in looks["unlearned"].curves
+        }
+        return Measured(measures, verdict, found.attack, attacks, relearning, similar, reads)
+
+    @cached_property
+    def _models(self) -> dict[str, Params]:
+        """All that an answer is compared with; some keep a known share of the way to the trained model."""
+        trained, first = self.trained.final, self.retrained["retrain"]
+        kept = {f"kept-{share}": first + share * (trained - first) for share in KEPT}
+        return {"trained": trained, **self.retrained, **kept}
+
+    @cached_property
+    def _known(self) -> dict[str, Look]:
+        """Looked at once, however many answers are measured."""
+        return self._look(self._models)
+
+    def _look(self, models: Mapping[str, Params]) -> dict[str, Look]:
+        curves = self._relearning({name: state for name, state in models.items() if name != "trained"})
+        return {
+            name: Look(
+                self.gauge.read(state, self.subjects.positions),
+                self.gauge.read(state, self._retained)["log_odds"],
+                similarities(self.world, state, self.sets["forget"]),
+                self.recalls_of(state),
+                {taught: found[name] for taught, found in curves.items() if name in found},
+            )
+            for name, state in models.items()
+        }
+
+    @cached_property
+    def _retained(self) -> np.ndarray:
+        return some_retained(self.world, self.sets["retain"])
 
     @cached_property
     def gauge(self) -> Gauge:
@@ -129,10 +176,9 @@ class Instruments:
             draws=3,
         )
 
-    def _retrieval(self, models: Mapping[str, Params]) -> list[Measure]:
+    def _retrieval(self, found: Mapping[str, Mapping[str, GalleryRecall]]) -> list[Measure]:
         """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
         measures = []
-        found = {name: self.recalls_of(state) for name, state in models.items()}
         for part in ("forget", "near", "retain", "test"):
             for k in (1, 5, 10):
                 result = found["unlearned"][part]
@@ -186,18 +232,17 @@ class Instruments:
         unseen = candidates.positions[~candidates.member][:MOST_WATCHED]
         if len(watched) < 2:
             return {}
-        names = [name for name in models if name != "trained"]
         job = self.world.config.training.job(0, self.world.config.seed, self.world.config.model.temperature, "relearn")
         found = {}
         for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
-            states = [models[name] for name in names]
-            curves = relearn(self.gauge, states, models["trained"], positions, watched, unseen, job, rng)
-            found[taught] = dict(zip(names, curves, strict=True))
+            states, trained = list(models.values()), self.trained.final
+            curves = relearn(self.gauge, states, trained, positions, watched, unseen, job, rng)
+            found[taught] = dict(zip(models, curves, strict=True))
         return found
 
 
-def _came_back(taught: str, curves: Mapping[str, Curve]) -> Measure:
-    shares = {name: curve.share_back for name, curve in curves.items()}
+def _came_back(taught: str, looks: Mapping[str, Look]) -> Measure:
+    shares = {name: look.curves[taught].share_back for name, look in looks.items() if look.curves}
     return Measure.of(f"relearn/{taught}/share", shares, limits=(-np.inf, np.inf), at_most=True)
 
 

@@ -86,19 +86,12 @@ class Audit:
     # The long part
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Shadows and retraining orders that are not stored yet."""
-        shadows = [n for n in range(self.config.shadows) if not self.plan.shadow_path(n).is_file()]
-        orders = [
-            n
-            for n in range(1, self.config.retrains + 1)
-            if not all(self.plan.retrain_path(n, share).is_file() for share in (*SHARES, 1.0))
-        ]
-        return shadows, orders
+        """Shadows of which something is not stored yet, and retraining orders."""
+        return self.plan.missing_shadows(self.config.shadows), self.plan.missing_orders(self.config.retrains)
 
     def ticks_left(self) -> int:
-        """How many ticks `shadows` will give: one for each round of each missing model, and one for each unlearning."""
-        shadows, orders = self.missing()
-        return (len(shadows) + len(orders)) * self.run.config.training.rounds + len(shadows)
+        """How many ticks `shadows` will give."""
+        return self.plan.ticks(*self.missing())
 
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""

@@ -7,8 +7,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 from ease.audit.config import AuditConfig
+from ease.audit.membership import Estimate
 from ease.audit.verdict import Measure, Reason
-from ease.commands.audit import AuditSummary, audit_run
+from ease.commands.audit import AuditSummary, QuickSummary, audit_run, quick_run
 from ease.commands.forget import ForgetSummary, forget_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import assign, read_toml, validate
@@ -91,6 +92,10 @@ class Answer(_Shows):
     def metrics(self) -> dict[str, float]:
         return self.summary.record.metrics
 
+    def check(self, *, quiet: bool = False) -> "Check":
+        """A quick look: are the forget pairs held like unseen ones? Takes seconds, and is no verdict."""
+        return Check(quick_run(self.run, self.name, quiet))
+
     def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
         """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`.
 
@@ -98,6 +103,27 @@ class Answer(_Shows):
         """
         config = validate(AuditConfig, {"workers": 1, **settings}, "audit")
         return Verdict(audit_run(self.run, self.name, config, retrain, quiet))
+
+
+@dataclass(frozen=True, repr=False)
+class Check(_Shows):
+    """What a quick look found: no verdict."""
+
+    summary: QuickSummary = field(compare=False)
+
+    @property
+    def found(self) -> bool:
+        """Whether forget pairs can be told from unseen ones, be they held more or less."""
+        return self.summary.check.found
+
+    @property
+    def words(self) -> str:
+        return self.summary.check.words
+
+    @property
+    def gap(self) -> Estimate:
+        """How far forget pairs stand above held-out ones like them, in log-odds."""
+        return self.summary.check.after.gap
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +152,11 @@ class Verdict(_Shows):
     def words(self) -> str:
         """The verdict in one sentence, as the command and the page say it."""
         return self.summary.record.verdict.words
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """Commands to go on with where it did not pass, and their expected costs."""
+        return self.summary.next_steps
 
     @property
     def measures(self) -> tuple[Measure, ...]:

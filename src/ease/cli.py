@@ -166,21 +166,36 @@ def audit(
     pool: Annotated[int, typer.Option(min=16, help="Unseen pairs that every statistic is measured against.")] = 512,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that train shadows.")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Run the retraining first if it is missing.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only ask the clients how strongly forget pairs are held: no verdict.")
+    ] = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 0: passed, 1: not passed, 3: cannot tell (2: an error).")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Is it really forgotten? Recall, alignment, membership attacks, relearning and cost, all beside retraining.
 
-    Example: `ease audit runs/first --request client-3 --retrain`
+    Examples: `ease audit runs/first --request client-3 --retrain`, `ease audit runs/first --request client-3 --quick`
     """
     from ease.audit.config import AuditConfig
-    from ease.commands.audit import audit_run
+    from ease.commands.audit import audit_run, quick_run
     from ease.config import validate
+
+    if quick:
+        if exit_code or retrain:
+            raise UserError("--quick gives no verdict and compares with no retraining: leave --exit-code and --retrain")
+        _finish(quick_run(run, request, quiet or as_json), as_json)
+        return
 
     values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers, "attack": attack}
     config = validate(AuditConfig, values, "ease audit")
-    _finish(audit_run(run, request, config, retrain, quiet or as_json), as_json)
+    summary = audit_run(run, request, config, retrain, quiet or as_json)
+    _finish(summary, as_json)
+    if exit_code:
+        raise typer.Exit(summary.exit_code)
 
 
 @app.command()

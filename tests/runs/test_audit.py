@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 import ease.runs.attackers
 from ease.audit.config import AuditConfig
+from ease.audit.shadows import train_federations
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
@@ -21,6 +23,7 @@ from ease.runs.attackers import (
     SHARES,
     Plan,
     Subjects,
+    attacker_of,
     make_shadows,
     plan_of,
     quick_attackers,
@@ -108,9 +111,6 @@ def test_whatever_decides_a_shadow_decides_its_key(learnt) -> None:
     plans = [
         plan(learnt),
         plan(learnt, request=ClientRequest(clients=(2,))),
-        plan(learnt, method=make_method("finetune")),
-        plan(learnt, method=make_method("ease", ("lock_strength=0.5",))),
-        plan(learnt, pool=17),
         plan(learnt, gone=(ClientRequest(clients=(2,)),)),
         plan(learnt, start_sha256="other"),
         plan(learnt, data="other"),
@@ -119,6 +119,74 @@ def test_whatever_decides_a_shadow_decides_its_key(learnt) -> None:
     ]
     assert len({each.key for each in plans}) == len(plans)
     assert plan(learnt).key == plan(learnt).key
+
+
+def test_methods_share_retrainings_and_trained_shadows_and_nothing_that_was_unlearned(learnt) -> None:
+    ours, other = plan(learnt), plan(learnt, pool=17)
+    methods = [plan(learnt, method=make_method(*each)) for each in (("finetune",), ("ease", ("lock_strength=0.5",)))]
+    for each in methods:
+        assert each.retrain_path(1) == ours.retrain_path(1)
+        assert (each.shadow_path(0), each.state_path(0)) == (ours.shadow_path(0), ours.state_path(0))
+    assert len({each.unlearned_path(0) for each in (ours, other, *methods)}) == 4
+    assert other.retrain_path(1) == ours.retrain_path(1) and other.shadow_path(0) != ours.shadow_path(0)
+
+
+def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file, by its content and the time it was written."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+def test_another_method_trains_no_retraining_again_and_more_shadows_keep_those_there(
+    learnt, tmp_path: Path, monkeypatch
+) -> None:
+    training = learnt.world.config.training.model_copy(update={"rounds": 2, "local_epochs": 1})
+    config = learnt.world.config.model_copy(update={"training": training})
+    world = replace(learnt.world, server=replace(learnt.world.server, config=config))
+    streams: list[list[str]] = []
+
+    def spy(*arguments: Any) -> Any:
+        streams.append(list(arguments[4]))
+        yield from train_federations(*arguments)
+
+    monkeypatch.setattr(ease.runs.attackers, "train_federations", spy)
+
+    def make(method: str, shadows: int, retrains: int) -> int:
+        """Ticks, as many as were promised."""
+        planned = plan(learnt, config=config, folder=tmp_path, method=make_method(method))
+        missing = planned.missing_shadows(shadows), planned.missing_orders(retrains)
+        promised = planned.ticks(*missing)
+        subjects = Subjects.of(world, planned.request, planned.pool)
+        assert sum(make_shadows(planned, world, subjects, *missing)) == promised
+        assert not planned.missing_shadows(shadows) and not planned.missing_orders(retrains)
+        assert attacker_of(planned, subjects, shadows, 0.1).included.shape[1] == shadows
+        return promised
+
+    assert make("finetune", 4, 1) == 5 * 2 + 4
+    assert streams.pop() == ["shadow-0", "shadow-1", "shadow-2", "shadow-3", "retrain-1"]
+    before = files(tmp_path)
+    assert make("grad_ascent", 4, 1) == 4 and not streams, "one that reads no history trains nothing"
+    assert make("rollback", 4, 1) == 4 * 2 + 4
+    assert streams.pop() == ["shadow-0", "shadow-1", "shadow-2", "shadow-3"], "a history is needed, no retraining"
+    assert make("finetune", 6, 2) == 3 * 2 + 2
+    assert streams.pop() == ["shadow-4", "shadow-5", "retrain-2"] and not streams
+    after = files(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert make("rollback", 4, 2) == 0 and not streams
+
+
+def test_a_stored_shadow_is_unlearned_as_it_would_have_been_at_once(learnt, tmp_path: Path) -> None:
+    """Fine-tuning right after the training, and again from the stored end of it."""
+    training = learnt.world.config.training.model_copy(update={"rounds": 1, "local_epochs": 1})
+    config = learnt.world.config.model_copy(update={"training": training})
+    world = replace(learnt.world, server=replace(learnt.world.server, config=config))
+    planned = plan(learnt, config=config, folder=tmp_path, method=make_method("finetune"))
+    subjects = Subjects.of(world, planned.request, planned.pool)
+    list(make_shadows(planned, world, subjects, [0, 1], ()))
+    first = {n: planned.unlearned_path(n).read_bytes() for n in (0, 1)}
+    shutil.rmtree(planned.unlearned_store)
+    assert list(make_shadows(planned, world, subjects, [0, 1], ())) == [1, 1]
+    assert {n: planned.unlearned_path(n).read_bytes() for n in (0, 1)} == first
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "other", "unsigned"])
@@ -318,7 +386,7 @@ def test_a_damaged_shadow_stops_the_audit_and_is_made_again(copied) -> None:
     path.unlink()
     scratch = audit.plan.store / f"{LEFTOVER}killed"
     (scratch / "0" / "rounds").mkdir(parents=True)
-    assert sum(audit.shadows()) == audited_rounds(audit) + 1
+    assert sum(audit.shadows()) == audited_rounds(audit)
     assert not scratch.exists(), "a killed process leaves clients' updates behind"
     assert not list(audit.plan.store.glob(f"{LEFTOVER}*"))
     for name, values in read_shadow(path).items():
@@ -334,8 +402,7 @@ def test_processes_make_the_same_shadows(copied) -> None:
     """Equal up to rounding, not in bytes: models that share other matrix products are rounded otherwise."""
     audit = copied(workers=2, retrains=1)
     stored = {n: read_shadow(audit.plan.shadow_path(n)) for n in range(4)}
-    for path in audit.plan.store.iterdir():
-        path.unlink()
+    shutil.rmtree(audit.plan.store)
     assert sum(audit.shadows()) == 5 * audited_rounds(audit) + 4
     for number, expected in stored.items():
         for name, values in read_shadow(audit.plan.shadow_path(number)).items():

@@ -204,6 +204,24 @@ class ShadowHistory:
         self.history.append(finished, {})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ends(History):
+    """Both ends of a training whose rounds are not kept: all that a method reads that asks for no history."""
+
+    first: Params
+    last: Params
+
+    def initial(self) -> Params:
+        return self.first
+
+    def state(self, number: int) -> Params:
+        """Of any round but the start's, the last one's: `Trained.final` asks for no other."""
+        return self.last if number else self.first
+
+    def verify_state(self, number: int) -> None:
+        """They came from files that are checked as they are read."""
+
+
 def unlearn_shadow(
     model: DualEncoder,
     activations: Activations,

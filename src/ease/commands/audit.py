@@ -1,5 +1,6 @@
 """What `ease audit` does: make the shadows, take every measure, and show one page."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,13 @@ from ease.methods.retrain import Retrain
 from ease.runs.answers import find_answer, open_world
 from ease.runs.attackers import Subjects
 from ease.runs.audit import Audit
+from ease.runs.next_steps import next_steps
+from ease.runs.quick import RULE, Level, QuickCheck, quick_check
 from ease.runs.records import AuditRecord, Price
 from ease.runs.run import Run
 
+EXIT_CODES = {True: 0, False: 1, None: 3}
+"""Of `ease audit --exit-code`, by whether the answer passed; 2 is a user's mistake, as everywhere."""
 PARTS = ("forget", "near", "retain", "test")
 
 
@@ -33,7 +38,17 @@ class AuditSummary:
     folder: Path
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.record.model_dump(mode="json"), "id": self.name, "folder": str(self.folder)}
+        stored = self.record.model_dump(mode="json")
+        return {**stored, "id": self.name, "folder": str(self.folder), "next_steps": list(self.next_steps)}
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """What to do after a verdict that did not pass."""
+        return next_steps(self.record, shlex.quote(str(self.folder.parent.parent.parent)), self.name)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.record.verdict.passed]
 
     def render(self) -> Iterator[RenderableType]:
         found, verdict = self.record, self.record.verdict
@@ -44,6 +59,7 @@ class AuditSummary:
             title_align="left",
             border_style="green" if verdict.passed else "yellow",
         )
+        yield from (labelled("next", step, "bold") for step in self.next_steps)
         yield table(
             "Each measure beside retraining",
             ["", "before", "answer", "retrain", "band", ""],
@@ -116,3 +132,54 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
         with status("attacks, distances and relearning", quiet):
             record = audit.judge()
     return AuditSummary(record, name, audit.stored.folder)
+
+
+@dataclass(frozen=True)
+class QuickSummary:
+    """A quick look in a few lines."""
+
+    check: QuickCheck
+    name: str
+    folder: Path
+
+    def as_json(self) -> dict[str, Any]:
+        return {**check_json(self.check), "id": self.name, "folder": str(self.folder)}
+
+    def render(self) -> Iterator[RenderableType]:
+        yield Panel(
+            Text(self.check.words),
+            title=Text(f"Quick look at {self.name} ({self.check.method_name})"),
+            title_align="left",
+            border_style="yellow" if self.check.found else "dim",
+        )
+        rows = [_level_row("before", self.check.before), _level_row("answer", self.check.after)]
+        yield table(
+            "Mean log-odds of pairs",
+            ["", "forget", "held out", "expected", "gap", "95 % interval"],
+            rows,
+            caption="expected: where retraining would leave the forget pairs, by held-out pairs as hard as they\n"
+            "gap: forget pairs above that",
+        )
+        yield labelled("rule", RULE)
+        yield from (labelled("note", note, "yellow") for note in self.check.notes)
+
+
+def check_json(check: QuickCheck) -> dict[str, Any]:
+    """A quick look for machines: what is kept, and what to know before believing it."""
+    return {**check.model_dump(mode="json"), "rule": RULE, "notes": list(check.notes)}
+
+
+def _level_row(name: str, level: Level) -> list[str | Text]:
+    gap = level.gap
+    numbers = [f"{value:.2f}" for value in (level.forget, level.held_out, level.expected)]
+    return [name, *numbers, f"{gap.value:+.2f}", f"{gap.low:+.2f}..{gap.high:+.2f}"]
+
+
+def quick_run(folder: Path, name: str, quiet: bool) -> QuickSummary:
+    """Look at a finished answer of a run; nothing is trained."""
+    run = Run.load(folder)
+    stored, request, _ = find_answer(run, name)
+    with status("preparing data and backbone", quiet):
+        world = open_world(run, request)
+    with status("asking clients", quiet):
+        return QuickSummary(quick_check(run, world, name), name, stored.folder)

@@ -10,16 +10,19 @@ from rich.console import RenderableType
 
 from ease.audit.alignment import alignment_residual
 from ease.commands.train import TrainSummary, tell_threads, train_run
-from ease.console import megabytes, rounds_bar, status, table, tell_left_out
+from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
+from ease.methods.retrain import Retrain
 from ease.requests.request import Request
-from ease.runs.answers import answer_of, continuation, find_answer, open_world, release, trained_of
+from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, open_world, release, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget, go_on
 from ease.runs.head import Release
+from ease.runs.prospects import audit_prospects
+from ease.runs.quick import QuickCheck, check_answer
 from ease.runs.records import AnswerRecord, SpectrumNotes
 from ease.runs.resolve import check_request, parse_request, planted_ids, request_id
 from ease.runs.run import Run
@@ -41,10 +44,18 @@ class ForgetSummary:
     before: dict[str, float]
     labels: tuple[str, str] = ("trained", "")
     """What to call the model before and after; the method's name by default."""
+    check: QuickCheck | None = None
+    """A quick look at the answer."""
+    why_no_check: str = ""
+    prospects: str = ""
+    """Why an audit would be refused, where it would."""
 
     def as_json(self) -> dict[str, Any]:
         stored = self.record.model_dump(mode="json")
-        return {**stored, "id": request_id(self.request), "folder": str(self.folder), "before": self.before}
+        named = {"id": request_id(self.request), "folder": str(self.folder), "before": self.before}
+        looked = {"check": self.check.model_dump(mode="json")} if self.check else {}
+        told = {"why_no_check": self.why_no_check, "prospects": self.prospects}
+        return {**stored, **named, **looked, **{key: text for key, text in told.items() if text}}
 
     def render(self) -> Iterator[RenderableType]:
         if self.record.spectrum is not None:
@@ -59,6 +70,12 @@ class ForgetSummary:
         )
         if method != "retrain" and not self.labels[1]:
             yield "Compare with the reference: the same command with --method retrain"
+        if self.check is not None:
+            yield labelled("quick look, no verdict", self.check.words)
+        if self.why_no_check:
+            yield labelled("no quick look", self.why_no_check)
+        if self.prospects:
+            yield labelled("audit", self.prospects, "yellow")
 
 
 @dataclass(frozen=True)
@@ -162,7 +179,22 @@ def forget_run(
     answer(run, world, request, method, quiet)
     stored = answer_of(run, request, method)
     before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
-    return ForgetSummary(stored.folder, request, stored.record(), before)
+    with status("a quick look", quiet):
+        check, why = _looked_at(run, world, stored, request, method)
+    prospects = "" if isinstance(method, Retrain) else audit_prospects(world, request)
+    return ForgetSummary(
+        stored.folder, request, stored.record(), before, check=check, why_no_check=why, prospects=prospects
+    )
+
+
+def _looked_at(
+    run: Run, world: World, stored: StoredAnswer, request: Request, method: Unlearner
+) -> tuple[QuickCheck | None, str]:
+    """A quick look at an answer, or why there is none: the answer stands without it."""
+    try:
+        return check_answer(run, world, stored, request, method), ""
+    except UserError as error:
+        return None, str(error)
 
 
 @dataclass(frozen=True)

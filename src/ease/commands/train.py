@@ -10,12 +10,13 @@ from rich.console import RenderableType
 
 from ease.audit.evaluate import recalls
 from ease.audit.retrieval import GalleryRecall
-from ease.console import errors, megabytes, rounds_bar, status, table, tell_left_out
+from ease.console import errors, labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.params import Params
 from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
+from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import write_json
@@ -35,6 +36,8 @@ class TrainSummary:
     parameters: int
     data: DataReport | None = None
     """What was odd in the files; None for generated data."""
+    prospects: str = ""
+    """Why an audit would be refused, where it would."""
 
     def as_json(self) -> dict[str, Any]:
         metrics: dict[str, float] = {}
@@ -48,7 +51,9 @@ class TrainSummary:
             "loss": self.loss,
             "parameters": self.parameters,
             "metrics": metrics,
-        } | ({"data": {**self.data.splits, **self.data.counts()}} if self.data else {})
+            **({"data": {**self.data.splits, **self.data.counts()}} if self.data else {}),
+            **({"prospects": self.prospects} if self.prospects else {}),
+        }
 
     def render(self) -> Iterator[RenderableType]:
         size = next(iter(self.recalls.values())).size
@@ -73,6 +78,8 @@ class TrainSummary:
             f"{megabytes(self.bytes_up)} received; loss {self.loss:.3f}"
             + (f"; run kept in {self.folder}" if self.folder.exists() else "")
         )
+        if self.prospects:
+            yield labelled("audit", self.prospects, "yellow")
 
 
 def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
@@ -96,7 +103,7 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
             bar.step(**({} if quiet else _figures(run, world, record)))
             tell_left_out(f"round {record['round']}", record["rejected"], quiet)
     with status("measuring recall", quiet):
-        summary = replace(_summarise(run, world), data=report)
+        summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world))
     write_json(out / "summary.json", summary.as_json())
     return summary
 

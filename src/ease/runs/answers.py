@@ -36,6 +36,11 @@ class StoredAnswer:
         return self.folder / "audit.json"
 
     @property
+    def quick_path(self) -> Path:
+        """What a quick look found."""
+        return self.folder / "quick.json"
+
+    @property
     def bases_path(self) -> Path:
         """Directions that later training must keep locked."""
         return self.folder / "bases.safetensors"

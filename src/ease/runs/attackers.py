@@ -12,6 +12,7 @@ import torch
 from ease.audit.attacks import Attacker, Readings
 from ease.audit.shadows import (
     Candidates,
+    Ends,
     ShadowHistory,
     choose_candidates,
     shadow_request,
@@ -22,6 +23,7 @@ from ease.audit.shadows import (
 from ease.audit.statistic import STATISTICS, Gauge
 from ease.data.partition import Shard
 from ease.errors import UserError
+from ease.federation.history import History
 from ease.methods.base import Order, Trained, Unlearner
 from ease.params import Params
 from ease.requests.request import Request, forget_mask, without
@@ -34,7 +36,7 @@ from ease.runs.world import World
 from ease.seeding import generator, stream_seed
 from ease.storage import LEFTOVER, digest, read_tensors, remove_leftovers, sha256, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 """Of the stored shadows; raise it when the same settings give other numbers."""
 SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
@@ -44,7 +46,14 @@ SHADOWS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides the bytes of a shadow, and where the shadows are kept."""
+    """Everything that decides the bytes of retrainings and shadows, and where they are kept.
+
+    What one request's audits have in common is stored once, whatever the method: retrainings, which know of no pool
+    either, and the trained shadows with what was read of them. What was read after the unlearning is each method's own.
+
+    A method that reads the history cannot begin from a stored shadow, whose end alone is kept: the histories of a few
+    shadows are larger than all else in a run. It has its shadows trained again, to the same models up to rounding.
+    """
 
     config: RunConfig
     request: Request
@@ -61,19 +70,69 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """Hash of all of it: another model, data set, request, method or pool never meets these files."""
-        parts = [part and part.model_dump(mode="json") for part in (self.config, self.request, self.method, *self.gone)]
-        return digest(FORMAT, self.start_sha256, self.data, self.pool, *parts)
+        """Hash of what decides a retraining: another model, data set or request never meets these files."""
+        parts = [part.model_dump(mode="json") for part in (self.config, self.request, *self.gone)]
+        return digest(FORMAT, self.start_sha256, self.data, *parts)
 
     @property
     def store(self) -> Path:
         return self.folder / "shadows" / self.key
 
-    def shadow_path(self, shadow: int) -> Path:
-        return self.store / f"shadow-{shadow:04d}.safetensors"
+    @property
+    def shadow_store(self) -> Path:
+        """The pool decides which pairs are left to be shadows' members, and what is read of them."""
+        return self.store / f"pool-{self.pool}"
+
+    @property
+    def unlearned_store(self) -> Path:
+        assert self.method is not None  # without one nothing is unlearned
+        return self.shadow_store / f"{self.method.name}-{digest(self.method.model_dump(mode='json'))[:16]}"
 
     def retrain_path(self, order: int, share: float = 1.0) -> Path:
         return self.store / f"retrain-{order}-{share:.0%}.safetensors".replace("%", "")
+
+    def state_path(self, shadow: int) -> Path:
+        """A shadow as it was trained."""
+        return self.shadow_store / f"shadow-{shadow:04d}-state.safetensors"
+
+    def shadow_path(self, shadow: int) -> Path:
+        """What was read of a shadow after its training; written last, it makes the shadow count."""
+        return self.shadow_store / f"shadow-{shadow:04d}.safetensors"
+
+    def unlearned_path(self, shadow: int) -> Path:
+        """What was read of it after the unlearning."""
+        return self.unlearned_store / f"shadow-{shadow:04d}.safetensors"
+
+    # What is to be done
+
+    def untrained(self, shadow: int) -> bool:
+        return not (self.shadow_path(shadow).is_file() and self.state_path(shadow).is_file())
+
+    def not_unlearned(self, shadow: int) -> bool:
+        return self.method is not None and not self.unlearned_path(shadow).is_file()
+
+    @property
+    def reads_history(self) -> bool:
+        return self.method is not None and "history" in self.method.needs
+
+    def to_train(self, shadow: int) -> bool:
+        """Whether a shadow has to be trained: it is not there, or its history is needed once more."""
+        return self.untrained(shadow) or (self.reads_history and self.not_unlearned(shadow))
+
+    def missing_shadows(self, count: int) -> list[int]:
+        """Those of the first `count` of which something is missing."""
+        return [shadow for shadow in range(count) if self.untrained(shadow) or self.not_unlearned(shadow)]
+
+    def missing_orders(self, count: int) -> list[int]:
+        """Retrainings that are not whole, of the first `count`."""
+        whole = (*SHARES, 1.0)
+        orders = range(1, count + 1)
+        return [n for n in orders if not all(self.retrain_path(n, share).is_file() for share in whole)]
+
+    def ticks(self, shadows: Sequence[int], orders: Sequence[int]) -> int:
+        """One for each round of each model that is trained, and one for each unlearning."""
+        trained = sum(map(self.to_train, shadows)) + len(orders)
+        return trained * self.config.training.rounds + sum(map(self.not_unlearned, shadows))
 
 
 Share = tuple[Plan, Sequence[int], Sequence[int]]
@@ -156,24 +215,34 @@ def remove_scratch(plan: Plan) -> None:
     """Delete what a killed process left behind, the clients' updates above all."""
     for scratch in plan.store.glob(f"{LEFTOVER}*/"):
         shutil.rmtree(scratch)
-    remove_leftovers(plan.store)
+    for folder in (plan.store, *plan.store.glob("pool-*/"), *plan.store.glob("pool-*/*/")):
+        remove_leftovers(folder)
 
 
 def make_shadows(
     plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
 ) -> Iterator[int]:
-    """Train the named shadows and retrainings together, unlearn, measure and store; yields ticks."""
-    for first in range(0, max(len(shadows), 1), SHADOWS_AT_ONCE):
-        some = shadows[first : first + SHADOWS_AT_ONCE]
-        yield from _make_group(plan, world, subjects, some, orders if first == 0 else ())
+    """Make what is missing of the named shadows and retrainings, and store it; yields ticks.
+
+    What has to be trained is trained together; shadows that are there are only unlearned.
+    """
+    start = world.server.initial()
+    trained = [shadow for shadow in shadows if plan.to_train(shadow)]
+    for first in range(0, max(len(trained), 1), SHADOWS_AT_ONCE):
+        some = trained[first : first + SHADOWS_AT_ONCE]
+        yield from _train_group(plan, world, subjects, some, orders if first == 0 else ())
+    for shadow in shadows:
+        if plan.not_unlearned(shadow):
+            ends = Ends(plan.shadow_store, updates=False, first=start, last=Params.load(plan.state_path(shadow)))
+            yield from _unlearn(plan, world, subjects, shadow, ends)
 
 
-def _make_group(
+def _train_group(
     plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
 ) -> Iterator[int]:
+    """Train shadows and retrainings in one pass; where a method reads the history, unlearn before it is gone."""
     config, start, seen = plan.config, world.server.initial(), world.evaluator
-    included = [subjects.candidates.included(shadow, config.seed) for shadow in shadows]
-    federations = [shadow_shards(world.shards, plan.request, subjects.candidates, inside) for inside in included]
+    federations = [_shadow_shards(plan, world, subjects, shadow) for shadow in shadows]
     federations += [without(world.shards, [plan.request])] * len(orders)
     streams = [f"shadow-{shadow}" for shadow in shadows] + [f"retrain-{order}" for order in orders]
     if not federations:
@@ -182,8 +251,7 @@ def _make_group(
     gauge = gauge_of(world, subjects)
     plan.store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=plan.store) as scratch:
-        keep = plan.method is not None and "history" in plan.method.needs
-        histories = [ShadowHistory.begin(Path(scratch) / str(n), start, keep) for n in shadows]
+        histories = [ShadowHistory.begin(Path(scratch) / str(n), start, plan.reads_history) for n in shadows]
         for rounds in train_federations(
             seen.model,
             seen.activations,
@@ -202,23 +270,38 @@ def _make_group(
                     if finished.number == last:
                         finished.state.save(plan.retrain_path(order, share))
             yield len(federations)
-        for shadow, shards, inside, history in zip(shadows, federations, included, histories, strict=False):
-            # Its own random numbers: with the target's, a method that starts afresh would end in the target itself.
-            seed = stream_seed(config.seed, "shadow", shadow)
-            recipe = (config.training, config.model.temperature, seed, Order(config.seed, f"shadow-{shadow}"))
-            trained = Trained(history.history, *recipe)
-            phases = {"trained": trained.final}
-            if plan.method is not None:
-                request = shadow_request(plan.request, subjects.candidates, inside)
-                world_of = (seen.model, seen.activations, seen.device)
-                phases["unlearned"] = unlearn_shadow(*world_of, shards, trained, request, plan.method)
-            stored = {
-                f"{phase}/{name}": torch.from_numpy(values)
-                for phase, params in phases.items()
-                for name, values in gauge.read(params, subjects.positions).items()
-            }
-            write_shadow(plan.shadow_path(shadow), stored)
-            yield 1
+        for shadow, finished, history in zip(shadows, rounds, histories, strict=False):
+            if plan.untrained(shadow):
+                finished.state.save(plan.state_path(shadow))
+                _store_readings(plan.shadow_path(shadow), gauge, finished.state, subjects)
+            if plan.reads_history and plan.not_unlearned(shadow):
+                yield from _unlearn(plan, world, subjects, shadow, history.history)
+
+
+def _unlearn(plan: Plan, world: World, subjects: Subjects, shadow: int, history: History) -> Iterator[int]:
+    """Let a trained shadow go through the method, and store what is read of it then."""
+    assert plan.method is not None  # only those are asked for that some method has not unlearned
+    config, seen = plan.config, world.evaluator
+    # Its own random numbers: with the target's, a method that starts afresh would end in the target itself.
+    seed = stream_seed(config.seed, "shadow", shadow)
+    order = Order(config.seed, f"shadow-{shadow}")
+    trained = Trained(history, config.training, config.model.temperature, seed, order)
+    inside = subjects.candidates.included(shadow, config.seed)
+    request = shadow_request(plan.request, subjects.candidates, inside)
+    shards = _shadow_shards(plan, world, subjects, shadow)
+    state = unlearn_shadow(seen.model, seen.activations, seen.device, shards, trained, request, plan.method)
+    _store_readings(plan.unlearned_path(shadow), gauge_of(world, subjects), state, subjects)
+    yield 1
+
+
+def _shadow_shards(plan: Plan, world: World, subjects: Subjects, shadow: int) -> tuple[Shard, ...]:
+    inside = subjects.candidates.included(shadow, plan.config.seed)
+    return shadow_shards(world.shards, plan.request, subjects.candidates, inside)
+
+
+def _store_readings(path: Path, gauge: Gauge, state: Params, subjects: Subjects) -> None:
+    read = gauge.read(state, subjects.positions)
+    write_shadow(path, {name: torch.from_numpy(values) for name, values in read.items()})
 
 
 def write_shadow(path: Path, values: dict[str, torch.Tensor]) -> None:
@@ -243,17 +326,16 @@ def train_share(share: Share) -> Iterator[str]:
 
 def attacker_of(plan: Plan, subjects: Subjects, shadows: int, fpr: float) -> Attacker:
     """The stored shadows' statistics as the attacks take them."""
-    stored = [read_shadow(plan.shadow_path(number)) for number in range(shadows)]
 
-    def table(phase: str) -> tuple[Readings, Readings]:
-        if f"{phase}/{STATISTICS[0]}" not in stored[0]:
-            return {}, {}
-        columns = {n: np.stack([tensors[f"{phase}/{n}"].numpy() for tensors in stored], 1) for n in STATISTICS}
-        return subjects.split(columns)
+    def table(paths: Sequence[Path]) -> tuple[Readings, Readings]:
+        stored = [read_shadow(path) for path in paths]
+        return subjects.split({name: np.stack([each[name].numpy() for each in stored], 1) for name in STATISTICS})
 
-    trained, population = table("trained")
-    included = np.stack([subjects.candidates.included(n, plan.config.seed) for n in range(shadows)], axis=1)
-    return Attacker(trained, table("unlearned")[0], included, subjects.candidates.member, population, fpr)
+    numbers = range(shadows)
+    trained, population = table([plan.shadow_path(n) for n in numbers])
+    unlearned = {} if plan.method is None else table([plan.unlearned_path(n) for n in numbers])[0]
+    included = np.stack([subjects.candidates.included(n, plan.config.seed) for n in numbers], axis=1)
+    return Attacker(trained, unlearned, included, subjects.candidates.member, population, fpr)
 
 
 @dataclass(frozen=True)
@@ -281,8 +363,7 @@ def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, 
     spare = len(world.evaluator.spare) + len(world.evaluator.test)
     plan = plan_of(run, world, request, None, min(pool, spare // 2))
     subjects = Subjects.of(world, request, plan.pool)
-    missing = [number for number in range(shadows) if not plan.shadow_path(number).is_file()]
     remove_scratch(plan)
-    for _ in make_shadows(plan, world, subjects, missing, ()):
+    for _ in make_shadows(plan, world, subjects, plan.missing_shadows(shadows), ()):
         pass
     return QuickAttackers(subjects, gauge_of(world, subjects), attacker_of(plan, subjects, shadows, 0.01))

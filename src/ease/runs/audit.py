@@ -36,7 +36,7 @@ from ease.runs.attackers import (
 from ease.runs.costs import phase_seconds, prices, training_flops
 from ease.runs.measuring import Instruments, Measured
 from ease.runs.records import AuditRecord, Costs, read_record, write_record
-from ease.runs.run import Run
+from ease.runs.run import Run, check_answer_file
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
 from ease.storage import sha256
@@ -60,11 +60,13 @@ class Audit:
         if isinstance(method, Retrain) and method.share == 1:
             raise UserError(f"{name}: retraining is what others are measured against; audit another method's answer")
         audit = cls(run, world, stored, request, method, config)
+        check_answer_file(stored.record(), stored.model_path)  # before the long work begins
         if not audit.reference.done:
             raise UserError(
                 f"{audit.reference.folder}: retraining for this request is missing, and nothing can be judged without "
                 "it; add --retrain to run it now, or run `ease forget` with --method retrain"
             )
+        check_answer_file(audit.reference.record(), audit.reference.model_path)
         return audit
 
     @property
@@ -86,19 +88,12 @@ class Audit:
     # The long part
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Shadows and retraining orders that are not stored yet."""
-        shadows = [n for n in range(self.config.shadows) if not self.plan.shadow_path(n).is_file()]
-        orders = [
-            n
-            for n in range(1, self.config.retrains + 1)
-            if not all(self.plan.retrain_path(n, share).is_file() for share in (*SHARES, 1.0))
-        ]
-        return shadows, orders
+        """Shadows of which something is not stored yet, and retraining orders."""
+        return self.plan.missing_shadows(self.config.shadows), self.plan.missing_orders(self.config.retrains)
 
     def ticks_left(self) -> int:
-        """How many ticks `shadows` will give: one for each round of each missing model, and one for each unlearning."""
-        shadows, orders = self.missing()
-        return (len(shadows) + len(orders)) * self.run.config.training.rounds + len(shadows)
+        """How many ticks `shadows` will give."""
+        return self.plan.ticks(*self.missing())
 
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
@@ -158,7 +153,8 @@ class Audit:
 
     def _costs(self) -> Costs:
         """What the answer and retraining cost, their ratios, and what retraining gives for a share of its cost."""
-        ours, theirs = (stored.record().metrics for stored in (self.stored, self.reference))
+        record = self.stored.record()
+        ours, theirs = record.metrics, self.reference.record().metrics
         matched = {}
         for share in SHARES:
             found = self.instruments.recalls_of(Params.load(self.plan.retrain_path(1, share)))
@@ -167,6 +163,8 @@ class Audit:
             totals=prices(ours, theirs, training_flops(self.world)),
             phases=phase_seconds(ours),
             compute_matched_retrain=matched,
+            training_rounds=self.trained.training.rounds,
+            replayed_rounds=record.spectrum.replayed_rounds if record.spectrum else 0,
         )
 
     def _caveats(self, found: Measured) -> Iterator[str]:

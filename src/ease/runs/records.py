@@ -213,6 +213,10 @@ class Costs(Config):
     """Seconds of each phase of the answer."""
     compute_matched_retrain: dict[str, Metrics]
     """Share of retraining's rounds -> recall@1 of each set of pairs."""
+    training_rounds: int = 0
+    """Rounds that could be replayed."""
+    replayed_rounds: int = 0
+    """Of those, how many the answer replayed; none for methods that replay nothing."""
 
 
 class AuditRecord(MethodRecord):

@@ -27,6 +27,15 @@ def request_id(request: Request) -> str:
     return "sample-" + digest(sorted(request.ids))[:10]
 
 
+def request_flags(request: Request) -> str:
+    """The request as `ease forget` takes it; the list of ids is a file that only its writer knows."""
+    if isinstance(request, ClientRequest):
+        return " ".join(f"--client {number}" for number in request.clients)
+    if isinstance(request, ClassRequest):
+        return " ".join(f"--class {number}" for number in request.classes)
+    return "--samples ids.txt"
+
+
 def named_ids(membership: Membership, request: Request) -> list[str]:
     """Ids of the training pairs that a request names, whoever holds them."""
     return [

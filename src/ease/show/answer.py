@@ -10,7 +10,9 @@ from markupsafe import Markup
 from ease.audit.band import Band
 from ease.audit.verdict import EVIDENCE, Measure
 from ease.requests.request import ClassRequest, ClientRequest
+from ease.runs.next_steps import next_steps
 from ease.runs.records import AnswerRecord, AuditRecord, BlockNotes, Price, RocPoints, SpectrumNotes
+from ease.runs.resolve import request_flags
 from ease.show import charts
 from ease.show.template import fixed, render
 
@@ -130,7 +132,7 @@ def answer_section(
         folder=folder,
         name=answer.name,
         asked=asked(answer.record),
-        flags=_flags(answer.record),
+        flags=request_flags(answer.record.request),
         record=answer.record,
         audit=audit,
         why_no_audit=answer.why_no_audit,
@@ -146,6 +148,7 @@ def answer_section(
         parts=PARTS,
         taught_pairs=TAUGHT,
         evidence=EVIDENCE,
+        steps=next_steps(audit, folder, answer.name) if audit else (),
         **(_audited(audit) if audit else {}),
     )
 
@@ -158,16 +161,6 @@ def asked(record: AnswerRecord) -> str:
     if isinstance(request, ClassRequest):
         return f"Forgetting class{'es' if len(request.classes) > 1 else ''} {', '.join(map(str, request.classes))}"
     return f"Forgetting {len(request.ids)} single pairs"
-
-
-def _flags(record: AnswerRecord) -> str:
-    """The request as the command line takes it."""
-    request = record.request
-    if isinstance(request, ClientRequest):
-        return " ".join(f"--client {number}" for number in request.clients)
-    if isinstance(request, ClassRequest):
-        return " ".join(f"--class {number}" for number in request.classes)
-    return "--samples ids.txt"
 
 
 def _label(measure: Measure) -> str:

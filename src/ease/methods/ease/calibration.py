@@ -58,12 +58,15 @@ def membership_gap(levels: Levels, early: Levels | None = None) -> Gap | None:
     forget, held_out = (_all(levels, name) for name in ("forget", "kin"))
     if min(len(forget), len(held_out)) < FEWEST:
         return None
-    level = torch.cat([forget, held_out])
     member = torch.cat([torch.ones_like(forget), torch.zeros_like(held_out)])
-    columns = [torch.ones_like(level), member]
-    if early is not None:
-        before = torch.cat([_all(early, name) for name in ("forget", "kin")])
-        columns.append(before - before.mean())
+    covariates = [] if early is None else [torch.cat([_all(early, name) for name in ("forget", "kin")])]
+    gap, error = adjusted_gap(torch.cat([forget, held_out]), member, covariates)
+    return Gap(gap, error, len(forget), len(held_out))
+
+
+def adjusted_gap(level: Tensor, member: Tensor, covariates: Sequence[Tensor]) -> tuple[float, float]:
+    """What membership (1 or 0) adds to levels beside covariates [pairs], and its standard error."""
+    columns = [torch.ones_like(level), member, *(each - each.mean() for each in covariates)]
     design = torch.stack(columns, dim=1)
     inverse = torch.linalg.pinv(design.T @ design, hermitian=True)
     coefficients = inverse @ design.T @ level
@@ -71,7 +74,7 @@ def membership_gap(levels: Levels, early: Levels | None = None) -> Gap | None:
     # Each side has its own spread, as for a difference of means.
     spread = torch.where(member > 0, residual[member > 0].var(), residual[member == 0].var())
     error = (inverse @ design.T @ (spread[:, None] * design) @ inverse)[1, 1].clamp_min(0).sqrt()
-    return Gap(float(coefficients[1]), float(error), len(forget), len(held_out))
+    return float(coefficients[1]), float(error)
 
 
 def _all(levels: Levels, name: str) -> Tensor:

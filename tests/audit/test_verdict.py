@@ -1,41 +1,50 @@
-"""The verdict as a value: what follows from the measures, in every case, and in words that nobody has to parse."""
+"""The verdict as a value: what follows from the joint test, in every case, and in words that nobody has to parse."""
 
 import json
 
+import numpy as np
 import pytest
 
 from ease.audit.band import Band, prediction_band
+from ease.audit.joint import JointTest
 from ease.audit.membership import Estimate
 from ease.audit.verdict import EVIDENCE, Measure, Reason, Verdict
 
-STRONG, WEAK, INVERTED = Estimate(0.9, 0.8, 0.95), Estimate(0.52, 0.45, 0.58), Estimate(0.1, 0.05, 0.15)
-
 
 def measure(name: str, value: float, band: Band | None = Band(low=0.4, high=0.6, models=3)) -> Measure:  # noqa: B008
-    return Measure(name=name, value=value, retrain=0.5, before=0.9, band=band)
+    return Measure(name=name, value=value, retrain=0.5, before=0.9, band=band, retrained=(0.5, 0.45, 0.55), kept=())
 
 
-INSIDE, OUTSIDE, UNJUDGED = measure("rho", 0.5), measure("lira/auc", 0.7), measure("ks/distance", 9.0, None)
+INSIDE, OUTSIDE = measure("rho", 0.5), measure("bavaria/auc", 0.7)
+NOTHING, TRACE, OVERDONE = Estimate(0.01, -0.04, 0.06), Estimate(0.2, 0.1, 0.3), Estimate(-0.2, -0.3, -0.1)
+
+
+def joint(p_value: float, trace: Estimate = NOTHING, smallest: float | None = 0.1) -> JointTest:
+    power = ((0.1, 0.9), (0.2, 1.0))
+    return JointTest(
+        p_value=p_value, level=0.05, retrained=10, measures=20, trace=trace, power=power, smallest_caught=smallest
+    )
 
 
 @pytest.mark.parametrize(
-    ("measures", "before", "passed", "reasons"),
+    ("found", "passed", "reason"),
     [
-        ([INSIDE], STRONG, True, [Reason.ALL_INSIDE]),
-        ([INSIDE, UNJUDGED], STRONG, True, [Reason.ALL_INSIDE]),
-        ([INSIDE, OUTSIDE], STRONG, False, [Reason.SOME_OUTSIDE]),
-        ([INSIDE], WEAK, None, [Reason.NO_SIGNAL]),
-        ([OUTSIDE], WEAK, None, [Reason.NO_SIGNAL]),
-        ([INSIDE], INVERTED, None, [Reason.INVERTED_SIGNAL]),
-        ([UNJUDGED], STRONG, None, [Reason.NO_BAND]),
-        ([UNJUDGED], WEAK, None, [Reason.NO_SIGNAL, Reason.NO_BAND]),
+        (joint(0.4), True, Reason.LIKE_RETRAINING),
+        (joint(0.051), True, Reason.LIKE_RETRAINING),
+        (joint(0.05), False, Reason.OTHERWISE),
+        (joint(0.001, TRACE), False, Reason.KEPT),
+        (joint(0.001, OVERDONE), False, Reason.OVERDONE),
+        (joint(0.4, smallest=None), None, Reason.NO_SIGNAL),
+        (joint(0.4, smallest=0.6), None, Reason.NO_SIGNAL),
+        (joint(0.001, TRACE, None), False, Reason.KEPT),
+        (None, None, Reason.TOO_FEW),
     ],
 )
-def test_what_follows_from_the_measures(
-    measures: list[Measure], before: Estimate, passed: bool | None, reasons: list[Reason]
-) -> None:
-    verdict = Verdict(measures=tuple(measures), before=before)
-    assert verdict.passed is passed and list(verdict.reasons) == reasons
+def test_what_follows_from_the_joint_test(found: JointTest | None, passed: bool | None, reason: Reason) -> None:
+    """Single measures explain: one outside its band changes nothing."""
+    for measures in ((INSIDE,), (INSIDE, OUTSIDE)):
+        verdict = Verdict(measures=measures, joint=found)
+        assert verdict.passed is passed and verdict.reason is reason
 
 
 def test_a_band_includes_its_ends_and_may_be_open_below() -> None:
@@ -44,33 +53,45 @@ def test_a_band_includes_its_ends_and_may_be_open_below() -> None:
     assert measure("rho", 0.5, None).inside is None
 
 
+def test_a_band_never_leaves_what_a_measure_can_be() -> None:
+    values = {"unlearned": 2.0, "trained": 90.0, "retrain": 1.0, "retrain-1": 99.0}
+    found = Measure.of("forget/recall@1", values, limits=(0, 100))
+    assert found.band == Band(low=0.0, high=100.0, models=2)
+    assert prediction_band([0.1, 0.9], limits=(0, 1)) == Band(low=0.0, high=1.0, models=2)
+
+
 def test_a_measure_from_the_values_of_all_models() -> None:
-    """The band is that of the retrained models alone: of 0.4 and 0.6."""
-    values = {"trained": 0.9, "unlearned": 0.7, "retrain": 0.4, "retrain-1": 0.6}
-    found = Measure.of("lira/auc", values, resolution=0.0, note="n")
+    """The band is that of the retrained models alone: of 0.4 and 0.6; planted models are ordered by their shares."""
+    values = {"trained": 0.9, "unlearned": 0.7, "retrain": 0.4, "retrain-1": 0.6, "kept-0.4": 0.8, "kept-0.1": 0.5}
+    found = Measure.of("bavaria/auc", values, note="n", limits=(-np.inf, np.inf))
     assert (found.value, found.retrain, found.before, found.note) == (0.7, 0.4, 0.9, "n")
     assert found.band == prediction_band([0.4, 0.6])
+    assert found.retrained == (0.4, 0.6) and found.kept == ((0.1, 0.5), (0.4, 0.8))
 
 
 def test_words_by_hand() -> None:
-    """Of 20 judged measures one falls outside by chance."""
-    many = tuple(measure(f"m{n}", 0.5) for n in range(18))
-    verdict = Verdict(measures=(*many, OUTSIDE, measure("forget/recall@1", 0.0), UNJUDGED), before=STRONG)
-    assert verdict.words == (
-        f"Not enough {EVIDENCE}: 2 of 20 measures lie outside the retrain band (by chance alone about 1 would): "
-        "strongest attack AUC, forget R@1"
+    counted = "over 20 measures and 10 retrained models"
+    assert Verdict(measures=(INSIDE,), joint=joint(0.4)).words == (
+        f"{EVIDENCE.capitalize()}: it could be one more retraining (p = 0.4 {counted}); a model that keeps 10% of what "
+        "the forget pairs had brought would have been refused in 90% of such audits"
     )
-    assert Verdict(measures=(INSIDE,), before=STRONG).words.startswith(f"{EVIDENCE.capitalize()}: every judged")
-    assert Verdict(measures=(INSIDE,), before=WEAK).words.startswith("No verdict: no signal: AUC 0.520 [0.450, 0.580]")
-    assert Verdict(measures=(INSIDE,), before=INVERTED).words.startswith("No verdict: inverted signal: AUC 0.100")
-    assert "raise --retrains" in Verdict(measures=(UNJUDGED,), before=STRONG).words
+    kept = Verdict(measures=(INSIDE, OUTSIDE), joint=joint(0.001, TRACE)).words
+    assert kept == (
+        f"Not enough {EVIDENCE}: no retraining looks like this (p = 0.001 {counted}): it keeps about 20% of what the "
+        "forget pairs had brought [10%, 30%]; look at BaVarIA AUC"
+    )
+    assert "20% beyond retraining" in Verdict(measures=(INSIDE,), joint=joint(0.001, OVERDONE)).words
+    assert "in other ways" in Verdict(measures=(INSIDE,), joint=joint(0.001)).words
+    few = Verdict(measures=(INSIDE,), joint=None).words
+    assert few.startswith("Cannot tell: 3 retrained models") and "--retrains 5" in few
+    assert "but so could a model that keeps 60%" in Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.6)).words
 
 
 def test_what_follows_is_written_for_others_and_worked_out_anew_when_read() -> None:
     """A file that claims to have passed is not believed."""
-    verdict = Verdict(measures=(INSIDE, OUTSIDE), before=STRONG)
+    verdict = Verdict(measures=(INSIDE, OUTSIDE), joint=joint(0.001, TRACE))
     stored = json.loads(json.dumps(verdict.model_dump(mode="json"), allow_nan=False))
-    assert stored["passed"] is False and stored["reasons"] == ["measures outside"] and stored["words"] == verdict.words
+    assert stored["passed"] is False and stored["reason"] == "forget effect kept" and stored["words"] == verdict.words
     assert [entry["inside"] for entry in stored["measures"]] == [True, False]
     assert Verdict.model_validate(stored) == verdict
     assert Verdict.model_validate({**stored, "passed": True}).passed is False

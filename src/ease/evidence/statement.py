@@ -79,6 +79,8 @@ class Certificate(Config):
 
     format: Literal[1] = 1
     issued: str
+    asked: str
+    """The request in a sentence."""
     request: dict[str, Any]
     """What was to be forgotten; pairs by their number and a salted hash."""
     answer: str
@@ -110,6 +112,21 @@ class Statement(Config):
     subject: tuple[Subject, ...] = Field(min_length=1, max_length=1)
     predicateType: Literal["urn:ease:certificate:1"] = CERTIFICATE
     predicate: Certificate
+
+
+def asked(request: dict[str, Any]) -> str:
+    """A request, as others may read it, in a sentence."""
+    pairs = request["pairs"]
+    those = "1 pair was" if pairs == 1 else f"{pairs} pairs were"
+    match request["scope"]:
+        case "client":
+            named = ", ".join(map(str, request["clients"]))
+            return f"Client {named} withdrew: {those} to be forgotten."
+        case "class":
+            named = request["text"] or ", ".join(map(str, request["classes"]))
+            return f"All of one kind ({named}) was to go: {those} to be forgotten."
+        case _:
+            return f"{those} to be forgotten, named by their ids."
 
 
 def statement_of(certificate: Certificate) -> dict[str, Any]:

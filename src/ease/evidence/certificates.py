@@ -22,6 +22,7 @@ from ease.evidence.statement import (
     LogPosition,
     Models,
     VerdictWords,
+    asked,
     read_statement,
     statement_of,
 )
@@ -103,6 +104,7 @@ def gathered(
     files = answer_files(stored, record, audited=audit is not None)
     return Certificate(
         issued=now(),
+        asked=asked(told(run, request)),
         request=told(run, request),
         answer=stored.folder.name,
         method=plain(record.method),

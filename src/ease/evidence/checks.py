@@ -9,8 +9,7 @@ from typing import Any
 from ease.config import validate
 from ease.errors import UserError
 from ease.evidence.canonical import Refuted, canonical, hashed
-from ease.evidence.envelope import Envelope
-from ease.evidence.issue import (
+from ease.evidence.certificates import (
     ANSWERED,
     AUDITED,
     CERTIFIED,
@@ -23,10 +22,11 @@ from ease.evidence.issue import (
     read_certificate,
     verdict_of,
 )
+from ease.evidence.envelope import Envelope
 from ease.evidence.keys import PublicKey
 from ease.evidence.log import Log, read_log
 from ease.evidence.salted import public_name, salt_path, told
-from ease.evidence.statement import Certificate
+from ease.evidence.statement import Certificate, asked
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.runs.answers import StoredAnswer, answer_of, check_current, open_world
@@ -150,9 +150,11 @@ def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool)
     except (UserError, OSError) as error:
         yield Check("log", False, str(error))
     else:
-        yield Check(
-            "log", True, f"{len(log.records)} records, each with the hash of the one before, up to a signed head"
-        )
+        if certificate.log.key != log.key.id:
+            yield Check("run", False, f"certificate of another run: its log is signed by {certificate.log.key}")
+            return
+        words = f"{len(log.records)} records, each with the hash of the one before, up to a signed head"
+        yield Check("log", True, words)
         if log.unfinished:
             yield Check("log end", None, f"{log.unfinished} bytes of an unfinished record after the head do not count")
         yield _looked("log position", _position, log, envelope, certificate)
@@ -167,12 +169,12 @@ def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool)
     files = [_looked(name, _file, stored, certificate, name) for name in certificate.files]
     yield from files
     yield _looked("model before", _before, run, certificate)
-    if certificate.models.retrain is not None:
-        yield _looked("retrained model", _retrained, run, stored, certificate)
     if any(not check.holds for check in files):
         yield Check("figures", None, "not computed again: the files that they come from are others")
         return
     yield _looked("recorded figures", _recorded, run, stored, certificate)
+    if certificate.models.retrain is not None:
+        yield _looked("retrained model", _retrained, run, stored, certificate)
     if certificate.audit is not None:
         yield _looked("audit", _audited, stored, certificate)
     yield _looked("configuration", _configured, run, certificate)
@@ -183,8 +185,6 @@ def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool)
 
 def _position(log: Log, envelope: Envelope, certificate: Certificate) -> str:
     place = certificate.log
-    if place.key != log.key.id:
-        raise Refuted(f"certificate of another run: it names a log of key {place.key}, and this run's is {log.key.id}")
     if place.sequence >= len(log.records):
         raise Refuted(
             f"the log ends with record {len(log.records) - 1}, and the certificate tells of record {place.sequence}: "
@@ -264,6 +264,7 @@ def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
     record = stored.record()
     expected: dict[str, Any] = {
         "request": told(run, record.request),
+        "asked": asked(told(run, record.request)),
         "method": plain(record.method),
         "costs": costs_of(record),
         "figures": figures_of(record),

@@ -73,7 +73,9 @@ app = typer.Typer(
 )
 
 certificates = typer.Typer(
-    cls=Certificates, help="Signed evidence of what was forgotten: issue it, or add a signature.", no_args_is_help=True
+    cls=Certificates,
+    help="Signed evidence of what was forgotten: `ease certificate RUN --request ID` issues it, `sign` adds to it.",
+    no_args_is_help=True,
 )
 keys = typer.Typer(help="Keys that sign certificates.", no_args_is_help=True)
 app.add_typer(certificates, name="certificate")

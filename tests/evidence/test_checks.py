@@ -131,7 +131,7 @@ def test_no_id_of_a_pair_is_in_a_certificate_or_log(bare: Run, tmp_path: Path) -
     for text in (envelope.content.decode(), log_path(bare).read_text()):
         assert pair not in text and folder.parent.name not in text
     assert found.request["pairs"] == 1 and found.request["pairs_sha256"] == hashed([hidden(bare, pair)])
-    assert found.asked == "1 pair was to be forgotten, named by their ids."
+    assert found.asked == "1 pair was to be forgotten, each named by its id."
     assert verify(path, bare).holds
 
 

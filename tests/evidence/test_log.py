@@ -186,6 +186,29 @@ def test_killed_before_any_step_the_log_goes_on(empty: Run, tmp_path: Path) -> N
             assert kinds in ([*before, "after"], [*before, "event", "after"]), at
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork")
+def test_processes_take_turns(empty: Run) -> None:
+    """Four write at once, the first of them making key, salt and log; no line is lost or torn."""
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for count in range(5):
+                    append(empty, "event", {"process": number, "count": count, "ids": ["a"]})
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    events = read_log(empty).of_kind("event")
+    assert sorted((each.payload["process"], each.payload["count"]) for each in events) == [
+        (number, count) for number in range(4) for count in range(5)
+    ]
+    assert {each.payload["ids"][0] for each in events} == {hidden(empty, "a")}
+
+
 def test_a_full_disk_leaves_the_log_as_it_was(logged: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     content = log_path(logged).read_bytes()
 

@@ -1,7 +1,7 @@
 """What `ease certificate`, `ease verify` and `ease keys` do: issue, sign and check evidence, and say what holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,13 @@ class CertificateSummary:
     envelope: Envelope
     words: str
     """Of the verdict that it tells."""
+    unchecked: tuple[str, ...] = ()
+    """What whoever signed could not check."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "certificate": str(self.path),
+            "unchecked": list(self.unchecked),
             "page": None if self.page is None else str(self.page),
             "sha256": hashed(self.envelope.content),
             "signatures": [each.keyid for each in self.envelope.signatures],
@@ -60,6 +63,7 @@ class CertificateSummary:
     def render(self) -> Iterator[RenderableType]:
         yield self.words
         yield from (f"signed by {each.keyid}" for each in self.envelope.signatures)
+        yield from (labelled("not checked", each, "yellow") for each in self.unchecked)
         yield f"certificate in {self.path}"
         if self.page is not None:
             yield f"page for people in {self.page}; it checks itself, offline"
@@ -86,7 +90,8 @@ def sign_certificate(
     if not found.holds:
         return VerifySummary(path, found, "not signed")
     envelope, _ = read_certificate(path)
-    return _written(out or path, countersigned(envelope, signer), html)
+    unchecked = tuple(check.words for check in found.checks if check.holds is None)
+    return replace(_written(out or path, countersigned(envelope, signer), html), unchecked=unchecked)
 
 
 def _check_names(path: Path, html: bool) -> None:

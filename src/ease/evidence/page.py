@@ -12,6 +12,10 @@ from ease.evidence.statement import Certificate
 from ease.show.page import policy
 from ease.show.template import render, source
 
+PARTS = ("request", "method", "models", "figures", "code", "seeds", "log", "configuration", "directions")
+"""What is shown at the end, as it is signed."""
+SETS = {"forget": "to be forgotten", "retain": "kept", "test": "never seen"}
+RANKS = (1, 5, 10)
 STANDING = {True: ("good", "✓"), False: ("bad", "✗"), None: ("unknown", "?")}
 
 
@@ -36,18 +40,30 @@ def certificate_page(envelope: Envelope, certificate: Certificate) -> str:
         script=Markup(script),
         certificate=certificate,
         standing=STANDING[certificate.verdict.passed],
-        figures=shown(table["figures"], "/predicate/figures"),
+        recalls=recalls(certificate),
+        ranks=RANKS,
         costs=shown(table["costs"], "/predicate/costs"),
-        audit=shown(table["audit"] or {}, "/predicate/audit"),
+        audit=shown(table["audit"], "/predicate/audit") if table["audit"] else [],
         files=shown(table["files"], "/predicate/files"),
-        rest=[
-            each
-            for part in ("request", "method", "models", "code", "seeds", "log", "configuration", "directions")
-            for each in shown(table[part], f"/predicate/{part}", part)
-        ],
+        rest=[each for part in PARTS for each in shown(table[part], f"/predicate/{part}", part)],
         signatures=envelope.signatures,
         envelope=envelope.model_dump(mode="json"),
     )
+
+
+def recalls(certificate: Certificate) -> list[tuple[str, list[Shown]]]:
+    """Recall of each set of pairs, rounded for reading; a set that has vanished has none."""
+    rows = []
+    for name, label in SETS.items():
+        found = {f"{name}/recall@{k}": certificate.figures.get(f"{name}/recall@{k}") for k in RANKS}
+        cells = [
+            Shown(key, f"/predicate/figures/{key.replace('/', '~1')}", f"{value:.1f}")
+            for key, value in found.items()
+            if value is not None
+        ]
+        if len(cells) == len(RANKS):
+            rows.append((label, cells))
+    return rows
 
 
 def shown(value: Any, pointer: str, name: str = "") -> list[Shown]:

@@ -19,7 +19,7 @@ LIMITS = (
     f"{EVIDENCE.capitalize()} is the most that measures can show; this is no proof of deletion.",
     "It holds for the one model file whose hash it names, and for no copy that was made of earlier models.",
     "It says nothing of what remains on disks: the run keeps its history until someone deletes it.",
-    "Figures were measured by whoever signed first; whoever has the run can measure them again with `ease verify`.",
+    "Figures were measured by whoever signed first; whoever has the run can measure them again with ease verify.",
 )
 
 
@@ -126,7 +126,7 @@ def asked(request: dict[str, Any]) -> str:
             named = request["text"] or ", ".join(map(str, request["classes"]))
             return f"All of one kind ({named}) was to go: {those} to be forgotten."
         case _:
-            return f"{those} to be forgotten, named by their ids."
+            return f"{those} to be forgotten, each named by its id."
 
 
 def statement_of(certificate: Certificate) -> dict[str, Any]:

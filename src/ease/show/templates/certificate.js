@@ -41,6 +41,11 @@ function spelt(value) {
   return `{${Object.keys(value).sort().map((key) => `${JSON.stringify(key)}:${spelt(value[key])}`).join(",")}}`;
 }
 
+function shows(part, value) {
+  if (part.dataset.digits) return Math.abs(Number(part.textContent) - value) <= 0.501 * 10 ** -Number(part.dataset.digits);
+  return part.textContent === (typeof value === "string" ? value : spelt(value)).replace(/\r\n?/g, "\n"); // as HTML reads it
+}
+
 class Changed extends Error {}
 
 async function check() {
@@ -69,9 +74,9 @@ async function check() {
     throw new Changed("The first signature is not by the key that the statement names.");
   }
   for (const part of document.querySelectorAll("[data-of]")) {
-    const value = at(statement, part.dataset.of);
-    const text = (typeof value === "string" ? value : spelt(value)).replace(/\r\n?/g, "\n"); // as HTML reads it
-    if (part.textContent !== text) throw new Changed(`This page shows something else than was signed: ${part.textContent}`);
+    if (!shows(part, at(statement, part.dataset.of))) {
+      throw new Changed(`This page shows something else than was signed: ${part.textContent}`);
+    }
   }
   const listed = [...document.querySelectorAll("#genuine ~ ul code")].map((part) => part.textContent);
   if (listed.join() !== envelope.signatures.map((each) => each.keyid).join()) {

@@ -29,7 +29,7 @@ from ease.evidence.log import head_path, key_path, log_path
 from ease.evidence.salted import salt_path
 from ease.evidence.statement import LIMITS, PAYLOAD, asked
 from ease.runs.answers import StoredAnswer, release
-from ease.runs.records import AnswerRecord, read_record, write_record
+from ease.runs.records import write_record
 from ease.runs.run import Run
 from ease.storage import LARGEST_JSON, read_json, sha256, write_json
 
@@ -105,7 +105,9 @@ def test_it_says_what_is_on_record_and_no_more(run: Run, certificate: Path) -> N
     assert found.verdict.model_dump() == {key: audit["verdict"][key] for key in ("passed", "words")}
     assert found.audit is not None and found.audit["verdict"] == audit["verdict"]
     assert found.not_tested == tuple(audit["not_tested"])
-    assert found.asked == "Client 1 withdrew: 9 pairs were to be forgotten." or found.request["pairs"] != 9
+    ids = read_json(run.folder / "membership.json")["clients"][1]["train_ids"]
+    assert found.asked == f"Client 1 withdrew: {len(ids)} pairs were to be forgotten."
+    assert found.request["pairs_sha256"] == hashed(sorted(hidden(run, each) for each in ids))
     assert found.limits == LIMITS and "no proof of deletion" in found.limits[0]
     assert found.seeds == {"training": run.config.seed, "answer": run.config.seed}
     records = read_log(run).records
@@ -280,8 +282,8 @@ def test_a_verdict_is_drawn_anew(bare: Run, tmp_path: Path) -> None:
         (lambda it: it["directions"].update(spectrum=None), "directions: spectrum"),
         (lambda it: it["files"].update({"record.json": "0" * 64}), "record.json with the hash"),
         (lambda it: it["files"].update({"../../../run.json": "0" * 64}), "no file that an answer has"),
-        (lambda it: it["request"].update(name="../../../etc"), "no request of this one"),
-        (lambda it: it.update(answer="../../.."), "no request of this one"),
+        (lambda it: it["request"].update(name="../../../etc"), "request: name: the record has"),
+        (lambda it: it.update(answer="../../.."), "no request of this run"),
         (lambda it: it["log"].update(sequence=999), "later records were cut off"),
         (lambda it: it["log"].update(sequence=1), "record 1 of this log has another hash"),
         (lambda it: it["log"].update(sequence=-1), "record -1 of this log|sequence"),
@@ -327,7 +329,7 @@ def test_a_certificate_of_another_run_is_refused(run: Run, bare: Run, certificat
 def test_a_run_without_evidence_is_told(bare: Run, certificate: Path) -> None:
     before = contents(bare.folder)
     reasons = verify(certificate, bare).reasons
-    assert any("signing.key.pub" in reason for reason in reasons) and any("salt" in reason for reason in reasons)
+    assert len(reasons) == 1 and "signing.key.pub" in reasons[0]
     assert contents(bare.folder) == before
 
 
@@ -353,10 +355,16 @@ def test_a_log_that_was_wound_back_is_refused(run: Run, tmp_path: Path) -> None:
     assert "later records were cut off" in refused(verify(path, run, quick=True))
 
 
-def test_a_lost_salt_is_told_and_not_made_anew(run: Run, certificate: Path) -> None:
-    salt_path(run).unlink()
-    assert "salt: missing" in refused(verify(certificate, run))
-    assert not salt_path(run).exists()
+def test_a_copy_without_key_and_salt_can_be_checked(run: Run, bare: Run, certificate: Path, tmp_path: Path) -> None:
+    """All but which pairs were meant, of client and sample requests; nothing is made anew."""
+    folder = next(path.parent for path in bare.folder.glob("requests/sample-*/*/record.json"))
+    sample = written(tmp_path / "sample.json", issue(bare, f"{folder.parent.name}/{folder.name}"))
+    for each, path in ((run, certificate), (bare, sample)):
+        salt_path(each).unlink()
+        key_path(each).unlink()
+        found = verify(path, each)
+        assert found.holds and [check.name for check in found.checks if check.holds is None] == ["pairs"]
+        assert not salt_path(each).exists() and not key_path(each).exists()
 
 
 @pytest.mark.parametrize(
@@ -428,7 +436,3 @@ def test_the_hash_of_the_sources_follows_every_file(tmp_path: Path, monkeypatch:
     assert installed_code() == same
     (root / "errors.py").write_text((root / "errors.py").read_text() + "\n")
     assert installed_code().sources_sha256 != same.sources_sha256
-
-
-def test_records_are_typed(run: Run) -> None:
-    assert read_record(AnswerRecord, run.folder / ANSWER / "record.json").method_name == "ease"

@@ -72,6 +72,12 @@ def test_the_example_of_the_standard_has_its_bytes() -> None:
     assert hashed(value) == hashlib.sha256(expected.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("value", [3.2e16, 1e20, 2.0**53, -1.5e18, 1e21, 1e300, 5e-324, 0.1, -7, 2**53 - 1])
+def test_numbers_come_back(value: float) -> None:
+    """Large floats, such as counts of operations, are spelt without a point."""
+    assert parse(canonical([value]), "it") == [value]
+
+
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), 2**60, {1: 2}, {"a": object()}, "\ud800"], ids=lambda value: repr(value)[:12]
 )

@@ -1,7 +1,6 @@
 """Certificates of answered requests: gathered from a run's records, logged, signed, and countersigned by others."""
 
 import hashlib
-import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import ease
 from ease.errors import UserError
-from ease.evidence.canonical import Refuted, canonical, hashed
+from ease.evidence.canonical import LARGEST_WHOLE, Refuted, canonical, hashed, parse
 from ease.evidence.envelope import Envelope, open_envelope, sealed
 from ease.evidence.log import LogRecord, append, head_path, now, read_log, signing_key
 from ease.evidence.salted import public_name, told, without_ids
@@ -36,8 +35,6 @@ from ease.storage import SMALL_JSON, read_bytes, sha256
 ANSWERED, AUDITED, CERTIFIED = "answered", "audited", "certified"
 LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "safetensors")
 LARGEST_CERTIFICATE = SMALL_JSON
-LARGEST_WHOLE = 2**53 - 1
-"""The largest whole number that every reader of JSON keeps as it is."""
 DRAWN = ("similarities", "roc", "request")
 """Parts of an audit's record that a certificate leaves out: curves for drawing, and the request with its ids."""
 
@@ -86,7 +83,7 @@ def witness(run: Run, stored: StoredAnswer, request: Request) -> LogRecord:
         events.append((AUDITED, found))
     for kind, payload in events:
         known = read_log(run).of_kind(kind) if head_path(run).is_file() else []
-        as_written = json.loads(canonical(without_ids(run, payload)))
+        as_written = parse(canonical(without_ids(run, payload)), "the entry")
         if not any(each.payload == as_written for each in known):
             append(run, kind, payload)
     return read_log(run).records[-1]
@@ -129,12 +126,22 @@ def gathered(
 
 def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> dict[str, str]:
     """Hashes of an answer's files as they are now; those that its record tells of must be what it tells."""
+    known = files_of(stored)
+    strange = sorted(set(record.files) - set(known))
+    if strange:
+        raise UserError(f"{stored.record_path}: files: {strange[0]!r} is none that an answer has; restore the record")
     names = [stored.record_path.name, *([stored.audit_path.name] if audited else []), *record.files]
-    found = {name: sha256(stored.folder / name) for name in names}
+    found = {name: sha256(known[name]) for name in names}
     wrong = [name for name, told_hash in record.files.items() if found[name] != told_hash]
     if wrong:
-        raise UserError(f"{stored.folder / wrong[0]}: not the file that record.json tells of; restore it")
+        raise UserError(f"{known[wrong[0]]}: not the file that record.json tells of; restore it")
     return found
+
+
+def files_of(stored: StoredAnswer) -> dict[str, Path]:
+    """All files that an answer may have, by name: what a record or a certificate says is never a path."""
+    paths = (stored.record_path, stored.audit_path, stored.model_path, stored.bases_path, stored.held_path)
+    return {path.name: path for path in paths}
 
 
 def directions_of(record: AnswerRecord, files: dict[str, str]) -> Directions | None:

@@ -17,6 +17,7 @@ from ease.evidence.certificates import (
     costs_of,
     directions_of,
     figures_of,
+    files_of,
     installed_code,
     plain,
     read_certificate,
@@ -158,9 +159,8 @@ def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool)
         if log.unfinished:
             yield Check("log end", None, f"{log.unfinished} bytes of an unfinished record after the head do not count")
         yield _looked("log position", _position, log, envelope, certificate)
-    if not salt_path(run).is_file():  # to make one would be to write into what is checked
-        yield Check("salt", False, f"{salt_path(run)}: missing, and no hash of a pair can be traced without it")
-        return
+    if not salt_path(run).is_file():  # left out of a copy that was passed on; to make one would be to write into it
+        yield Check("pairs", None, f"{salt_path(run)}: missing, so no pair can be held against its hash")
     try:
         stored = _answer(run, certificate)
     except (UserError, OSError) as error:
@@ -204,26 +204,31 @@ def _position(log: Log, envelope: Envelope, certificate: Certificate) -> str:
 
 
 def _answer(run: Run, certificate: Certificate) -> StoredAnswer:
-    """The certified answer, found by its name among those of the run: what a certificate says is never a path."""
-    wanted = (certificate.request.get("name"), certificate.answer)
-    broken = []
-    for path in sorted(run.folder.glob("requests/*/*/record.json")):
-        stored = StoredAnswer(path.parent)
-        if path.parent.name != certificate.answer:
-            continue
-        try:
-            name = public_name(run, stored.record().request)
-        except UserError as error:
-            broken.append(str(error))
-            name = path.parent.parent.name
-        if (name, certificate.answer) == wanted:
-            return stored
-    raise Refuted(broken[0] if broken else "certificate of another run: no request of this one has its name and method")
+    """The certified answer among those of the run, by the hash of its record, or else by its name: one that was
+    changed is to be told from one that is not there."""
+    stored = [
+        StoredAnswer(path.parent)
+        for path in sorted(run.folder.glob("requests/*/*/record.json"))
+        if path.parent.name == certificate.answer
+    ]
+    for each in stored:
+        if sha256(each.record_path) == certificate.files.get(each.record_path.name):
+            return each
+    for each in stored:
+        if _name(run, each) == certificate.request["name"]:
+            return each
+    raise Refuted("no request of this run has the name and method that the certificate tells of")
+
+
+def _name(run: Run, stored: StoredAnswer) -> str:
+    try:
+        return public_name(run, stored.record().request) if salt_path(run).is_file() else stored.folder.parent.name
+    except UserError:  # of a damaged record; its folder has the name too, unless it is a hash of ids
+        return stored.folder.parent.name
 
 
 def _file(stored: StoredAnswer, certificate: Certificate, name: str) -> str:
-    known = (stored.record_path, stored.audit_path, stored.model_path, stored.bases_path, stored.held_path)
-    path = next((path for path in known if path.name == name), None)
+    path = files_of(stored).get(name)
     if path is None:
         raise Refuted(f"{name}: no file that an answer has")
     if not path.is_file():
@@ -263,8 +268,6 @@ def _same(found: Any, certified: Any) -> bool:
 def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
     record = stored.record()
     expected: dict[str, Any] = {
-        "request": told(run, record.request),
-        "asked": asked(told(run, record.request)),
         "method": plain(record.method),
         "costs": costs_of(record),
         "figures": figures_of(record),
@@ -272,6 +275,12 @@ def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
     directions = directions_of(record, certificate.files)
     expected["directions"] = None if directions is None else directions.model_dump(mode="json")
     listed = certificate.model_dump(mode="json")
+    if salt_path(run).is_file():
+        request = told(run, record.request)
+        expected |= {"request": request, "asked": asked(request)}
+    else:
+        expected["request"] = record.request.model_dump(mode="json", exclude={"ids"})
+        listed["request"] = {key: listed["request"].get(key) for key in expected["request"]}
     for name, value in expected.items():
         if not _same(value, listed[name]):
             raise Refuted(f"{name}: {_difference(value, listed[name])}")

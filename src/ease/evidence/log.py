@@ -4,7 +4,6 @@ A line counts once the head that names it is written. What a killed process left
 anyone and is cut off by the next entry.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -98,7 +97,7 @@ def append(run: Run, kind: str, payload: Mapping[str, Any]) -> LogRecord:
     if not KIND.fullmatch(kind):
         raise UserError(f"{kind!r}: the kind of an entry is up to 64 small letters, digits and hyphens")
     salt_of(run)  # made before there is a head, so that a lost one is missed
-    table = json.loads(canonical(without_ids(run, dict(payload))))
+    table = parse(canonical(without_ids(run, dict(payload))), "the entry")
     begun = {"configuration": run.config.identity()}
     with kept(run):
         key = signing_key(run)

@@ -2,7 +2,7 @@
 
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ease.audit.verdict import EVIDENCE
 from ease.config import Config, validate
@@ -103,6 +103,20 @@ class Certificate(Config):
     not_tested: tuple[str, ...]
     limits: tuple[str, ...] = LIMITS
     log: LogPosition
+
+    @field_validator("request")
+    @classmethod
+    def _told(cls, request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("scope") not in ("client", "class", "sample") or not isinstance(request.get("name"), str):
+            raise ValueError("the request has no scope or no name")
+        return request
+
+    @field_validator("method")
+    @classmethod
+    def _named(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(settings.get("method"), str):
+            raise ValueError("the method has no name")
+        return settings
 
 
 class Statement(Config):

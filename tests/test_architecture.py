@@ -27,6 +27,7 @@ ORDER = (
     "audit",
     "runs",
     "show",
+    "evidence",
     "studies",
     "commands",
     "testing",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import click
 import typer
+from typer.core import TyperGroup
 
 from ease.errors import UserError
 
@@ -38,8 +39,21 @@ class ExportFormat(StrEnum):
     onnx = "onnx"
 
 
+class Certificates(TyperGroup):
+    """`ease certificate RUN ...` issues one; other words after it say what else to do with one."""
+
+    default = "issue"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and "--help" not in args[:1]:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""
+REFUTED = 1
+"""Exit code of a check that found something that does not hold."""
 
 LACK = re.compile(
     r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc", re.I
@@ -57,6 +71,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+certificates = typer.Typer(
+    cls=Certificates,
+    help="Signed evidence of what was forgotten: `ease certificate RUN --request ID` issues it, `sign` adds to it.",
+    no_args_is_help=True,
+)
+keys = typer.Typer(help="Keys that sign certificates.", no_args_is_help=True)
+app.add_typer(certificates, name="certificate")
+app.add_typer(keys, name="keys")
 
 Settings = Annotated[
     list[str] | None,
@@ -222,6 +245,97 @@ def report(
     from ease.commands.report import report_run
 
     _finish(report_run(folder, out, thumbnails, quiet or as_json), as_json)
+
+
+@certificates.command("issue")
+def certificate(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    request: Annotated[str, typer.Option(help="The answer to certify, e.g. client-3 or client-3/finetune.")],
+    html: Annotated[bool, typer.Option("--html", help="Write a page beside it, for people; it checks itself.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The file; by default certificate.json beside the answer.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Certify an answered request: models, code, settings, figures and verdict, logged and signed.
+
+    Example: `ease certificate runs/first --request client-3 --html`
+    """
+    from ease.commands.evidence import certify_run
+
+    _finish(certify_run(run, request, html, out, quiet or as_json), as_json)
+
+
+@certificates.command("sign")
+def sign(
+    certificate: Annotated[Path, typer.Argument(metavar="CERT", help="A certificate.")],
+    key: Annotated[Path, typer.Option(help="The private key of whoever signs; `ease keys new` makes one.")],
+    run: Annotated[Path | None, typer.Option(help="The run, to compute everything again before signing.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Check hashes and recorded figures; measure nothing.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write a page beside it, with both signatures.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The file; by default CERT itself.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Add a signature to a certificate, after checking all that can be checked from here.
+
+    Example: `ease certificate sign certificate.json --key client.key --run runs/first`
+    """
+    from ease.commands.evidence import VerifySummary, sign_certificate
+
+    summary = sign_certificate(certificate, key, run, quick, html, out, quiet or as_json)
+    _finish(summary, as_json)
+    if isinstance(summary, VerifySummary):
+        raise typer.Exit(REFUTED)
+
+
+@app.command()
+def verify(
+    certificate: Annotated[Path, typer.Argument(metavar="CERT", help="A certificate.")],
+    run: Annotated[Path | None, typer.Option(help="The run that it is about, to compute everything again.")] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]FILE", help="A public key that must have signed. Repeatable."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A model file that it should be about.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Check hashes and recorded figures; measure nothing.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check a certificate: signatures, the run's log, and every hash and figure, computed again from the run.
+
+    Exit code 0 if nothing contradicts it, 1 if something does, each with its reason.
+
+    Example: `ease verify certificate.json --run runs/first --key hospital=hospital.pub`
+    """
+    from ease.commands.evidence import verify_certificate
+
+    summary = verify_certificate(certificate, run, key or [], model, quick, quiet or as_json)
+    _finish(summary, as_json)
+    if not summary.found.holds:
+        raise typer.Exit(REFUTED)
+
+
+@keys.command("new")
+def new_keys(
+    file: Annotated[Path, typer.Argument(help="Where the private key goes; the public one lies beside it, as .pub.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a key pair (Ed25519).
+
+    Example: `ease keys new client.key`
+    """
+    from ease.commands.evidence import make_keys
+
+    _finish(make_keys(file), as_json)
+
+
+@keys.callback()
+def about_keys() -> None:
+    """Keys that sign certificates."""
 
 
 @app.command()

@@ -348,14 +348,14 @@ def _refusal_to_write(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive(path: Path, busy: str) -> Iterator[None]:
-    """Hold a lock file while the context lasts; if another process holds it, a user error says `busy`.
+def exclusive(path: Path, busy: str, wait_seconds: float = 0) -> Iterator[None]:
+    """Hold a lock file while the context lasts; if another process holds it for longer, a user error says `busy`.
 
     The system drops the lock when its process ends, however it ends, so a killed run never locks anyone out.
     """
     _make_folder(path.parent)
     # A disk without locks is refused: the substitute is a file whose mere presence locks, which outlives a kill.
-    lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+    lock = FileLock(path, timeout=wait_seconds, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout as error:

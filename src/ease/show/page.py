@@ -44,7 +44,7 @@ def page(contents: Contents) -> str:
         "page.html",
         title=contents.title,
         folder=contents.folder,
-        policy=_policy(style, script),
+        policy=policy(style, script),
         style=Markup(style),
         script=Markup(script),
         listed=[(f"{asked(answer.record)} by {answer.record.method_name}", answer.standing) for answer in shown],
@@ -61,7 +61,7 @@ def page(contents: Contents) -> str:
     )
 
 
-def _policy(style: str, script: str) -> str:
+def policy(style: str, script: str) -> str:
     """Nothing may be fetched, and no other script than ours may run, whatever the data holds."""
 
     def known(text: str) -> str:

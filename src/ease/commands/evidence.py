@@ -1,0 +1,166 @@
+"""What `ease certificate`, `ease verify` and `ease keys` do: issue, sign and check evidence, and say what holds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ease.console import labelled, plain, status
+from ease.errors import UserError
+from ease.evidence.canonical import hashed
+from ease.evidence.certificates import answer_named, issue, read_certificate
+from ease.evidence.checks import Verification, verify
+from ease.evidence.envelope import Envelope, countersigned
+from ease.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
+from ease.evidence.page import certificate_page
+from ease.runs.run import Run
+from ease.storage import write_atomic
+
+
+@dataclass(frozen=True)
+class KeySummary:
+    path: Path
+    key_id: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"private": str(self.path), "public": str(public_path(self.path)), "key_id": self.key_id}
+
+    def render(self) -> Iterator[RenderableType]:
+        yield f"private key, for its owner alone: {self.path}"
+        yield f"public key, for everyone: {public_path(self.path)}"
+        yield f"key id: {self.key_id}"
+
+
+def make_keys(path: Path) -> KeySummary:
+    return KeySummary(path, new_key(path).public.id)
+
+
+@dataclass(frozen=True)
+class CertificateSummary:
+    """A written certificate."""
+
+    path: Path
+    page: Path | None
+    envelope: Envelope
+    words: str
+    """Of the verdict that it tells."""
+    unchecked: tuple[str, ...] = ()
+    """What whoever signed could not check."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "certificate": str(self.path),
+            "unchecked": list(self.unchecked),
+            "page": None if self.page is None else str(self.page),
+            "sha256": hashed(self.envelope.content),
+            "signatures": [each.keyid for each in self.envelope.signatures],
+            "verdict": self.words,
+        }
+
+    def render(self) -> Iterator[RenderableType]:
+        yield self.words
+        yield from (f"signed by {each.keyid}" for each in self.envelope.signatures)
+        yield from (labelled("not checked", each, "yellow") for each in self.unchecked)
+        yield f"certificate in {self.path}"
+        if self.page is not None:
+            yield f"page for people in {self.page}; it checks itself, offline"
+
+
+def certify_run(folder: Path, name: str, html: bool, out: Path | None, quiet: bool) -> CertificateSummary:
+    """Issue a certificate, by default beside the answer that it is about."""
+    run = Run.load(folder)
+    path = out or answer_named(run, name)[0].folder / "certificate.json"
+    _check_names(path, html)
+    with status("gathering evidence", quiet):
+        envelope = issue(run, name)
+    return _written(path, envelope, html)
+
+
+def sign_certificate(
+    path: Path, key: Path, folder: Path | None, quick: bool, html: bool, out: Path | None, quiet: bool
+) -> "CertificateSummary | VerifySummary":
+    """Add a signature to a certificate that holds; of one that does not, say why and sign nothing."""
+    signer = read_signing_key(key)
+    _check_names(out or path, html)
+    with status("checking before signing", quiet):
+        found = verify(path, None if folder is None else Run.load(folder), quick=quick)
+    if not found.holds:
+        return VerifySummary(path, found, "not signed")
+    envelope, _ = read_certificate(path)
+    unchecked = tuple(check.words for check in found.checks if check.holds is None)
+    return replace(_written(out or path, countersigned(envelope, signer), html), unchecked=unchecked)
+
+
+def _check_names(path: Path, html: bool) -> None:
+    if html and path.suffix == ".html":
+        raise UserError(f"{path}: is the name of the page; name the certificate .json, and the page lies beside it")
+
+
+def _written(path: Path, envelope: Envelope, html: bool) -> CertificateSummary:
+    write_atomic(path, envelope.file_bytes() + b"\n")
+    _, certificate = read_certificate(path)
+    page = path.with_suffix(".html") if html else None
+    if page is not None:
+        write_atomic(page, certificate_page(envelope, certificate).encode())
+    return CertificateSummary(path, page, envelope, certificate.verdict.words)
+
+
+@dataclass(frozen=True)
+class VerifySummary:
+    """What was found of a certificate."""
+
+    path: Path
+    found: Verification
+    otherwise: str = "refused"
+    """What is said of one that does not hold."""
+
+    def as_json(self) -> dict[str, Any]:
+        certificate = self.found.certificate
+        return {
+            "certificate": str(self.path),
+            "holds": self.found.holds,
+            "reasons": list(self.found.reasons),
+            "checks": [asdict(check) for check in self.found.checks],
+            "signatures": [asdict(signer) for signer in self.found.signers],
+            "verdict": None if certificate is None else certificate.verdict.model_dump(mode="json"),
+        }
+
+    def render(self) -> Iterator[RenderableType]:
+        marks = {True: ("holds", "green"), False: ("refused", "red"), None: ("not checked", "yellow")}
+        for check in self.found.checks:
+            word, style = marks[check.holds]
+            yield Text.assemble((f"{word}: ", style), f"{plain(check.name)}: {plain(check.words)}")
+        for signer in self.found.signers:
+            yield labelled("signed by", f"{signer.name or 'a key that you did not name'}, {signer.key_id}")
+        if not self.found.holds or self.found.certificate is None:
+            yield f"{self.path}: {self.otherwise}"
+            return
+        yield f"{self.path}: nothing contradicts it"
+        yield labelled("it says", self.found.certificate.verdict.words)
+
+
+def verify_certificate(
+    path: Path, folder: Path | None, keys: Sequence[str], model: Path | None, quick: bool, quiet: bool
+) -> VerifySummary:
+    run = None if folder is None else Run.load(folder)
+    named = known_keys(keys)
+    if model is not None and not model.is_file():
+        raise UserError(f"{model}: no such file; name the model that the certificate should be about")
+    with status("checking", quiet):
+        return VerifySummary(path, verify(path, run, named, model, quick))
+
+
+def known_keys(texts: Sequence[str]) -> dict[str, PublicKey]:
+    """Public keys from `FILE` or `NAME=FILE`, by the names of their owners."""
+    found: dict[str, PublicKey] = {}
+    for text in texts:
+        name, separator, file = text.partition("=")
+        if not separator or Path(text).is_file():
+            name, file = Path(text).name.removesuffix(".pub").removesuffix(".key"), text
+        if name in found:
+            raise UserError(f"--key {text}: there is a key called {name} already; write --key OTHERNAME={file}")
+        found[name] = read_public_key(Path(file))
+    return found

@@ -1,0 +1,223 @@
+"""Certificates of answered requests: gathered from a run's records, logged, signed, and countersigned by others."""
+
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import ease
+from ease.errors import UserError
+from ease.evidence.canonical import LARGEST_WHOLE, Refuted, canonical, hashed, parse
+from ease.evidence.envelope import Envelope, open_envelope, sealed
+from ease.evidence.log import LogRecord, append, head_path, now, read_log, signing_key
+from ease.evidence.salted import public_name, told, without_ids
+from ease.evidence.statement import (
+    PAYLOAD,
+    UNAUDITED,
+    Certificate,
+    Code,
+    Directions,
+    LogPosition,
+    Models,
+    VerdictWords,
+    asked,
+    read_statement,
+    statement_of,
+)
+from ease.requests.request import Request
+from ease.runs.answers import StoredAnswer, find_answer
+from ease.runs.audit import current_audit
+from ease.runs.records import AnswerRecord, AuditRecord
+from ease.runs.run import Run
+from ease.storage import SMALL_JSON, read_bytes, sha256
+
+ANSWERED, AUDITED, CERTIFIED = "answered", "audited", "certified"
+LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "safetensors")
+LARGEST_CERTIFICATE = SMALL_JSON
+DRAWN = ("similarities", "roc", "request")
+"""Parts of an audit's record that a certificate leaves out: curves for drawing, and the request with its ids."""
+
+
+def issue(run: Run, name: str) -> Envelope:
+    """A signed certificate of the finished answer `REQUEST` or `REQUEST/METHOD`, which the run's log tells of."""
+    stored, request = answer_named(run, name)
+    audit = current_audit(stored)
+    last = witness(run, stored, request)
+    key = signing_key(run)
+    position = LogPosition(sequence=last.sequence, sha256=last.sha256, key=key.public.id)
+    certificate = gathered(run, stored, request, audit, position)
+    envelope = sealed(PAYLOAD, statement_of(certificate), key)
+    append(run, CERTIFIED, {"answer": _label(run, stored, request), "certificate": hashed(envelope.content)})
+    return envelope
+
+
+def answer_named(run: Run, name: str) -> tuple[StoredAnswer, Request]:
+    """A finished answer by its name; one that leads elsewhere names none."""
+    parts = name.split("/")
+    if len(parts) > 2 or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+        raise UserError(f"{name}: no name of an answer; write REQUEST or REQUEST/METHOD, such as client-3/ease")
+    stored, request, _ = find_answer(run, name)
+    return stored, request
+
+
+def witness(run: Run, stored: StoredAnswer, request: Request) -> LogRecord:
+    """See to it that the log tells of an answer and of its audit; gives the log's last line."""
+    label, record = _label(run, stored, request), stored.record()
+    events: list[tuple[str, dict[str, Any]]] = [
+        (
+            ANSWERED,
+            {
+                "answer": label,
+                "request": request,
+                "record": sha256(stored.record_path),
+                "model": record.files.get(stored.model_path.name),
+                "before": record.trained_sha256,
+            },
+        )
+    ]
+    audit = current_audit(stored)
+    if audit is not None:
+        verdict = {"passed": audit.verdict.passed, "words": audit.verdict.words}
+        found = {"answer": label, "audit": sha256(stored.audit_path), "model": audit.model_sha256, **verdict}
+        events.append((AUDITED, found))
+    for kind, payload in events:
+        known = read_log(run).of_kind(kind) if head_path(run).is_file() else []
+        as_written = parse(canonical(without_ids(run, payload)), "the entry")
+        if not any(each.payload == as_written for each in known):
+            append(run, kind, payload)
+    return read_log(run).records[-1]
+
+
+def _label(run: Run, stored: StoredAnswer, request: Request) -> str:
+    return f"{public_name(run, request)}/{stored.folder.name}"
+
+
+def gathered(
+    run: Run, stored: StoredAnswer, request: Request, audit: AuditRecord | None, position: LogPosition
+) -> Certificate:
+    """Everything that is on record about an answer; its files are hashed anew."""
+    record = stored.record()
+    files = answer_files(stored, record, audited=audit is not None)
+    return Certificate(
+        issued=now(),
+        asked=asked(told(run, request)),
+        request=told(run, request),
+        answer=stored.folder.name,
+        method=plain(record.method),
+        models=Models(
+            before=record.trained_sha256,
+            after=files[stored.model_path.name],
+            retrain=None if audit is None else audit.retrain_sha256,
+        ),
+        code=installed_code(),
+        configuration=plain(run.config.model_dump(mode="json")),
+        seeds=plain({"training": run.config.seed, "answer": record.seed}),
+        files=files,
+        directions=directions_of(record, files),
+        costs=costs_of(record),
+        figures=figures_of(record),
+        audit=None if audit is None else audit_figures(audit),
+        verdict=verdict_of(audit),
+        not_tested=("everything: the answer was not audited",) if audit is None else audit.not_tested,
+        log=position,
+    )
+
+
+def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> dict[str, str]:
+    """Hashes of an answer's files as they are now; those that its record tells of must be what it tells."""
+    known = files_of(stored)
+    strange = sorted(set(record.files) - set(known))
+    if strange:
+        raise UserError(f"{stored.record_path}: files: {strange[0]!r} is none that an answer has; restore the record")
+    names = [stored.record_path.name, *([stored.audit_path.name] if audited else []), *record.files]
+    found = {name: sha256(known[name]) for name in names}
+    wrong = [name for name, told_hash in record.files.items() if found[name] != told_hash]
+    if wrong:
+        raise UserError(f"{known[wrong[0]]}: not the file that record.json tells of; restore it")
+    return found
+
+
+def files_of(stored: StoredAnswer) -> dict[str, Path]:
+    """All files that an answer may have, by name: what a record or a certificate says is never a path."""
+    paths = (stored.record_path, stored.audit_path, stored.model_path, stored.bases_path, stored.held_path)
+    return {path.name: path for path in paths}
+
+
+def directions_of(record: AnswerRecord, files: dict[str, str]) -> Directions | None:
+    bases = files.get("bases.safetensors")
+    if bases is None:
+        return None
+    spectrum = record.spectrum
+    return Directions(
+        bases_sha256=bases, spectrum=None if spectrum is None else plain(spectrum.model_dump(mode="json"))
+    )
+
+
+def costs_of(record: AnswerRecord) -> dict[str, float]:
+    return {name: value for name, value in record.metrics.items() if name.startswith("cost/")}
+
+
+def figures_of(record: AnswerRecord) -> dict[str, float]:
+    return {name: value for name, value in record.metrics.items() if not name.startswith("cost/")}
+
+
+def audit_figures(audit: AuditRecord) -> dict[str, Any]:
+    """All figures of an audit, without what is only for drawing."""
+    return plain(_without(audit.model_dump(mode="json"), DRAWN))
+
+
+def verdict_of(audit: AuditRecord | None) -> VerdictWords:
+    if audit is None:
+        return VerdictWords(passed=None, words=UNAUDITED)
+    return VerdictWords(passed=audit.verdict.passed, words=audit.verdict.words)
+
+
+def _without(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(each, names) for key, each in value.items() if key not in names}
+    return [_without(each, names) for each in value] if isinstance(value, list) else value
+
+
+def plain(value: Any) -> Any:
+    """The same as any reader of JSON sees it: whole numbers that would be rounded are text."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, int) and abs(value) > LARGEST_WHOLE else value
+
+
+def installed_code() -> Code:
+    """The version of this package, a hash of its files, and the libraries that compute."""
+    root = Path(ease.__file__).parent
+    files = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(f"{sha256(path)}  {path.relative_to(root).as_posix()}\n".encode())
+    found = {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+    return Code(version=_version("ease-unlearning"), sources_sha256=whole.hexdigest(), libraries=found)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def read_certificate(path: Path) -> tuple[Envelope, Certificate]:
+    """A certificate from its file, with every signature checked against the key that travels with it."""
+    try:
+        content = read_bytes(path, LARGEST_CERTIFICATE)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot read ({error.strerror}); name a certificate that `ease certificate` wrote"
+        ) from error
+    envelope = open_envelope(content.removesuffix(b"\n"), PAYLOAD, str(path))
+    if content != envelope.file_bytes() + b"\n":
+        raise Refuted(f"{path}: damaged, more or less than one envelope and a line break")
+    certificate = read_statement(envelope.content, str(path))
+    if envelope.signatures[0].keyid != certificate.log.key:
+        raise Refuted(f"{path}: its first signature is not by the key that signs the log of its run")
+    return envelope, certificate

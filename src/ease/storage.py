@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as serialise_tensors
 
-from ease.errors import Missing, UserError
+from ease.errors import Busy, Missing, UserError
 
 LEFTOVER = ".partial-"
 """How the names of unfinished files begin; a killed process may leave some behind."""
@@ -359,7 +359,7 @@ def exclusive(path: Path, busy: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise UserError(busy) from error
+        raise Busy(busy) from error
     except OSError as error:
         raise UserError(f"{path}: cannot lock ({error.strerror}); use a folder on a disk of your own") from error
     try:

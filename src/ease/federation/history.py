@@ -89,8 +89,11 @@ class History:
         change = Params.from_bytes(self._update_bytes(number, client))
         return {name: change[name] for name in block.tensors}
 
+    def record_path(self, number: int) -> Path:
+        return self._round(number) / "round.json"
+
     def record(self, number: int) -> dict[str, Any]:
-        path = self._round(number) / "round.json"
+        path = self.record_path(number)
         return dict(_record(path, path.stat().st_mtime_ns if path.is_file() else 0))
 
     def rounds(self) -> int:

@@ -76,7 +76,16 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
         training = training.model_copy(update={"rounds": closed.after_round})
     release = head.follows(training.rounds)
     start = None if release is None else Params.load(check_released_model(run, release))
-    return Trained(run.history, training, run.config.model.temperature, run.config.seed, gone=head.gone, answered=start)
+    held = run.held(head)
+    return Trained(
+        run.history,
+        training,
+        run.config.model.temperature,
+        run.config.seed,
+        answered=start,
+        gone=head.gone,
+        locked={} if held is None else held.bases,
+    )
 
 
 def start_hash(run: Run, request: Request | None = None) -> str:

@@ -191,7 +191,7 @@ class Run:
         self.check_frozen(world.server.backbone, world.server.device)
         history.verify()
         self.check_released()
-        release, held = head.follows(done), self._held(head)
+        release, held = head.follows(done), self.held(head)
         start = history.state_path(done) if release is None else check_released_model(self, release)
         state = Params.load(start)
         if _layout(state) != _layout(world.server.initial()):
@@ -212,7 +212,7 @@ class Run:
             config.seed,
             config.model.temperature,
             first_round=done + 1,
-            held=held,
+            held=() if held is None else (held,),
             keep=config.training.history == "client",
         ):
             cost, metered.cost = metered.cost, Cost()
@@ -220,10 +220,17 @@ class Run:
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
             start = history.state_path(finished.number)
 
-    def _held(self, head: Head) -> tuple[Held, ...]:
-        """Directions that released answers keep down in further rounds."""
-        answers = [load_held(self.model_path(release).parent) for release in head.releases]
-        return tuple(each for each in answers if each is not None)
+    def held(self, head: Head) -> Held | None:
+        """Directions that released answers keep down: each answer's hold those of all before it, at its own state.
+
+        An answer of a method that tells of none leaves those before it, where its model has them.
+        """
+        for release in reversed(head.releases):
+            found = load_held(self.model_path(release).parent)
+            if found is not None:
+                last = head.releases[-1]
+                return found if release == last else Held(found.bases, Params.load(check_released_model(self, last)))
+        return None
 
 
 def _frozen_parts(world: World) -> dict[str, str | int | None]:

@@ -272,6 +272,27 @@ def work(
 
 
 @app.command()
+def purge(
+    run: RunFolder,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="Only what was released so many days ago.")
+    ] = 0.0,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Remove what released requests left on disk, or make it again as if their pairs had never been there.
+
+    `purge.json` lists what went, what was made again, and what stayed and why. It cannot be undone: audit first.
+
+    Example: `ease purge runs/first --older-than 30`
+    """
+    from ease.commands.requests import purge_run
+
+    _finish(purge_run(run, older_than, quiet or as_json), as_json)
+
+
+@app.command()
 def audit(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     request: Annotated[str, typer.Option(help="The answer to audit, e.g. client-3 or client-3/finetune.")],

@@ -97,6 +97,14 @@ def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = T
             _sync_folder(path.parent)
 
 
+def replace_file(source: Path, target: Path) -> None:
+    """Put one file in the place of another, or of none, for good."""
+    _make_folder(target.parent)
+    with _refusal_to_write(target):
+        os.replace(source, target)
+        _sync_folder(target.parent)
+
+
 @contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
     """An empty file of this process alone, in the folder of the file it is to become; it goes unless it was renamed.

@@ -15,14 +15,17 @@ from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.ledger.outlook import Outlook, outlook
 from ease.ledger.policy import Policy
+from ease.ledger.purging import purge_released
 from ease.ledger.store import Draft, Entry, Event, Ledger, now
 from ease.ledger.work import Finished, Steps, work
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request
 from ease.runs.answers import open_world
+from ease.runs.purge import Pass
 from ease.runs.resolve import parse_request, request_id
 from ease.runs.run import Run
+from ease.runs.tombstones import read_tombstones
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,11 @@ class WorkSummary:
     """What came of the queue."""
 
     finished: tuple[Finished, ...]
+    purged: tuple[Pass, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        return {"finished": [{**each.__dict__, "ids": list(each.ids)} for each in self.finished]}
+        finished = [{**each.__dict__, "ids": list(each.ids)} for each in self.finished]
+        return {"finished": finished, **PurgeSummary(self.purged).as_json()}
 
     def render(self) -> Iterator[RenderableType]:
         if not self.finished:
@@ -127,6 +132,26 @@ class WorkSummary:
         ]
         columns = ["request", "state", "", "retain R@1 before", "after", "seconds"]
         yield table("Worked on", columns, rows, text_columns=3)
+        if self.purged:
+            yield from PurgeSummary(self.purged).render()
+
+
+@dataclass(frozen=True)
+class PurgeSummary:
+    """What went, what was made again and what stayed."""
+
+    passes: tuple[Pass, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"purged": [each.model_dump(mode="json") for each in self.passes]}
+
+    def render(self) -> Iterator[RenderableType]:
+        if not self.passes:
+            yield "Nothing to purge: no request was released, or not long enough ago"
+        for each in self.passes:
+            kinds = (("removed", each.removed), ("made again", each.rederived), ("stayed", each.stayed))
+            rows = [[kind, line.what, line.why] for kind, lines in kinds for line in lines]
+            yield table(f"Purged: {request_id(each.request)}", ["", "what", "why"], rows, text_columns=3)
 
 
 def _day(time: str) -> str:
@@ -180,7 +205,8 @@ def add_request(
 def _resolved(
     run: Run, clients: Sequence[str | int], classes: Sequence[str], samples: Path | Sequence[str] | None
 ) -> Request:
-    return parse_request(open_world(run).server, clients, classes, samples)
+    found = parse_request(open_world(run).server, clients, classes, samples)
+    return read_tombstones(run.folder).renamed(found)  # what was purged is not written down again
 
 
 def _date(text: str) -> datetime:
@@ -233,4 +259,12 @@ def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet
                 bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
                 tell_left_out(f"{request_id(request)}, {step.phase}", step.notes.get("rejected", {}), quiet)
 
-    return WorkSummary(tuple(work(run, policy, someone(by), together, follow)))
+    finished = tuple(work(run, policy, someone(by), together, follow))
+    days = policy.purge.after_days
+    return WorkSummary(finished, () if days is None else tuple(purge_released(folder, days)))
+
+
+def purge_run(folder: Path, older_than_days: float, quiet: bool) -> PurgeSummary:
+    """Remove or make again what released requests left on disk."""
+    with status("purging", quiet):
+        return PurgeSummary(tuple(purge_released(folder, older_than_days)))

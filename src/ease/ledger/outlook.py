@@ -13,6 +13,7 @@ from ease.methods.ease import Ease
 from ease.methods.ease.counterfactual import replay_count
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.run import Run
+from ease.runs.tombstones import read_tombstones
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
     if known is None:
         raise UserError(f"{run.folder}: nothing is trained here yet; finish it with `ease train`")
     members, head = known[0], run.head
+    request = read_tombstones(run.folder).renamed(request)
     gone = _named(members, head.gone)
     wanted = _named(members, (request,))
     fresh = {client: ids - gone.get(client, set()) for client, ids in wanted.items()}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -27,6 +28,7 @@ from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
 from ease.runs.records import Metrics
 from ease.runs.run import Run
+from ease.runs.tombstones import read_tombstones
 from ease.storage import exclusive, sha256
 
 LOCK = ".work.lock"
@@ -57,7 +59,7 @@ def work(run: Run, policy: Policy, by: str, together: bool, follow: Follow) -> I
     """
     ledger, passed = Ledger(run.folder), list[str]()
     while ledger.exists:
-        with _alone(run):
+        with alone(run.folder):
             entries = ledger.claim(by, together, passed)
             if not entries:
                 return
@@ -67,13 +69,13 @@ def work(run: Run, policy: Policy, by: str, together: bool, follow: Follow) -> I
 
 
 @contextmanager
-def _alone(run: Run) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Be the one who works here; wait for another one to end its request."""
-    busy = f"{run.folder}: another process works through its requests; wait for it"
+    busy = f"{folder}: another process works through its requests; wait for it"
     with ExitStack() as held:
         while True:
             try:
-                held.enter_context(exclusive(run.folder / LOCK, busy))
+                held.enter_context(exclusive(folder / LOCK, busy))
                 break
             except Busy:
                 time.sleep(BETWEEN_TRIES)
@@ -132,7 +134,7 @@ def _answered(
 def _left_of(run: Run, request: Request) -> Request:
     known = run.known()
     assert known is not None  # the outlook has looked
-    return remaining(request, known[0].clients, run.head.gone)
+    return remaining(read_tombstones(run.folder).renamed(request), known[0].clients, run.head.gone)
 
 
 def _released(

@@ -15,3 +15,7 @@ class Diverged(UserError):
 
 class Busy(UserError):
     """Another process is at work here: the same command works once it has ended."""
+
+
+class Unwritable(UserError):
+    """A file that the disk did not take: the same command works once it does."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ease.errors import UserError
+from ease.errors import Unwritable, UserError
 from ease.ledger.states import FOLLOWS, OPEN, State
 from ease.requests.request import Request
 from ease.runs.resolve import request_id
@@ -369,7 +369,9 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise UserError(f"{path}: cannot be read or written as a ledger ({error}); restore it or free space") from error
+        raise Unwritable(
+            f"{path}: cannot be read or written as a ledger ({error}); restore it or free space"
+        ) from error
 
 
 def _migrate(ledger: sqlite3.Connection, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ease.errors import Busy, UserError
+from ease.errors import Busy, Unwritable, UserError
 from ease.ledger.outlook import outlook
 from ease.ledger.policy import Policy
 from ease.ledger.states import State
@@ -86,55 +86,49 @@ def _answered(
     run: Run, ledger: Ledger, entries: Sequence[Entry], policy: Policy, by: str, follow: Follow
 ) -> Iterator[Finished]:
     """Take claimed requests to their ends."""
+    left = {entry.id: entry for entry in entries}
 
-    def ended(these: Sequence[Entry], state: State, why: str, outcome: dict[str, Any] | None = None) -> Finished:
-        ids = tuple(entry.id for entry in these)
-        ledger.move(ids, state, by, why, outcome)
-        return Finished(ids, state, why, outcome or {})
+    def ended(these: Sequence[str], state: State, why: str, outcome: dict[str, Any] | None = None) -> Finished:
+        ledger.move(these, state, by, why, outcome)
+        for id in these:
+            del left[id]
+        return Finished(tuple(these), state, why, outcome or {})
 
     try:
         method = make_method(entries[0].method["method"], table=entries[0].method)
         planned = entries[0].outcome.get("planned")
         if planned is None:
             trained_of(run)  # an unfinished training can answer nothing
-            asked = []
             for entry in entries:
                 seen = outlook(run, entry.request, method)
                 if seen.refusal or seen.settled:
-                    yield ended([entry], "refused" if seen.refusal else "done", seen.refusal or seen.settled)
-                else:
-                    asked.append(entry)
-            if not asked:
+                    yield ended([entry.id], "refused" if seen.refusal else "done", seen.refusal or seen.settled)
+            if not left:
                 return
-            request = _left_of(run, combined([entry.request for entry in asked]))
-            if len(asked) > 1 and (why := outlook(run, request, method).refusal):
-                yield ended(asked[1:], "approved", f"not together: {why}")
-                asked = asked[:1]
-                request = _left_of(run, asked[0].request)
-            ledger.plan([entry.id for entry in asked], {"planned": request.model_dump(mode="json")})
+            request = _left_of(run, [entry.request for entry in left.values()])
+            if len(left) > 1 and (why := outlook(run, request, method).refusal):
+                yield ended(list(left)[1:], "approved", f"not together: {why}")
+                request = _left_of(run, [entry.request for entry in left.values()])
+            ledger.plan(list(left), {"planned": request.model_dump(mode="json")})
         else:
-            asked, request = list(entries), _REQUESTS.validate_python(planned)
-    except Busy as busy:
-        ended(entries, "approved", str(busy), {})
+            request = _REQUESTS.validate_python(planned)
+        waived = {entry.waived for entry in left.values()}
+        outcome, held = _released(run, request, method, policy, waived, follow)
+    except (Busy, Unwritable) as fault:  # none of the request's: it comes first again
+        ended(list(left), "approved", str(fault), {})
         raise
     except UserError as error:
-        yield ended(entries, "pending", str(error), {})
+        yield ended(list(left), "pending", str(error), {})
         return
-    try:
-        outcome, held = _released(run, request, method, policy, {entry.waived for entry in asked}, follow)
-    except Busy as busy:
-        ended(asked, "approved", str(busy), {})
-        raise
-    except UserError as error:
-        yield ended(asked, "pending", str(error), {})
-        return
-    yield ended(asked, "pending" if held else "done", held, outcome)
+    yield ended(list(left), "pending" if held else "done", held, outcome)
 
 
-def _left_of(run: Run, request: Request) -> Request:
+def _left_of(run: Run, requests: Sequence[Request]) -> Request:
+    """What several requests name together, less what is gone already."""
     known = run.known()
     assert known is not None  # the outlook has looked
-    return remaining(read_tombstones(run.folder).renamed(request), known[0].clients, run.head.gone)
+    whole = read_tombstones(run.folder).renamed(combined(requests))
+    return remaining(whole, known[0].clients, run.head.gone)
 
 
 def _released(

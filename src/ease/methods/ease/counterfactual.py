@@ -24,6 +24,8 @@ USUAL_REPLAY, MOST_REPLAYED = 0.5, 32
 """Share and number of the rounds that `auto` replays where many clients are concerned; others stand for the rest."""
 LONGEST_REPLAY = 3.0
 """A replayed sum is believed up to so many times the length of what the client sent in the same rounds."""
+MENDED = 0.2
+"""Share of the rounds that `auto` replays for what closed requests left in stored updates: a small part of each."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -69,8 +71,7 @@ def written_by(
             did, would = with_and_without(trained, request, federation, rounds, early, farewell == "others")
             stale = stale_clients(trained, federation, rounds)
             if stale:
-                count = replay_count(len(rounds), len(stale) / len(federation.clients), replay)
-                weights = _chosen(trained, rounds, early, count)
+                weights = _chosen(trained, rounds, early, mended_count(len(rounds), replay))
                 now = {client: len(ids) for client, ids in federation.held.items()}
                 rest = {client: count for client, count in now.items() if client not in request.clients}
                 excess = _excess(trained, stale, now, rest, weights)
@@ -84,7 +85,7 @@ def written_by(
         kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
         count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
         weights = _chosen(trained, rounds, early, count)
-        parts, concerned = _from_replay(trained, request, federation, kept, weights, early), len(kept)
+        parts, concerned = _from_replay(trained, request, federation, kept, weights, early, replay), len(kept)
         used = tuple(weights)
     (first, first_rest), (second, second_rest) = parts
     return Written(first, second, (first_rest, second_rest), early, used, concerned)
@@ -100,6 +101,11 @@ def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
     if replay != "auto":
         return max(1, round(float(replay) * rounds))
     return rounds if concerned <= FEW else min(max(1, round(USUAL_REPLAY * rounds)), MOST_REPLAYED)
+
+
+def mended_count(rounds: int, replay: float | str) -> int:
+    """How many rounds are replayed for closed requests alone."""
+    return max(1, round((MENDED if replay == "auto" else float(replay)) * rounds))
 
 
 def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, float]:
@@ -234,6 +240,7 @@ def _from_replay(
     kept: Mapping[int, int],
     used: Mapping[int, float],
     early: int,
+    replay: float | str,
 ) -> Parts:
     """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more.
 
@@ -243,9 +250,11 @@ def _from_replay(
     now = {client: len(ids) for client, ids in federation.held.items()}
     nothing = SampleRequest(ids=())
     did = _moved(trained, nothing, federation, now, kept if trained.gone else (), used, early)
-    stale = stale_clients(trained, federation, list(used)) - kept.keys()
+    rounds = range(1, trained.training.rounds + 1)
+    stale = stale_clients(trained, federation, rounds) - kept.keys()
     if stale:
-        did = _mended(trained, federation, did, _excess(trained, stale, now, {**now, **kept}, used), early)
+        weights = _chosen(trained, rounds, early, min(len(used), mended_count(len(rounds), replay)))
+        did = _mended(trained, federation, did, _excess(trained, stale, now, {**now, **kept}, weights), early)
     return _parts(trained, did, _moved(trained, request, federation, {**now, **kept}, kept, used, early))
 
 

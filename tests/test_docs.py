@@ -18,6 +18,7 @@ from ease.cli import app
 from ease.config import validate
 from ease.data.rows import Row
 from ease.errors import UserError
+from ease.ledger.policy import Policy
 from ease.requests.request import ClientRequest
 from ease.runs.answers import answer_of, trained_of
 from ease.runs.config import RunConfig, load_config
@@ -111,18 +112,24 @@ def test_shown_commands_have_the_options_they_are_shown_with(page: Path) -> None
     for line in (line for line in lines if re.match(r"ease [a-z]", line)):
         words = shlex.split(re.split(r" > | \| ", line)[0], comments=True)
         assert words[1] in commands, line
-        known = {name for option in commands[words[1]].params for name in (*option.opts, *option.secondary_opts)}
+        shown = commands[words[1]]
+        if hasattr(shown, "commands"):  # a group, such as `ease request`
+            assert words[2] in shown.commands, line
+            shown = shown.commands[words[2]]
+        known = {name for option in shown.params for name in (*option.opts, *option.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, line
 
 
 @every_page
 def test_shown_settings_are_valid(page: Path) -> None:
-    """A block with a title is an experiment, any other a run; data sets that it names need not be there."""
+    """A block with a title is an experiment, one of a policy is that, any other a run; data that it names may be absent."""
     for text in blocks(str(page.relative_to(ROOT)), "toml"):
         table = tomllib.loads(text)
         if "title" in table:
             table.pop("tuned", None)  # a path from the folder of experiments
             validate(Experiment, table, page.name)
+        elif table.keys() <= Policy.model_fields.keys():
+            validate(Policy, table, page.name)
         else:
             validate(RunConfig, table, page.name)
 

@@ -122,7 +122,7 @@ def test_shown_commands_have_the_options_they_are_shown_with(page: Path) -> None
 
 @every_page
 def test_shown_settings_are_valid(page: Path) -> None:
-    """A block with a title is an experiment, one of a policy is that, any other a run; data that it names may be absent."""
+    """A block with a title is an experiment, one of a policy is that, any other a run; its data may be absent."""
     for text in blocks(str(page.relative_to(ROOT)), "toml"):
         table = tomllib.loads(text)
         if "title" in table:

@@ -26,6 +26,7 @@ ORDER = (
     "methods",
     "audit",
     "runs",
+    "ledger",
     "show",
     "evidence",
     "studies",

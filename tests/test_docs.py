@@ -18,6 +18,7 @@ from ease.cli import app
 from ease.config import validate
 from ease.data.rows import Row
 from ease.errors import UserError
+from ease.ledger.policy import Policy
 from ease.requests.request import ClientRequest
 from ease.runs.answers import answer_of, trained_of
 from ease.runs.config import RunConfig, load_config
@@ -113,19 +114,21 @@ def test_shown_commands_have_the_options_they_are_shown_with(page: Path) -> None
         assert words[1] in commands, line
         command = commands[words[1]]
         if hasattr(command, "commands"):  # a group: the next word is a command, or left out where one is meant anyway
-            command = command.commands.get(words[2]) or command.commands[command.default]
+            command = command.commands.get(words[2]) or command.commands[getattr(command, "default", words[2])]
         known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, line
 
 
 @every_page
 def test_shown_settings_are_valid(page: Path) -> None:
-    """A block with a title is an experiment, any other a run; data sets that it names need not be there."""
+    """A block with a title is an experiment, one of a policy is that, any other a run; its data may be absent."""
     for text in blocks(str(page.relative_to(ROOT)), "toml"):
         table = tomllib.loads(text)
         if "title" in table:
             table.pop("tuned", None)  # a path from the folder of experiments
             validate(Experiment, table, page.name)
+        elif table.keys() <= Policy.model_fields.keys():
+            validate(Policy, table, page.name)
         else:
             validate(RunConfig, table, page.name)
 

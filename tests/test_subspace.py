@@ -21,6 +21,7 @@ from ease.subspace import (
     displacement,
     excise,
     gram,
+    joined,
     load_bases,
     make_basis,
     orthonormal_coefficients,
@@ -617,3 +618,67 @@ def test_bases_come_back_as_they_were_saved(tmp_path: Path) -> None:
     assert torch.equal(loaded["layer"].weights, dense.weights)
     before, after = excise(w, start, {"adapter": adapters})[0], excise(w, start, loaded)[0]
     assert all(torch.equal(before[name], after[name]) for name in before.tensors)
+
+
+# --- directions of several requests ---
+
+
+def operator(basis: Basis) -> torch.Tensor:
+    """What a lock along a basis takes of any displacement, as one matrix."""
+    if isinstance(basis.directions, torch.Tensor):
+        directions = basis.directions.double()
+    else:
+        columns = torch.stack([(f.left.double() @ f.right.double()).flatten() for f in basis.directions], dim=1)
+        directions = columns @ basis.coefficients
+    return directions @ torch.diag(basis.weights.double()) @ directions.T
+
+
+def drawn_basis(seed: int, count: int, weights: list[float]) -> Basis:
+    drawn = torch.randn(40, count, generator=torch.Generator().manual_seed(seed))
+    return Basis(torch.linalg.qr(drawn)[0], torch.zeros(0, count), torch.tensor(weights, dtype=torch.float64))
+
+
+def test_whole_directions_of_two_requests_span_both() -> None:
+    one, two = drawn_basis(0, 3, [1.0] * 3), drawn_basis(1, 2, [1.0] * 2)
+    mixed = torch.linalg.qr(torch.cat([two.directions[:, :1], one.directions[:, :1]], 1))[0]
+    shared = Basis(mixed, torch.zeros(0, 2), one.weights[:2])
+    for newer, older in ((one, two), (shared, one), (one, one)):
+        both = torch.linalg.matrix_rank(torch.cat([newer.directions, older.directions], 1))
+        found = joined({"b": newer}, {"b": older})["b"]
+        left = torch.linalg.svd(torch.cat([newer.directions, older.directions], 1), full_matrices=False)[0][:, :both]
+        torch.testing.assert_close(operator(found), left.double() @ left.double().T, atol=1e-4, rtol=0)
+        assert found.count == both
+
+
+def test_joined_directions_are_orthonormal_and_hold_no_less_than_the_newer() -> None:
+    newer, older = drawn_basis(2, 3, [0.2, 0.9, 0.5]), drawn_basis(3, 4, [0.7, 1.0, 0.1, 0.4])
+    tilted = Basis(
+        torch.linalg.qr(newer.directions @ torch.randn(3, 2) + 0.1 * older.directions[:, :2])[0],
+        torch.zeros(0, 2),
+        torch.tensor([0.8, 0.3], dtype=torch.float64),
+    )
+    for other in (older, tilted):
+        found = joined({"b": newer}, {"b": other})["b"]
+        torch.testing.assert_close(found.directions.T @ found.directions, torch.eye(found.count), atol=1e-5, rtol=0)
+        assert float(found.weights.min()) > 0 and float(found.weights.max()) <= 1
+        more = torch.linalg.eigvalsh(operator(found) - operator(newer))
+        assert float(more.min()) > -1e-5
+    apart = joined({"a": newer}, {"b": older})
+    assert apart == {"a": newer, "b": older}
+
+
+def test_factored_directions_join_as_dense_ones_do() -> None:
+    rng = torch.Generator().manual_seed(5)
+
+    def factored(count: int) -> tuple[Basis, Basis]:
+        columns = tuple(
+            Factors(torch.randn(6, 2, generator=rng), torch.randn(2, 5, generator=rng)) for _ in range(count)
+        )
+        coefficients = orthonormal_coefficients(gram(columns, columns), 1.0)
+        weights = torch.linspace(0.3, 1.0, coefficients.shape[1], dtype=torch.float64)
+        flat = torch.stack([(c.left @ c.right).flatten() for c in columns], 1).double() @ coefficients
+        return Basis(columns, coefficients, weights), Basis(flat.float(), torch.zeros(0, count), weights)
+
+    (one, one_dense), (two, two_dense) = factored(2), factored(3)
+    found, dense = joined({"b": one}, {"b": two})["b"], joined({"b": one_dense}, {"b": two_dense})["b"]
+    torch.testing.assert_close(operator(found), operator(dense), atol=1e-4, rtol=0)

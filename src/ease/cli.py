@@ -80,6 +80,12 @@ certificates = typer.Typer(
 keys = typer.Typer(help="Keys that sign certificates.", no_args_is_help=True)
 app.add_typer(certificates, name="certificate")
 app.add_typer(keys, name="keys")
+requests = typer.Typer(
+    help="Requests as people hand them in: who asked, until when, what it touches, and every step.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+app.add_typer(requests, name="request")
 
 Settings = Annotated[
     list[str] | None,
@@ -174,6 +180,141 @@ def release(
     from ease.commands.forget import release_run
 
     _finish(release_run(run, request), as_json)
+
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request, as `ease request list` calls it.")]
+By = Annotated[str | None, typer.Option(help="Who does so; by default the user of this machine.")]
+
+
+@requests.command("add")
+def request_add(
+    run: RunFolder,
+    client: Annotated[list[str] | None, typer.Option(help="A client that withdraws. Repeatable.")] = None,
+    class_: Annotated[
+        list[str] | None,
+        typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
+    ] = None,
+    samples: Annotated[Path | None, typer.Option(help="File with the ids of pairs, one a line.")] = None,
+    by: By = None,
+    ground: Annotated[str, typer.Option(help='On what ground, e.g. "GDPR art. 17(1)(b)".')] = "",
+    reason: Annotated[str, typer.Option(help="Why, in a few words.")] = "",
+    priority: Annotated[int, typer.Option(help="Larger goes first.")] = 0,
+    due: Annotated[str | None, typer.Option(metavar="DATE", help="Answer until then; by default in a month.")] = None,
+    id: Annotated[str | None, typer.Option(help="Its name; by default one that follows from its content.")] = None,
+    approve: Annotated[bool, typer.Option("--approve", help="Approve it at once.")] = False,
+    method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Hand a request in. The same one again changes nothing.
+
+    Example: `ease request add runs/first --client 3 --by "site 3" --ground "GDPR art. 17" --approve`
+    """
+    from ease.commands.requests import add_request
+    from ease.methods import make_method
+
+    unlearner = make_method(method, tuple(settings or ()))
+    told = (by, ground, reason, priority, due, id, approve)
+    _finish(add_request(run, client or [], class_ or [], samples, unlearner, *told, quiet or as_json), as_json)
+
+
+@requests.command("list")
+def request_list(run: RunFolder, as_json: Json = False, debug: Debug = False) -> None:
+    """List all requests in the order in which they are worked on; overdue ones are marked.
+
+    Example: `ease request list runs/first`
+    """
+    from ease.commands.requests import list_requests
+
+    _finish(list_requests(run), as_json)
+
+
+@requests.command("show")
+def request_show(run: RunFolder, id: RequestId, as_json: Json = False, debug: Debug = False) -> None:
+    """Show a request: what it touches and will cost, before anything is computed, and every step it took.
+
+    Example: `ease request show runs/first client-3-1f2e3d`
+    """
+    from ease.commands.requests import show_request
+
+    _finish(show_request(run, id), as_json)
+
+
+@requests.command("approve")
+def request_approve(run: RunFolder, id: RequestId, by: By = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Let a request be worked on; where its new model is held, let that model be released.
+
+    Example: `ease request approve runs/first client-3-1f2e3d`
+    """
+    from ease.commands.requests import approve_request
+
+    _finish(approve_request(run, id, by), as_json)
+
+
+@requests.command("cancel")
+def request_cancel(
+    run: RunFolder,
+    id: RequestId,
+    by: By = None,
+    reason: Annotated[str, typer.Option(help="Why, in a few words.")] = "",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Take a request back that is not being worked on.
+
+    Example: `ease request cancel runs/first client-3-1f2e3d --reason "asked by mistake"`
+    """
+    from ease.commands.requests import cancel_request
+
+    _finish(cancel_request(run, id, by, reason), as_json)
+
+
+@app.command()
+def work(
+    run: RunFolder,
+    together: Annotated[
+        bool, typer.Option("--together", help="Answer all that wait and are of one kind by one excision.")
+    ] = False,
+    by: By = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Answer approved requests one after the other and release each answer; then purge, if the policy says so.
+
+    Settings are those of policy.toml, such as hold.retain_points and purge.after_days.
+
+    Example: `ease work runs/first --together --set hold.retain_points=1`
+    """
+    from ease.commands.requests import work_run
+    from ease.ledger.policy import load_policy
+
+    _finish(work_run(run, load_policy(run, tuple(settings or ())), by, together, quiet or as_json), as_json)
+
+
+@app.command()
+def purge(
+    run: RunFolder,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="Only what was released so many days ago.")
+    ] = 0.0,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Remove what released requests left on disk, or make it again as if their pairs had never been there.
+
+    `purge.json` lists what went, what was made again, and what stayed and why. It cannot be undone: audit first.
+
+    Example: `ease purge runs/first --older-than 30`
+    """
+    from ease.commands.requests import purge_run
+
+    _finish(purge_run(run, older_than, quiet or as_json), as_json)
 
 
 @app.command()

@@ -11,3 +11,11 @@ class Missing(UserError):
 
 class Diverged(UserError):
     """Training or unlearning ended in no usable model: for a grid of many answers a finding, and no reason to stop."""
+
+
+class Busy(UserError):
+    """Another process is at work here: the same command works once it has ended."""
+
+
+class Unwritable(UserError):
+    """A file that the disk did not take: the same command works once it does."""

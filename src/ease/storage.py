@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as serialise_tensors
 
-from ease.errors import Missing, UserError
+from ease.errors import Busy, Missing, Unwritable, UserError
 
 LEFTOVER = ".partial-"
 """How the names of unfinished files begin; a killed process may leave some behind."""
@@ -76,7 +76,7 @@ def _make_folder(
                     _sync_folder(each.parent)
         folder.mkdir(exist_ok=True)  # refuses a file in its place
     except OSError as error:
-        raise UserError(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
+        raise Unwritable(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
 
 
 def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = True) -> None:
@@ -95,6 +95,14 @@ def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = T
         os.replace(temporary, path)
         if durable:
             _sync_folder(path.parent)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Put one file in the place of another, or of none, for good."""
+    _make_folder(target.parent)
+    with _refusal_to_write(target):
+        os.replace(source, target)
+        _sync_folder(target.parent)
 
 
 @contextmanager
@@ -344,7 +352,7 @@ def _refusal_to_write(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        raise Unwritable(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
 
 
 @contextmanager
@@ -359,9 +367,9 @@ def exclusive(path: Path, busy: str, wait_seconds: float = 0) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise UserError(busy) from error
+        raise Busy(busy) from error
     except OSError as error:
-        raise UserError(f"{path}: cannot lock ({error.strerror}); use a folder on a disk of your own") from error
+        raise Unwritable(f"{path}: cannot lock ({error.strerror}); use a folder on a disk of your own") from error
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ from ease.storage import read_tensors, write_tensors
 NULL = 1e-6
 """Singular values below this share of the largest are rounding, not directions."""
 CHUNK_VALUES = 1 << 16
+BESIDE = 1e-6
+"""Squared sine of the angle above which a direction lies beside a span: stored in fp32, less is rounding."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,50 @@ class Held:
     def hold(self, params: Params) -> Params:
         """Take what moved along the directions back."""
         return excise(params, self.state, dict(self.bases))[0]
+
+
+def joined(newer: Mapping[str, Basis], older: Mapping[str, Basis]) -> dict[str, Basis]:
+    """Directions of both, orthonormal again: the newer ones keep their span and lose no weight to the older ones.
+
+    Of the older ones what lies in that span adds to its weights, as two sieves hold back more than one; what lies
+    beside it becomes further directions, with the weights it had.
+    """
+    found = {name: basis for name, basis in {**older, **newer}.items() if name not in older or name not in newer}
+    for name in newer:
+        if name in older:
+            found[name] = _joined(newer[name], older[name])
+    return found
+
+
+def _joined(newer: Basis, older: Basis) -> Basis:
+    columns = [*_columns(newer), *_columns(older)]
+    first, second = _coefficients(newer), _coefficients(older)
+    new = torch.cat([first, first.new_zeros(len(second), newer.count)])
+    old = torch.cat([second.new_zeros(len(first), older.count), second])
+    square = gram(columns, columns)
+    weights, earlier = newer.weights.double(), older.weights.double()
+    cross = new.T @ square @ old
+    passed = (1 - weights).clamp_min(0).sqrt()
+    left = torch.eye(newer.count, dtype=torch.float64) - (cross * earlier) @ cross.T
+    inside, turned = torch.linalg.eigh(passed[:, None] * left * passed)
+    beside = old - new @ cross
+    lengths, turned_old = torch.linalg.eigh(beside.T @ square @ beside)
+    real = lengths > BESIDE
+    turned_old = turned_old[:, real]
+    coefficients = torch.cat([new @ turned, beside @ turned_old / lengths[real].sqrt()], dim=1)
+    kept = torch.cat([1 - inside, (turned_old.square() * earlier[:, None]).sum(0)]).clamp(0, 1)
+    return make_basis(columns, coefficients, kept)
+
+
+def _columns(basis: Basis) -> list[Column]:
+    return list(basis.directions.T) if isinstance(basis.directions, Tensor) else list(basis.directions)
+
+
+def _coefficients(basis: Basis) -> Tensor:
+    """Over the columns, in double precision."""
+    if isinstance(basis.directions, Tensor):
+        return torch.eye(basis.count, dtype=torch.float64)
+    return basis.coefficients.double()
 
 
 def refactor(matrix: Factors, rank: int) -> tuple[Factors, float]:

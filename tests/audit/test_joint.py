@@ -40,7 +40,7 @@ def test_a_trace_is_refused_estimated_and_caught_as_often_as_it_says() -> None:
         found.append(judged(rng, values, effect, kept=0.1))
     refused = np.mean([not each.passed for each in found])
     told = np.mean([dict(each.power)[0.1] for each in found])
-    assert 0.6 < refused and abs(refused - told) < 0.12
+    assert refused > 0.6 and abs(refused - told) < 0.12
     inside = np.mean([each.trace.contains(0.1) for each in found])
     assert inside > 0.85
     assert abs(np.mean([each.trace.value for each in found]) - 0.1) < 0.01

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import t as student
 
 from ease.audit.membership import Estimate
 from ease.config import Config
@@ -20,6 +21,8 @@ LEAST_RETRAINED = 6
 """With fewer retrained models their spread is hardly known, and nothing is judged."""
 WANTED_POWER = 0.9
 DRAWS = 4000
+TAILS = 5
+"""Degrees of freedom of the simulated models."""
 
 
 class JointTest(Config):
@@ -49,13 +52,30 @@ class Null:
     centre: np.ndarray  # [m]
     spread: np.ndarray  # [m]
     correlation: np.ndarray  # [m, m]
-    models: int
+    residuals: np.ndarray
+    """Of the models [models, m]."""
 
     @classmethod
     def of(cls, retrained: np.ndarray, least: np.ndarray) -> "Null":
         """From values [models, measures]; no measure is taken to spread less than its resolution `least` [measures]."""
         centre, spread, correlation = (part[0] for part in _estimated(retrained[None], least))
-        return cls(centre, spread, correlation, len(retrained))
+        return cls(centre, spread, correlation, retrained - centre)
+
+    @property
+    def models(self) -> int:
+        return len(self.residuals)
+
+    def like(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """Models [*shape, m] that differ as the retrained ones do, about 0.
+
+        Mixtures of their residuals, so that measures go together as they did: correlations drawn towards none would
+        make what all measures share look rarer than it is. Tails are heavier than normal ones, for so few models do
+        not tell them.
+        """
+        mixed = rng.standard_normal((*shape, self.models)) @ self.residuals / np.sqrt(self.models - 1)
+        missing = np.sqrt(np.maximum(self.spread**2 - self.residuals.var(axis=0, ddof=1), 0))
+        tails = np.sqrt((TAILS - 2) / rng.chisquare(TAILS, (*shape, 1)))
+        return tails * (mixed + missing * rng.standard_normal((*shape, len(missing))))
 
 
 def joint_test(
@@ -77,14 +97,14 @@ def joint_test(
     (_, origin), (first, near) = kept[0], kept[1]
     effect = (near - origin) / first
     simulated = _Simulated.of(null, effect, least, rng, draws)
-    observed = simulated.p_value(_statistics(answer, retrained, least, effect))
+    (statistics,), (share,) = _statistics(answer[None], retrained[None], least, effect)
     power = tuple((share, simulated.refused(measures - origin, level)) for share, measures in kept[1:])
     return JointTest(
-        p_value=observed,
+        p_value=simulated.p_value(statistics),
         level=level,
         retrained=null.models,
         measures=len(answer),
-        trace=simulated.trace(answer, null),
+        trace=_trace(float(share), retrained, least, effect),
         power=power,
         smallest_caught=_smallest_caught(power),
     )
@@ -94,7 +114,6 @@ def joint_test(
 class _Simulated:
     """Federations of retrained models drawn like the real ones, and one more model each."""
 
-    null: Null
     effect: np.ndarray
     least: np.ndarray
     further: np.ndarray  # [draws, m]
@@ -107,12 +126,11 @@ class _Simulated:
     def of(
         cls, null: Null, effect: np.ndarray, least: np.ndarray, rng: np.random.Generator, draws: int
     ) -> "_Simulated":
-        root = np.linalg.cholesky(null.correlation)
-        noise = rng.standard_normal((draws, null.models + 1, len(effect))) @ root.T * null.spread
+        noise = null.like(rng, (draws, null.models + 1))
         retrained, further = noise[:, :-1], noise[:, -1]
-        statistics = _statistics(further, retrained, least, effect)
+        statistics, _ = _statistics(further, retrained, least, effect)
         smaller = _tails(statistics, statistics).min(axis=1)
-        return cls(null, effect, least, further, retrained, statistics, np.sort(smaller))
+        return cls(effect, least, further, retrained, statistics, np.sort(smaller))
 
     def p_value(self, statistics: np.ndarray) -> float:
         """Of one pair of statistics [2], the smaller tail judged by the smaller tails of the draws."""
@@ -121,32 +139,34 @@ class _Simulated:
 
     def refused(self, shift: np.ndarray, level: float) -> float:
         """How often a model is refused whose measures are shifted by so much."""
-        shifted = _statistics(self.further + shift, self.retrained, self.least, self.effect)
+        shifted, _ = _statistics(self.further + shift, self.retrained, self.least, self.effect)
         smaller = _tails(shifted, self.statistics).min(axis=1)
         places = np.searchsorted(self.least_p, smaller, "right")
         return float(((1 + places) / (1 + len(self.least_p)) <= level).mean())
 
-    def trace(self, answer: np.ndarray, null: Null) -> Estimate:
-        """The share kept, by generalised least squares along the effect, and its error by the draws."""
-        along = np.linalg.solve(null.correlation, self.effect / null.spread) / null.spread
-        whole = along @ self.effect
-        if whole <= 0:
-            return Estimate(0.0, -np.inf, np.inf)
-        found = float(along @ (answer - null.centre) / whole)
-        errors = (self.further - self.retrained.mean(axis=1)) @ along / whole
-        low, high = np.quantile(errors, (0.025, 0.975))
-        return Estimate(found, found - float(high), found - float(low))
+
+def _trace(share: float, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray) -> Estimate:
+    """A share kept, as it was estimated, with the error that each retrained model shows when the others judge it."""
+    models = len(retrained)
+    others = np.stack([np.delete(retrained, model, axis=0) for model in range(models)])
+    _, errors = _statistics(retrained, others, least, effect)
+    away = float(student.ppf(0.975, models) * np.sqrt((errors**2).mean()))
+    return Estimate(share, share - away, share + away)
 
 
-def _statistics(answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray) -> np.ndarray:
-    """How far an answer [.., m] lies from retrained models [.., models, m]: along the effect, and in all directions."""
-    batched = retrained if retrained.ndim == 3 else retrained[None]
-    centre, spread, correlation = _estimated(batched, least)
-    away, line = (np.atleast_2d(answer) - centre) / spread, effect / spread
+def _statistics(
+    answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """How far answers [b, m] lie from retrained models [b, models, m], and the shares [b] of the effect that they keep.
+
+    Distances [b, 2] are along the effect and in all directions; shares are by generalised least squares.
+    """
+    centre, spread, correlation = _estimated(retrained, least)
+    away, line = (answer - centre) / spread, effect / spread
     weighted = np.linalg.solve(correlation, np.stack([away, line], axis=-1))
-    along = (line * weighted[..., 0]).sum(-1) / np.sqrt((line * weighted[..., 1]).sum(-1).clip(1e-12))
-    found = np.stack([np.abs(along), (away * weighted[..., 0]).sum(-1)], axis=-1)
-    return found if retrained.ndim == 3 else found[0]
+    along, whole = (line * weighted[..., 0]).sum(-1), (line * weighted[..., 1]).sum(-1).clip(1e-12)
+    everywhere = (away * weighted[..., 0]).sum(-1)
+    return np.stack([np.abs(along) / np.sqrt(whole), everywhere], axis=-1), along / whole
 
 
 def _tails(statistics: np.ndarray, drawn: np.ndarray) -> np.ndarray:

@@ -116,10 +116,10 @@ def _comparison_row(method: str, metrics: dict[str, float], retrain: dict[str, f
 
 def _recall_row(name: str, metrics: dict[str, float]) -> list[str]:
     sets = ("forget", "retain", "test")
-    return [name, *(" / ".join(_told(metrics, f"{part}/recall@{k}") for k in (1, 5, 10)) for part in sets)]
+    return [name, *(" / ".join(recalled(metrics, f"{part}/recall@{k}") for k in (1, 5, 10)) for part in sets)]
 
 
-def _told(metrics: Mapping[str, float], key: str) -> str:
+def recalled(metrics: Mapping[str, float], key: str) -> str:
     """A figure, or a dash where there is none: photographs that have vanished cannot be looked for."""
     return f"{metrics[key]:.1f}" if key in metrics else "-"
 
@@ -223,7 +223,7 @@ def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: b
     total = method.rounds(run.config.training, request)
     with rounds_bar(f"{method.name:9}", total, 0, quiet) as bar:
         for step, metrics in forget(run, world, request, method):
-            bar.step(phase=step.phase, **{"forget R@1": _told(metrics, "forget/recall@1")})
+            bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
             tell_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
 
 
@@ -237,7 +237,7 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     with rounds_bar("training on", rounds, 0, quiet) as bar:
         for step, metrics in go_on(run, world, after, rounds, locked):
             tell_left_out(step.phase, step.notes.get("rejected", {}), quiet)
-            bar.step(**{f"{part} R@1": _told(metrics, f"{part}/recall@1") for part in ("forget", "test")})
+            bar.step(**{f"{part} R@1": recalled(metrics, f"{part}/recall@1") for part in ("forget", "test")})
     record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")
     folder_of = continuation(stored, rounds, locked).folder

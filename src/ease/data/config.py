@@ -99,10 +99,11 @@ def load_pairs(
     crop: bool = False,
     by_site: bool = False,
     forgotten: Collection[str] = (),
+    barred: Callable[[str], bool] | None = None,
 ) -> PairSet:
     """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name.
 
-    The pictures of `forgotten` ids may be gone.
+    The pictures of `forgotten` ids may be gone; those of `barred` ones are left alone, wherever they lie.
     """
     if config.name == "scenes":
         if by_site:
@@ -114,6 +115,7 @@ def load_pairs(
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
+    rows = rows if barred is None else [row for row in rows if not barred(row.id)]
     if not config.follow_links:
         check_links(rows)
     return pairs_from_rows(

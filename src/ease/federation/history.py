@@ -89,9 +89,13 @@ class History:
         change = Params.from_bytes(self._update_bytes(number, client))
         return {name: change[name] for name in block.tensors}
 
+    def record_path(self, number: int) -> Path:
+        return self._round(number) / "round.json"
+
     def record(self, number: int) -> dict[str, Any]:
-        path = self._round(number) / "round.json"
-        return dict(_record(path, path.stat().st_mtime_ns if path.is_file() else 0))
+        path = self.record_path(number)
+        found = path.stat() if path.is_file() else None
+        return dict(_record(path, *((found.st_mtime_ns, found.st_ino, found.st_size) if found else ())))
 
     def rounds(self) -> int:
         """How many complete rounds there are, from the first without a gap."""
@@ -216,7 +220,7 @@ def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]]) -> Ite
 
 
 @lru_cache(maxsize=64)
-def _record(path: Path, changed: int) -> dict[str, Any]:
+def _record(path: Path, *identity: int) -> dict[str, Any]:
     """Records of many clients are long, and are asked for once for each."""
     found = read_json(path)
     if not _is_record(found):

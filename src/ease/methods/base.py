@@ -38,6 +38,8 @@ class Trained:
     """The state that the last closed request left; absent: none was closed."""
     gone: tuple[Request, ...] = ()
     """Requests that are closed already."""
+    locked: Mapping[str, Basis] = field(default_factory=dict)
+    """Directions that they keep locked."""
 
     @cached_property
     def initial(self) -> Params:

@@ -1,6 +1,6 @@
 """What is to be forgotten: whole clients, pseudo-classes or single pairs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -60,3 +60,40 @@ def validation_mask(request: Request, shard: Shard) -> np.ndarray:
     if isinstance(request, ClassRequest):
         return np.isin(shard.validation_classes, request.classes)
     return np.ones(len(shard.validation_classes), dtype=bool)
+
+
+def combined(requests: Sequence[Request]) -> Request:
+    """One request that names what several of one kind name together."""
+    first = requests[0]
+    if len(requests) == 1:
+        return first
+    if isinstance(first, ClientRequest):
+        clients = {client for each in requests if isinstance(each, ClientRequest) for client in each.clients}
+        return ClientRequest(clients=tuple(sorted(clients)))
+    if isinstance(first, ClassRequest):
+        asked = [each for each in requests if isinstance(each, ClassRequest)]
+        classes = {label for each in asked for label in each.classes}
+        return ClassRequest(classes=tuple(sorted(classes)), text=", ".join(each.text for each in asked if each.text))
+    ids = {pair_id for each in requests if isinstance(each, SampleRequest) for pair_id in each.ids}
+    return SampleRequest(ids=tuple(sorted(ids)))
+
+
+def remaining(request: Request, holdings: Iterable[Holding], gone: Iterable[Request]) -> Request:
+    """What is left of a request once others are closed: only clients, classes and pairs that still hold something."""
+    closed = list(gone)
+    clients: set[int] = set()
+    classes: set[int] = set()
+    ids: set[str] = set()
+    for holding in holdings:
+        kept = ~np.any(
+            [np.zeros(len(holding.train_ids), bool), *(forget_mask(each, holding) for each in closed)], axis=0
+        )
+        if kept.any():
+            clients.add(holding.client)
+        classes |= {label for label, keep in zip(holding.train_classes, kept, strict=True) if keep}
+        ids |= {pair_id for pair_id, keep in zip(holding.train_ids, kept, strict=True) if keep}
+    if isinstance(request, ClientRequest):
+        return request.model_copy(update={"clients": tuple(each for each in request.clients if each in clients)})
+    if isinstance(request, ClassRequest):
+        return request.model_copy(update={"classes": tuple(each for each in request.classes if each in classes)})
+    return request.model_copy(update={"ids": tuple(each for each in request.ids if each in ids)})

@@ -12,6 +12,7 @@ from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
+from ease.runs.tombstones import read_tombstones
 from ease.runs.world import World
 from ease.storage import digest, sha256
 
@@ -76,12 +77,25 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
         )
     head = run.head if request is None else run.head.before(request)
     closed = next((each for each in run.head.releases if each.request == request), None)
+    if closed is not None and closed.purged:
+        raise UserError(
+            f"{run.folder}: {closed.answer} was purged and the model before it is gone; audit and compare before that"
+        )
     training = run.config.training
     if closed is not None:
         training = training.model_copy(update={"rounds": closed.after_round})
     release = head.follows(training.rounds)
     start = None if release is None else Params.load(check_released_model(run, release))
-    return Trained(run.history, training, run.config.model.temperature, run.config.seed, gone=head.gone, answered=start)
+    held = run.held(head)
+    return Trained(
+        run.history,
+        training,
+        run.config.model.temperature,
+        run.config.seed,
+        answered=start,
+        gone=head.gone,
+        locked={} if held is None else held.bases,
+    )
 
 
 def start_hash(run: Run, request: Request | None = None) -> str:
@@ -101,7 +115,8 @@ def open_world(run: Run, request: Request | None = None) -> World:
     head = run.head if request is None else run.head.before(request)
     known = run.known()
     forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
-    return World.open(run.config, known, forgotten).without(*head.gone)
+    stones = read_tombstones(run.folder)
+    return World.open(run.config, known, forgotten, stones.bars if stones.ids else None).without(*head.gone)
 
 
 def _answered(run: Run) -> list[Request]:
@@ -144,6 +159,9 @@ def settle_head(run: Run) -> Release | None:
 def check_current(run: Run, stored: StoredAnswer) -> None:
     """Refuse an answer that began from another model than the run has now."""
     record = stored.record()
+    name = stored.folder.relative_to(run.folder / "requests").as_posix()
+    if any(each.purged and each.answer == name for each in run.head.releases):
+        return  # it was released from there; what was there is gone
     if record.trained_sha256 == start_hash(run, record.request):
         return
     after = run.history.rounds()

@@ -17,6 +17,8 @@ class Release(Config):
     model_sha256: str
     after_round: int
     """How many rounds had been trained by then."""
+    purged: bool = False
+    """Whether what was there before it is gone for good."""
 
 
 class Head(Config):

@@ -36,6 +36,8 @@ from ease.storage import (
 )
 from ease.subspace import Held, load_bases
 
+PURGING = ".purge"
+"""Folder of what will take the place of purged files; with a plan in it, the run is between two states."""
 FORMAT = 2
 """Of the run directory; raise it when an older run can no longer be read."""
 
@@ -79,8 +81,11 @@ class Run:
         )
 
     @classmethod
-    def load(cls, folder: Path) -> "Run":
+    def load(cls, folder: Path, purging: bool = False) -> "Run":
+        """A run that is there; one whose purge was interrupted is for that purge alone."""
         marker = folder / "run.json"
+        if not purging and (folder / PURGING / "plan.json").is_file():
+            raise UserError(f"{folder}: a purge was interrupted here; finish it first with: ease purge {folder}")
         if not marker.is_file():
             raise UserError(f"{folder}: no run here (run.json is missing); make one with: ease train --out {folder}")
         stored = read_json(marker, most=SMALL_JSON)
@@ -191,7 +196,7 @@ class Run:
         self.check_frozen(world.server.backbone, world.server.device)
         history.verify()
         self.check_released()
-        release, held = head.follows(done), self._held(head)
+        release, held = head.follows(done), self.held(head)
         start = history.state_path(done) if release is None else check_released_model(self, release)
         state = Params.load(start)
         if _layout(state) != _layout(world.server.initial()):
@@ -212,7 +217,7 @@ class Run:
             config.seed,
             config.model.temperature,
             first_round=done + 1,
-            held=held,
+            held=() if held is None else (held,),
             keep=config.training.history == "client",
         ):
             cost, metered.cost = metered.cost, Cost()
@@ -220,10 +225,21 @@ class Run:
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
             start = history.state_path(finished.number)
 
-    def _held(self, head: Head) -> tuple[Held, ...]:
-        """Directions that released answers keep down in further rounds."""
-        answers = [load_held(self.model_path(release).parent) for release in head.releases]
-        return tuple(each for each in answers if each is not None)
+    def held(self, head: Head) -> Held | None:
+        """Directions that released answers keep down: each answer's hold those of all before it, at its own state.
+
+        An answer of a method that tells of none leaves those before it, where its model has them.
+        """
+        telling = [release for release in head.releases if self.tells_directions(release)]
+        found = load_held(self.model_path(telling[-1]).parent) if telling else None
+        if found is None or telling[-1] == head.releases[-1]:
+            return found
+        return Held(found.bases, Params.load(check_released_model(self, head.releases[-1])))
+
+    def tells_directions(self, release: Release) -> bool:
+        """Whether a released answer has directions to lock, by its record."""
+        record = read_record(AnswerRecord, self.model_path(release).parent / "record.json")
+        return "bases.safetensors" in record.files
 
 
 def _frozen_parts(world: World) -> dict[str, str | int | None]:

@@ -1,6 +1,6 @@
 """The world of a run in three parts: what the server holds, what its clients hold, and what the evaluator may see."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -88,15 +88,16 @@ class World:
         config: RunConfig,
         known: tuple[Membership, np.ndarray] | None = None,
         forgotten: Collection[str] = (),
+        barred: Callable[[str], bool] | None = None,
     ) -> "World":
         """Deal the data to clients, or take who holds what, and the class centres, from a run that is `known` already.
 
-        Of a known run, pairs that were `forgotten` may have vanished from disk.
+        Of a known run, pairs that were `forgotten` may have vanished from disk; those that are `barred` are not read.
         """
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
         pairs = load_pairs(
-            config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites", forgotten
+            config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites", forgotten, barred
         )
         pairs = canaries.with_canaries(pairs, config.data.canaries, config.seed)
         check_splits(pairs, config.data)

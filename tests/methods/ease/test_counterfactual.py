@@ -261,3 +261,45 @@ def test_later_rounds_are_parted_by_how_far_the_model_moved() -> None:
     assert standing_for([9, 9, 4, 2, 1, 1], 2, 4) == {1: 1, 2: 1, 3: 1, 5: 4}
     assert standing_for([1, 1, 1, 1], 2, 1) == {2: 4}  # too few to tell early ones apart
     assert standing_for([0, 0, 0, 0], 1, 2) == {1: 1, 3: 3}  # a model that never moved
+
+
+# --- what closed requests leave in stored updates ---
+
+
+@pytest.mark.parametrize("leaving", [1, 0], ids=["another", "its holder"])
+def test_after_pairs_are_gone_a_leaving_client_wrote_what_rounds_without_them_say(learnt, leaving: int) -> None:
+    """By hand: in every round the holder's update is what it would have sent without the pairs."""
+    gone = SampleRequest(ids=learnt.world.shards[0].train_ids[:12])
+    here, request = learnt.world.without(gone), ClientRequest(clients=(leaving,))
+    trained = replace(learnt.trained, gone=(gone,), answered=learnt.trained.final)
+    written = written_by(trained, request, here.federation, {}, 1.0)
+    history, pairs = trained.history, {shard.client: len(shard.train) for shard in here.shards}
+    expected = {name: np.zeros(tuple(tensor.shape)) for name, tensor in trained.final.tensors.items()}
+    stored = {name: np.zeros(tuple(tensor.shape)) for name, tensor in trained.final.tensors.items()}
+    for number in range(1, trained.training.rounds + 1):
+        job = trained.training_job(number, request=SampleRequest(ids=()), objective=ROUND)
+        (again,) = here.federation.run(history.start(number), job, [0])
+        for client in pairs:
+            did = pairs[client] / sum(pairs.values())
+            would = 0 if client == leaving else pairs[client] / (sum(pairs.values()) - pairs[leaving])
+            told = history.update(number, client).change
+            change = again.change if client == 0 else told
+            for name in expected:
+                expected[name] += (did - would) * change[name].double().numpy()
+                stored[name] += (did - would) * told[name].double().numpy()
+    off = sum(float(((written.total[name].double().numpy() - expected[name]) ** 2).sum()) for name in expected) ** 0.5
+    stale = sum(float(((stored[name] - expected[name]) ** 2).sum()) for name in expected) ** 0.5
+    assert stale > 0.01 and off < 0.01 * stale  # what replays send is rounded to half precision
+
+
+def test_clients_that_hold_what_they_held_repeat_nothing(learnt) -> None:
+    gone = ClientRequest(clients=(3,))
+    trained = replace(learnt.trained, gone=(gone,), answered=learnt.trained.final)
+    here = learnt.world.without(gone)
+
+    class Silent(Loop):
+        def run(self, params, job, clients):
+            raise AssertionError("no client may be asked")
+
+    federation = Silent(here.server.model, here.federation.data)
+    assert written_by(trained, ClientRequest(clients=(1,)), federation, {}, "auto").clients == 0

@@ -30,7 +30,7 @@ class Keepers:
 
     def __init__(self, disks: Path, clients: Sequence[int]) -> None:
         self.disks, self.clients, self.asked = disks, list(clients), []
-        self.held: dict[int, frozenset[str]] = {client: frozenset() for client in clients}
+        self.held = {client: frozenset(map(str, range(client + 1))) for client in clients}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         assert job.objective == FAREWELL

@@ -24,6 +24,8 @@ USUAL_REPLAY, MOST_REPLAYED = 0.5, 32
 """Share and number of the rounds that `auto` replays where many clients are concerned; others stand for the rest."""
 LONGEST_REPLAY = 3.0
 """A replayed sum is believed up to so many times the length of what the client sent in the same rounds."""
+MENDED = 0.5
+"""Share of the rounds that `auto` replays for what closed requests left in stored updates; a fifth was too rough."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -66,20 +68,32 @@ def written_by(
     if isinstance(request, ClientRequest):
         concerned, used = 0, tuple(rounds)
         if trained.training.aggregation == "mean":
-            sums = with_and_without(trained, request, federation, rounds, early, farewell == "others")
-            parts = _parts(trained, *sums)
+            did, would = with_and_without(trained, request, federation, rounds, early, farewell == "others")
+            stale = stale_clients(trained, federation, rounds)
+            if stale:
+                weights = _chosen(trained, rounds, early, mended_count(len(rounds), replay))
+                now = {client: len(ids) for client, ids in federation.held.items()}
+                rest = {client: count for client, count in now.items() if client not in request.clients}
+                excess = _excess(trained, stale, now, rest, weights)
+                did = _mended(trained, federation, did, excess, early)
+                concerned = len(stale)
+            parts = _parts(trained, did, would)
         else:
             parts = _from_history(trained, request, federation, rounds, early)
     else:
         held = {client: len(ids) for client, ids in federation.held.items()}
         kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
         count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
-        moved = [trained.history.moved(number).norm() for number in rounds]  # refuses every state that is damaged
-        weights = standing_for(moved, early, count)
-        parts, concerned = _from_replay(trained, request, federation, kept, weights, early), len(kept)
+        weights = _chosen(trained, rounds, early, count)
+        parts, concerned = _from_replay(trained, request, federation, kept, weights, early, replay), len(kept)
         used = tuple(weights)
     (first, first_rest), (second, second_rest) = parts
     return Written(first, second, (first_rest, second_rest), early, used, concerned)
+
+
+def _chosen(trained: Trained, rounds: Sequence[int], early: int, count: int) -> dict[int, float]:
+    """The rounds that are replayed, and how many like itself each stands for; a damaged state is refused."""
+    return standing_for([trained.history.moved(number).norm() for number in rounds], early, count)
 
 
 def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
@@ -87,6 +101,15 @@ def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
     if replay != "auto":
         return max(1, round(float(replay) * rounds))
     return rounds if concerned <= FEW else min(max(1, round(USUAL_REPLAY * rounds)), MOST_REPLAYED)
+
+
+def mended_count(rounds: int, replay: float | str) -> int:
+    """How many rounds are replayed for closed requests alone."""
+    return (
+        min(max(1, round(MENDED * rounds)), MOST_REPLAYED)
+        if replay == "auto"
+        else max(1, round(float(replay) * rounds))
+    )
 
 
 def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, float]:
@@ -139,6 +162,81 @@ def _from_history(
     return _parts(trained, did, would)
 
 
+# What closed requests leave in stored updates
+#
+# Let V_k be what a client would have sent without the pairs of closed requests, and U_k what is stored. The model no
+# longer holds U_k - V_k. A request that changes the client's weight from a to b must therefore take (a - b) V_k from
+# it. Taking (a - b) U_k instead would write (b - a) (U_k - V_k) back, a little with every client that leaves.
+
+
+def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int]) -> set[int]:
+    """Clients whose stored updates come from more pairs than they hold now, because requests are closed since."""
+    now = {client: len(ids) for client, ids in federation.held.items()} if trained.gone else {}
+    told = [trained.history.record(number)["pairs"] for number in rounds if now]
+    return {client for client, count in now.items() if any(pairs.get(str(client), 0) > count for pairs in told)}
+
+
+def _excess(
+    trained: Trained,
+    stale: Collection[int],
+    pairs: Mapping[int, int],
+    would: Mapping[int, int],
+    used: Mapping[int, float],
+) -> dict[int, dict[int, float]]:
+    """Round -> stale client -> by how much its weight in what the round did exceeds that in what it would have done.
+
+    `pairs` says how many each client trains on, `would` how many without what the request names.
+    """
+    found: dict[int, dict[int, float]] = {}
+    for number, stands_for in used.items():
+        shares = [_shares(trained, number, each) for each in (pairs, would)]
+        found[number] = {
+            client: stands_for * (shares[0].get(client, 0.0) - shares[1].get(client, 0.0))
+            for client in sorted(shares[0].keys() & set(stale))
+        }
+    return {number: clients for number, clients in found.items() if clients}
+
+
+def _shares(trained: Trained, number: int, pairs: Mapping[int, int]) -> dict[int, float]:
+    """Client -> its share in the mean of a round, were each to train on so many pairs."""
+    there = [client for client in trained.history.clients(number) if pairs.get(client, 0) >= MINIMUM_PAIRS]
+    weights = {client: trained.training.weight(pairs[client]) for client in there}
+    return {client: weight / sum(weights.values()) for client, weight in weights.items()}
+
+
+def _mended(
+    trained: Trained,
+    federation: Federation,
+    did: tuple[Params, Params],
+    excess: Mapping[int, Mapping[int, float]],
+    early: int,
+) -> tuple[Params, Params]:
+    """What the rounds did with V_k in the place of U_k, where it makes a difference; who is silent stays as it is."""
+    nothing = SampleRequest(ids=())
+    replays = [
+        Replay(number, started(trained, number), share, int(number > early), (client,))
+        for number, shares in excess.items()
+        for client, share in sorted(shares.items())
+    ]
+    asked = sorted({client for each in replays for client in each.clients})
+    job = trained.training_job(0, request=nothing, objective=REPLAY, replays=tuple(replays))
+    answers = {answer.client: answer for answer in federation.run(trained.start, job, asked)} if asked else {}
+    wanted = [
+        Wanted(number, number > early, -1.0, {client: share for client, share in shares.items() if client in answers})
+        for number, shares in excess.items()
+    ]
+    stored = added_up(trained, nothing, federation, [each for each in wanted if each.weights])
+    total = [one + other for one, other in zip(did, stored, strict=True)]
+    for client, answer in sorted(answers.items()):
+        for group in (0, 1):
+            summed = read_sum(answer, group, trained.start)
+            own = [number for number, shares in excess.items() if client in shares and int(number > early) == group]
+            if summed is not None:
+                most = sum(abs(excess[number][client]) * _length(trained, number, client) for number in own)
+                total[group] = total[group] + summed.within(LONGEST_REPLAY * most)
+    return total[0], total[1]
+
+
 def _from_replay(
     trained: Trained,
     request: Request,
@@ -146,6 +244,7 @@ def _from_replay(
     kept: Mapping[int, int],
     used: Mapping[int, float],
     early: int,
+    replay: float | str,
 ) -> Parts:
     """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more.
 
@@ -155,6 +254,11 @@ def _from_replay(
     now = {client: len(ids) for client, ids in federation.held.items()}
     nothing = SampleRequest(ids=())
     did = _moved(trained, nothing, federation, now, kept if trained.gone else (), used, early)
+    rounds = range(1, trained.training.rounds + 1)
+    stale = stale_clients(trained, federation, rounds) - kept.keys()
+    if stale:
+        weights = _chosen(trained, rounds, early, min(len(used), mended_count(len(rounds), replay)))
+        did = _mended(trained, federation, did, _excess(trained, stale, now, {**now, **kept}, weights), early)
     return _parts(trained, did, _moved(trained, request, federation, {**now, **kept}, kept, used, early))
 
 

@@ -100,15 +100,20 @@ def with_and_without(
 ) -> tuple[Groups, Groups]:
     """What the rounds did, and what they would have done without the clients that leave, when clients keep it."""
     leaving, here = set(request.clients), set(federation.clients) | set(request.clients)
+    held = federation.held if trained.gone else {}  # fewer pairs than when they were trained on, and so less weight
     did: list[Wanted] = []
     would: list[Wanted] = []
     took_part = False
     for number in rounds:
-        weights = {c: w for c, w in round_weights(trained, number).items() if not trained.gone or c in here}
+        weights = {
+            client: trained.training.weight(len(held[client])) if client in held else weight
+            for client, weight in round_weights(trained, number).items()
+            if not trained.gone or client in here
+        }
         rest = {client: weight for client, weight in weights.items() if client not in leaving}
         took_part = took_part or len(rest) < len(weights)
         for sums, kept in ((did, weights), (would, rest)):
-            if kept:
+            if any(kept.values()):
                 sums.append(Wanted(number, number > early, 1 / sum(kept.values()), kept))
     if not took_part:
         raise never_took_part(request)

@@ -28,7 +28,7 @@ from ease.methods.ease.evidence import Change, block_spectrum, canonical_basis
 from ease.methods.ease.lock import client_lock, importance_lock
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request
-from ease.subspace import Basis, Spectrum, excise
+from ease.subspace import Basis, Spectrum, excise, joined
 
 Spectra = Mapping[str, Spectrum]
 
@@ -121,11 +121,12 @@ class Ease(Unlearner):
             answers = federation.run(halved(state), job, drawn)
             finished = average(state, answers, trained.training, number)
             velocity = (0.0 if last else self.momentum) * velocity + (finished.state - state)
-            state = state + velocity
+            # What this round did along directions of closed requests is taken back; the excision above was not.
+            state, _ = excise(state + velocity, state, dict(trained.locked))
             if self.lock == "subspace" and self.lock_side == "server":
                 state, _ = excise(state, held, bases, self._strength)
             told |= told_of(finished)
-            keep = bases if last and self.lock != "off" else None
+            keep = joined(bases, trained.locked) if last and self.lock != "off" else None
             yield Step(state, "recovery", finished.loss, told, bases=keep)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:

@@ -1,0 +1,53 @@
+"""A stream of requests as a figure: whether the forgotten returns, what retained pairs lose, and what it costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from ease.show.figures import COLOURS, FIXED, PANEL_INCHES, RECALL, STYLE
+
+KINDS = {"client": "o", "class": "s", "sample": "^"}
+
+
+@dataclass(frozen=True)
+class StreamResults:
+    """What was measured after each request."""
+
+    kinds: Sequence[str]
+    """Of each request: client, class or sample."""
+    forget: Sequence[Sequence[float]]
+    """[after request i][request j <= i] recall@1 of j's pairs."""
+    before: Sequence[float]
+    """Recall@1 of each request's pairs in the trained model."""
+    retain: Sequence[float]
+    """Recall@1 after each request of the pairs that are left at the end."""
+    test: Sequence[float]
+    shares: Sequence[float]
+    """Cost until each request as a share of retraining after each."""
+    retrain: Mapping[str, float]
+    """`forget/0`, ..., `retain` and `test` of one retraining without all."""
+
+
+def stream_figure(results: StreamResults) -> Figure:
+    """Three panels over the number of requests: return, erosion, cost."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3 * PANEL_INCHES, 2.2), layout="constrained")
+        back, erosion, cost = figure.subplots(1, 3)
+        count = len(results.kinds)
+        places = range(1, count + 1)
+        for number, kind in enumerate(results.kinds):
+            later = [each[number] - results.retrain[f"forget/{number}"] for each in results.forget[number:]]
+            back.plot(places[number:], later, marker=KINDS[kind], color=COLOURS[number % len(COLOURS)], linewidth=0.8)
+        back.axhline(0, color=FIXED["Retrain"], linestyle="--", linewidth=1)
+        back.set(title="return of the forgotten", xlabel="requests", ylabel=f"forget {RECALL} less retrain's")
+        for colour, part, values in zip(COLOURS, ("retain", "test"), (results.retain, results.test), strict=False):
+            erosion.plot(places, values, marker="o", color=colour, label=part)
+            erosion.axhline(results.retrain[part], color=colour, linestyle="--", linewidth=1)
+        erosion.set(title="erosion (dashed: retrain)", xlabel="requests", ylabel=RECALL, ylim=(-3, 103))
+        erosion.legend()
+        cost.plot(places, [100 * share for share in results.shares], marker="o", color=FIXED["EASE"])
+        cost.set(title="cost so far", xlabel="requests", ylabel="share of retraining each time (%)")
+        cost.set_ylim(bottom=0)
+        return figure

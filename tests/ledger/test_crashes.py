@@ -1,0 +1,127 @@
+"""Work and purge with the plug pulled before any operation on a file or in the ledger: resumed, they end the same."""
+
+import json
+import shutil
+import signal
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.bitflips import TINY, inside
+from tests import test_crashes as crashes
+from tests.test_crashes import STRIKES, WATCH, command, hooked, struck
+
+from ease.ledger import store
+from ease.ledger.store import Ledger
+from ease.runs import tombstones
+
+pytestmark = crashes.pytestmark
+__all__ = ["hooked"]  # the fixture that watches files
+SMALL = (*TINY, "data.test=12", "partition.clients=3", "data.train=30")
+SETTINGS = [word for each in SMALL for word in ("--set", each)]
+BEFORE = (
+    ["train", "--out", "run", "--quiet", *SETTINGS],
+    ["request", "add", "run", "--client", "1", "--approve", "--id", "c", "--quiet"],
+    ["request", "add", "run", "--samples", "ids.txt", "--approve", "--id", "s", "--quiet"],
+    ["request", "add", "run", "--client", "1", "--by", "another", "--approve", "--id", "again", "--quiet"],
+)
+COMMANDS = {"work": ["work", "run", "--quiet", "--set", "hold.retain_points=100"], "purge": ["purge", "run", "--quiet"]}
+STRUCK_BY_DEFAULT = 4
+
+
+class Ticking(sqlite3.Connection):
+    """A connection whose every statement can be struck before it is run."""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        WATCH.tick()
+        return super().execute(*arguments)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_salt_and_watched_statements() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tombstones, "new_salt", lambda: "00" * 16)
+        patch.setattr(
+            store, "connect", lambda path: sqlite3.connect(path, timeout=60, isolation_level=None, factory=Ticking)
+        )
+        yield
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """What a run came to, less what depends on the clock: files, and the ledger as it reads."""
+    skipped = {".lock", ".work.lock", "record.json", "summary.json", "purge.json"}
+    found: dict[str, object] = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted((folder / "run").rglob("*"))
+        if path.is_file() and path.name not in skipped and not path.name.startswith(store.NAME)
+    }
+    for entry in Ledger(folder / "run").entries():
+        outcome = {key: value for key, value in entry.outcome.items() if key != "seconds"}
+        found[f"ledger {entry.id}"] = (entry.state, entry.why, entry.request, outcome)
+    record = folder / "run" / "purge.json"
+    if record.is_file():
+        text = json.loads(record.read_text())
+        found["purge.json"] = [{**each, "time": ""} for each in text["passes"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> dict[str, tuple[Path, dict[str, object], int]]:
+    """For each command where it begins, what it comes to, and how many operations that takes."""
+    folder, found = tmp_path_factory.mktemp("whole"), {}
+    (folder / "ids.txt").write_text("train-000000")
+    with inside(folder):
+        command(BEFORE[0])
+        held = json.loads((folder / "run" / "membership.json").read_text())["clients"]
+        (folder / "ids.txt").write_text("\n".join(held[0]["train_ids"][:2]))
+        for arguments in BEFORE[1:]:
+            command(arguments)
+    for name, arguments in COMMANDS.items():
+        before = Path(shutil.copytree(folder, tmp_path_factory.mktemp(name) / "before"))
+        with inside(folder):
+            command(arguments)  # here, so that every copy of this process has the imports behind it
+        again = Path(shutil.copytree(before, before.parent / "counted"))
+        code, said, seen = struck(again, arguments, -1, lambda: None)
+        assert code == 0 and contents(again) == contents(folder), said
+        found[name] = (before, contents(folder), seen)
+    return found
+
+
+def survives(begun, name: str, strike: str, at: int, folder: Path) -> None:
+    before, expected, _ = begun[name]
+    shutil.copytree(before, folder)
+    code, said, _ = struck(folder, COMMANDS[name], at, STRIKES[strike])
+    if strike == "killed":
+        assert code == -signal.SIGKILL, said
+    else:
+        assert code in (0, 2) and said.count("error: ") == (code == 2) and "Traceback" not in said, (at, said)
+    code, said, _ = struck(folder, COMMANDS[name], -1, lambda: None)
+    assert code == 0, (at, said)
+    found = contents(folder)
+    assert found.keys() == expected.keys() and [key for key in found if found[key] != expected[key]] == [], at
+    assert not list((folder / "run").rglob(".partial-*")) and not (folder / "run" / ".purge").exists(), at
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("strike", STRIKES)
+def test_struck_before_some_operations_the_same_command_goes_on(begun, tmp_path, name: str, strike: str) -> None:
+    total = begun[name][2]
+    assert total > 40
+    count = STRUCK_BY_DEFAULT if strike == "killed" else 1
+    offset = list(STRIKES).index(strike)  # each kind of strike meets others
+    for turn in range(count):
+        at = (2 * (len(STRIKES) * turn + offset) + 1) * total // (2 * len(STRIKES) * count)
+        survives(begun, name, strike, at, tmp_path / "struck")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("strike", STRIKES)
+def test_struck_before_every_operation_the_same_command_goes_on(begun, tmp_path, name: str, strike: str) -> None:
+    """Killed before each one; of the three errors one before each in turn."""
+    every, first = (1, 0) if strike == "killed" else (3, list(STRIKES).index(strike) % 3)
+    for at in range(first, begun[name][2], every):
+        survives(begun, name, strike, at, tmp_path / "struck")

@@ -210,7 +210,7 @@ def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Aud
     run = Run.create(tmp_path_factory.mktemp("audited") / "run", config)
     list(run.train(world))
     request = ClientRequest(clients=(1,))
-    settings = AuditConfig(shadows=4, retrains=3, pool=32, fpr=0.1, workers=1)
+    settings = AuditConfig(shadows=4, retrains=5, pool=32, fpr=0.1, workers=1)
     list(forget(run, world, request, Retrain(), observe=False))
     audits, records = {}, {}
     for method in (make_method("finetune"), Nothing(), Perfect()):

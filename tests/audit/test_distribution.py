@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp, norm
 
-from ease.audit.distribution import ks_distance, retrain_yardstick, ulira
+from ease.audit.distribution import distance_between, ks_distance, ulira
 from ease.audit.membership import auc, unscored
 from ease.errors import UserError
 from ease.seeding import generator
@@ -48,18 +48,11 @@ def test_a_p_value_measures_the_sample_and_the_distance_does_not():
     assert many.distance.contains(2 * norm.cdf(0.1) - 1)
 
 
-def test_the_yardstick_is_every_two_retrained_models():
-    rng = generator(0, "yardstick")
-    retrained = rng.normal(size=(300, 1)) + 0.3 * rng.normal(size=(300, 4))
-    yardstick = retrain_yardstick(retrained)
-    expected = [ks_2samp(retrained[:, i], retrained[:, j]) for i in range(4) for j in range(i + 1, 4)]
-    np.testing.assert_allclose(yardstick.distances, [test.statistic for test in expected])
-    np.testing.assert_allclose(yardstick.p_values, [test.pvalue for test in expected])
-    assert yardstick.seeds == 4
-    assert yardstick.contains(yardstick.high)
-    assert not yardstick.contains(ks_distance(retrained[:, 0] + 1, retrained[:, 1], rng, 50).distance.value)
-    with pytest.raises(UserError, match=r"at least 2 retrained models, not \[300, 1\]: retrain with another seed"):
-        retrain_yardstick(retrained[:, :1])
+def test_a_distance_alone_is_scipys():
+    rng = generator(0, "distance")
+    a, b = rng.normal(size=300), rng.normal(0.3, 1, 200)
+    assert distance_between(a, b) == pytest.approx(ks_2samp(a, b).statistic)
+    assert distance_between(a, b) == ks_distance(a, b, rng, 10).distance.value
 
 
 def test_broken_samples_are_refused():

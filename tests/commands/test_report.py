@@ -15,7 +15,6 @@ from PIL import Image
 
 from ease.audit.band import Band
 from ease.audit.config import AuditConfig
-from ease.audit.membership import Estimate
 from ease.audit.verdict import Measure, Verdict
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
 from ease.console import as_text
@@ -26,7 +25,7 @@ from ease.requests.request import ClientRequest
 from ease.runs.answers import StoredAnswer, answer_of
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget
-from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Role, write_record
+from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Price, Role, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import read_json, sha256, write_json
@@ -55,20 +54,21 @@ def answer(run: Path) -> StoredAnswer:
 
 def audit_of(model: str) -> AuditRecord:
     """An audit of one measure of a model with this hash."""
-    measure = Measure(name="rho", value=0.2, retrain=0.1, before=1.0, band=Band(low=None, high=0.3, models=4))
+    band = Band(low=None, high=0.3, models=4)
+    measure = Measure(name="rho", value=0.2, retrain=0.1, before=1.0, band=band, retrained=(0.1,), kept=())
     return AuditRecord(
         request=ClientRequest(clients=(1,)),
         method={"method": "finetune"},
         model_sha256=model,
         retrain_sha256="",
         settings=AuditConfig(),
-        verdict=Verdict(measures=(measure,), before=Estimate(0.9, 0.8, 1.0)),
+        verdict=Verdict(measures=(measure,), joint=None),
         gallery=Gallery(pairs=50, chance={}),
         attack="rmia",
         attacks={},
         relearning={},
         similarities={},
-        costs=Costs(totals={}, phases={}, compute_matched_retrain={}),
+        costs=Costs(totals={"seconds": Price.of(1.0, 4.0)}, phases={}, compute_matched_retrain={}),
         warnings=(),
         not_tested=(),
     )

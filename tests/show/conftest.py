@@ -46,11 +46,27 @@ def make_measure(
     name: str, value: float, retrain: float, band: tuple[float | None, float] | None, note: str = "", before: Any = None
 ) -> dict[str, Any]:
     ends = None if band is None else {"low": band[0], "high": band[1], "models": 4}
-    return {"name": name, "value": value, "retrain": retrain, "before": before, "band": ends, "note": note}
+    models = {"retrained": [retrain] * 10, "kept": []}
+    return {"name": name, "value": value, "retrain": retrain, "before": before, "band": ends, "note": note, **models}
 
 
-def make_audit(measures: list[dict[str, Any]] | None = None, auc: float = 0.9, **changes: Any) -> dict[str, Any]:
-    """An audit whose measures are inside the band but for one; `auc` is that of the attack before unlearning."""
+def make_joint(p_value: float, kept: float) -> dict[str, Any]:
+    """A joint test that would catch a tenth of the effect."""
+    return {
+        "p_value": p_value,
+        "level": 0.05,
+        "retrained": 10,
+        "measures": 3,
+        "trace": {"value": kept, "low": kept - 0.05, "high": kept + 0.05},
+        "power": [[0.1, 0.95]],
+        "smallest_caught": 0.1,
+    }
+
+
+def make_audit(
+    measures: list[dict[str, Any]] | None = None, joint: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """An audit whose measures are inside the band but for one, and which found a fifth of the effect."""
     measures = measures or [
         make_measure("forget/recall@1", 23.0, 24.0, (21.5, 28.0), "[18.8, 26.8]", before=86.7),
         make_measure("rho", 0.2, 0.17, (None, 0.3), "retrain: its seeds against each other"),
@@ -67,7 +83,7 @@ def make_audit(measures: list[dict[str, Any]] | None = None, auc: float = 0.9, *
         "model_sha256": "1",
         "retrain_sha256": "2",
         "settings": {},
-        "verdict": {"measures": measures, "before": {"value": auc, "low": auc - 0.05, "high": auc + 0.05}},
+        "verdict": {"measures": measures, "joint": make_joint(0.001, 0.2) if joint is None else joint},
         "gallery": {"pairs": 50, "chance": {"recall@1": 2.0}},
         "attack": "rmia",
         "attacks": {"rmia": dict.fromkeys(states, attack)},
@@ -93,6 +109,11 @@ def reported(name: str, record: dict[str, Any], audit: dict[str, Any] | None = N
 @pytest.fixture
 def measure() -> Callable[..., dict[str, Any]]:
     return make_measure
+
+
+@pytest.fixture
+def joint() -> Callable[..., dict[str, Any]]:
+    return make_joint
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ BLOCKS = [
 
 
 def measured(value: float, retrain: float, band: Band | None) -> Measure:
-    return Measure(name="rho", value=value, retrain=retrain, before=None, band=band)
+    return Measure(name="rho", value=value, retrain=retrain, before=None, band=band, retrained=(retrain,), kept=())
 
 
 def numbers(markup: str, element: str, attribute: str) -> list[float]:

@@ -63,28 +63,36 @@ def test_the_verdict_comes_first_and_in_its_own_words(contents: Make, audit: Mak
     """The page says what the terminal and the interface say: the words of the value."""
     text = text_of(page(contents()))
     words = Verdict.model_validate(audit()["verdict"]).words
-    assert words.startswith("Not enough evidence of approximate erasure: 1 of 3 measures lies outside")
+    assert words.startswith("Not enough evidence of approximate erasure: no retraining looks like this (p = 0.001")
+    assert "it keeps about 20% of what" in words
     assert words in text and text.index(words) < text.index("Each measure beside retraining")
 
 
-def test_a_good_verdict_and_none(record: Make, audit: Make, alone: Make, measure: Make) -> None:
+def test_a_good_verdict_and_none(record: Make, audit: Make, alone: Make, measure: Make, joint: Make) -> None:
     inside = [measure("rho", 0.2, 0.1, (None, 0.3))]
-    html = page(alone(record(), audit(inside)))
+    html = page(alone(record(), audit(inside, joint(0.4, 0.0))))
     assert 'class="verdict good"' in html
-    assert "Evidence of approximate erasure: every judged measure lies where a retrained" in text_of(html)
-    html = page(alone(record(), audit(inside, auc=0.52)))
-    assert 'class="verdict unknown"' in html and "No verdict: no signal: AUC 0.520" in text_of(html)
+    assert "Evidence of approximate erasure: it could be one more retraining (p = 0.4" in text_of(html)
+    html = page(alone(record(), audit(inside, {**joint(0.4, 0.0), "smallest_caught": None})))
+    assert 'class="verdict unknown"' in html and "Cannot tell: it could be one more retraining" in text_of(html)
 
 
-def test_without_bands_nothing_is_judged(record: Make, audit: Make, alone: Make, measure: Make) -> None:
-    html = page(alone(record(), audit([measure("rho", 0.2, 0.1, None)])))
+def test_without_enough_retrained_models_nothing_is_judged(
+    record: Make, audit: Make, alone: Make, measure: Make
+) -> None:
+    few = audit([{**measure("rho", 0.2, 0.1, None), "retrained": [0.1]}])
+    few["verdict"]["joint"] = None
+    html = page(alone(record(), few))
     assert 'class="verdict unknown"' in html
-    assert "No verdict: no measure has a band of retrained models" in text_of(html) and "no band" in text_of(html)
+    assert "Cannot tell: 1 retrained models" in text_of(html) and "no band" in text_of(html)
 
 
 def test_a_list_of_answers_tells_how_each_stands(contents: Make) -> None:
     text = text_of(page(contents()))
-    assert "Forgetting client 8 by ease ! outside on 1 Forgetting client 8 by finetune not audited" in text
+    assert (
+        "Forgetting client 8 by ease ! unlike retraining (p = 0.001) Forgetting client 8 by finetune not audited"
+        in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One question over all measures at once: could this answer be one more retraining?
+"""One test over all measures at once: whether an answer could be one more retraining.
 
 Retrained models that differ in the order of their data alone say how measures spread and go together. An answer is
 compared with them in two ways: along the line to the trained model, on which what was kept lies, and in every

@@ -11,7 +11,8 @@ from ease.audit.verdict import Measure, Reason, Verdict
 from ease.methods import make_method
 from ease.requests.request import ClassRequest, ClientRequest, Request
 from ease.runs.next_steps import next_steps
-from ease.runs.records import AuditRecord, Costs, Gallery, Price
+from ease.runs.records import AnswerRecord, AuditRecord, Costs, Gallery, Price, RoundRecord
+from ease.show.answer import ReportedAnswer, answer_section
 
 
 def verdict(reason: Reason, retrained: int = 10) -> Verdict:
@@ -110,6 +111,20 @@ def test_too_few_retrainings_are_made_more() -> None:
         "ease audit RUN --request client-3/ease --retrains 9: 7 more retrainings, about 4 min one after the other; all "
         "that is there is used again",
     )
+
+
+@pytest.mark.parametrize("reason", [Reason.KEPT, Reason.TOO_FEW, Reason.LIKE_RETRAINING])
+def test_the_page_says_the_same_words_and_steps(reason: Reason) -> None:
+    audited = record(reason, CLASS, retrained=3 if reason is Reason.TOO_FEW else 10)
+    rounds = (RoundRecord(round=0, phase="decomposition", loss=None, metrics={}),)
+    answer = AnswerRecord(
+        method=audited.method, request=CLASS, trained_sha256="t", seed=0, resumed=False, rounds=rounds, metrics={}
+    )
+    shown = answer_section(ReportedAnswer("class-2/ease", answer, audited), None, 1, "runs/first", "none")
+    text = " ".join(shown.striptags().split())
+    steps = next_steps(audited, "runs/first", "class-2/ease")
+    assert audited.verdict.words in text
+    assert all(" ".join(step.split()) in text for step in steps) and ("What can be done next" in text) == bool(steps)
 
 
 def test_an_audit_that_sees_nothing_says_what_it_would_need() -> None:

@@ -27,6 +27,14 @@ def test_train_forget_and_open_again(run: "ease.TrainedRun") -> None:
     assert ease.open_run(run.folder) == run
 
 
+def test_a_quick_look_from_python(tmp_path: Path, small) -> None:
+    run = ease.train(load_config(None, (*small, "partition.validation_share=0.3")), tmp_path / "run", quiet=True)
+    answer = run.forget(client=1, method="finetune", quiet=True)
+    check = answer.check(quiet=True)
+    assert check.words == answer.summary.check.words and check.found == (not check.gap.contains(0))
+    assert check.words.split()[0] in repr(check) and "This is no verdict" in repr(check)
+
+
 def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> None:
     with pytest.raises(ease.UserError, match="no such client"):
         run.forget(client=99, quiet=True)

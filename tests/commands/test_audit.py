@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from ease.commands.train import train_run
 from ease.methods import make_method
 from ease.requests.request import ClientRequest
 from ease.runs.config import load_config
+from ease.runs.quick import RULE
 from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -30,7 +32,7 @@ def finished(small, shared_cache, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        train_run(load_config(None, (*small, "data.test=60")), folder, quiet=True)
+        train_run(load_config(None, (*small, "data.test=60", "partition.validation_share=0.3")), folder, quiet=True)
         run = Run.load(folder)
         answer(run, World.open(run.config), CLIENT, make_method("finetune"), quiet=True)
     return folder
@@ -91,11 +93,50 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
     shown = json.loads(result.out)
     assert (run / "requests" / "client-1" / "retrain" / "record.json").is_file()
     kept = read_json(run / "requests" / "client-1" / "finetune" / "audit.json")
-    assert shown == {**kept, "id": "client-1/finetune", "folder": str(run / "requests" / "client-1" / "finetune")}
+    named = {"id": "client-1/finetune", "folder": str(run / "requests" / "client-1" / "finetune")}
+    steps = shown.pop("next_steps")
+    assert shown == {**kept, **named}
+    assert kept["verdict"]["reason"] == "too few retrainings" and len(steps) == 1
+    assert steps[0].startswith(f"ease audit {run} --request client-1/finetune --retrains 9: 7 more retrainings, about")
     page = ease("audit", run, "--request", "client-1/finetune", *QUICK)
     assert page.code == 0 and "shadow models" not in page.err, "the second time nothing is trained"
+    assert f"next: {steps[0]}" in page.out
+    told = ease("audit", run, "--request", "client-1/finetune", *QUICK, "--exit-code", "--json")
+    assert told.code == 3 and json.loads(told.out)["verdict"]["passed"] is None
     for part in ("Audit of client-1/finetune (finetune)", "Each measure beside retraining", "Cost", "not tested:"):
         assert part in page.out
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1), (None, 3)])
+def test_the_exit_code_tells_scripts_only_when_asked(ease, monkeypatch, passed: bool | None, code: int) -> None:
+    verdict = SimpleNamespace(verdict=SimpleNamespace(passed=passed))
+    summary = AuditSummary(verdict, "client-1", Path("runs/first"))  # type: ignore[arg-type]
+    monkeypatch.setattr(AuditSummary, "render", lambda _: iter(["the page"]))
+    monkeypatch.setattr("ease.commands.audit.audit_run", lambda *_: summary)
+    assert ease("audit", "runs/first", "--request", "client-1").code == 0
+    result = ease("audit", "runs/first", "--request", "client-1", "--exit-code")
+    assert (result.code, result.out) == (code, "the page\n")
+
+
+def test_a_quick_look_is_one_object_or_a_few_lines_and_no_verdict(ease, run: Path) -> None:
+    result = ease("audit", run, "--request", "client-1/finetune", "--quick", "--json")
+    assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
+    shown, folder = json.loads(result.out), run / "requests" / "client-1" / "finetune"
+    kept = read_json(folder / "quick.json")
+    assert shown == {**kept, "id": "client-1/finetune", "folder": str(folder)} | {
+        "rule": RULE,
+        "notes": shown["notes"],
+    }
+    assert kept["found"] is (not kept["after"]["gap"]["low"] <= 0 <= kept["after"]["gap"]["high"])
+    page = ease("audit", run, "--request", "client-1/finetune", "--quick")
+    assert page.code == 0 and "Quick look at client-1/finetune" in page.out and "This is no verdict" in page.out
+    assert "one of twenty" in page.out and not (run / "shadows").exists()
+
+
+@pytest.mark.parametrize("other", ["--exit-code", "--retrain"])
+def test_a_quick_look_refuses_what_only_an_audit_can_give(ease, run: Path, other: str) -> None:
+    result = ease("audit", run, "--request", "client-1/finetune", "--quick", other)
+    assert result.code == 2 and result.err.startswith("error: --quick gives no verdict") and result.err.count("\n") == 1
 
 
 def page(record: AuditRecord, width: int) -> list[str]:

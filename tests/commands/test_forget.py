@@ -17,6 +17,7 @@ from ease.runs.config import load_config
 from ease.runs.resolve import MATCH, class_cosines
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.storage import read_json
 
 
 def settings(*assignments: str) -> list[str]:
@@ -108,6 +109,28 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
     assert 0 <= summary["metrics"]["forget/recall@1"] <= 100
     again = ease("forget", run, *arguments, "--json", "--set", "momentum=0")
     assert json.loads(again.out) == summary
+
+
+def test_a_quick_look_ends_an_answer_and_says_what_an_audit_would_need(ease, run: Path) -> None:
+    first = ease("forget", run, "--client", "1", "--method", "finetune", "--quiet")
+    assert "quick look, no verdict: " in first.out
+    shown = json.loads(ease("forget", run, "--client", "1", "--method", "finetune", "--json").out)
+    kept = read_json(run / "requests" / "client-1" / "finetune" / "quick.json")
+    assert shown["check"] == kept and kept["words"] in first.out
+    why = shown["prospects"].removeprefix("no audit of this request is possible: ")
+    assert f"audit: {shown['prospects']}" in first.out and "too few non-members" in why
+    refused = ease("audit", run, "--request", "client-1/finetune", "--pool", "16")
+    assert refused.code == 2 and refused.err == f"error: {why}\n", "what is foretold is what happens"
+
+
+def test_without_held_out_pairs_there_is_no_quick_look_and_the_answer_stands(ease, small, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_run(load_config(None, (*small, "partition.validation_share=0")), run, quiet=True)
+    result = ease("forget", run, "--client", "1", "--method", "finetune")
+    assert result.code == 0 and "no quick look: 20 forget pairs and 0 held-out pairs" in result.out
+    assert not (run / "requests" / "client-1" / "finetune" / "quick.json").exists()
+    shown = json.loads(ease("forget", run, "--client", "1", "--method", "finetune", "--json").out)
+    assert "check" not in shown and shown["why_no_check"].startswith("20 forget pairs and 0 held-out pairs")
 
 
 def test_what_is_shown_does_not_change_what_is_stored(ease, run: Path) -> None:

@@ -393,6 +393,18 @@ def test_a_damaged_shadow_stops_the_audit_and_is_made_again(copied) -> None:
         torch.testing.assert_close(values, whole[name], rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["answer", "reference"])
+def test_a_model_file_that_the_answer_did_not_write_is_refused_before_the_long_work(copied, whose: str) -> None:
+    audit = copied()
+    swapped = audit.stored if whose == "answer" else audit.reference
+    audit.trained.final.save(swapped.model_path)
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged \(its hash is not the recorded one\)"):
+        Audit.of(audit.run, audit.world, "client-1/finetune", audit.config)
+    with pytest.raises(UserError, match="its hash is not the recorded one"):
+        audit.judge()
+
+
 def audited_rounds(audit: Audit) -> int:
     return audit.run.config.training.rounds
 

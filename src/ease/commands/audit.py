@@ -155,7 +155,7 @@ class QuickSummary:
         rows = [_level_row("before", self.check.before), _level_row("answer", self.check.after)]
         yield table(
             "Mean log-odds of pairs",
-            ["", "forget", "held out", "expected", "gap", "95 % interval"],
+            ["", "forget", "held out", "expected", "gap", "98 % interval"],
             rows,
             caption="expected: where retraining would leave the forget pairs, by held-out pairs as hard as they\n"
             "gap: forget pairs above that",

@@ -4,7 +4,7 @@ from ease.audit.joint import LEAST_RETRAINED
 from ease.audit.verdict import Reason
 from ease.methods import METHODS
 from ease.requests.request import ClientRequest
-from ease.runs.records import AuditRecord
+from ease.runs.records import AuditRecord, Price
 from ease.runs.resolve import request_flags, request_id
 
 USUAL_RETRAINS = 9
@@ -42,7 +42,7 @@ def _other_settings(record: AuditRecord, run: str) -> list[str]:
         return [f"{forget}: forget by EASE instead of {record.method_name}"]
     costs, phases = record.costs, record.costs.phases
     whole, replay, recovery = (
-        costs.totals["seconds"].answer,
+        _seconds(record).answer,
         phases.get("decomposition", 0.0),
         phases.get("recovery", 0.0),
     )
@@ -73,7 +73,7 @@ def _value(value: object) -> str:
 
 
 def _retrained(record: AuditRecord, run: str) -> str:
-    seconds = record.costs.totals["seconds"].retrain
+    seconds = _seconds(record).retrain
     return (
         f"ease release {run} --request {request_id(record.request)}/retrain: go on from the answer of --method "
         f"retrain, which is there already and costs nothing more (it took {seconds:.0f} s)"
@@ -82,11 +82,15 @@ def _retrained(record: AuditRecord, run: str) -> str:
 
 def _more_retrainings(record: AuditRecord, run: str, name: str, retrains: int) -> str:
     there = record.verdict.retrained - 1
-    seconds = (retrains - there) * record.costs.totals["seconds"].retrain
+    seconds = (retrains - there) * _seconds(record).retrain
     return (
         f"ease audit {run} --request {name} --retrains {retrains}: {retrains - there} more retrainings, "
         f"{_about(seconds)} one after the other; all that is there is used again"
     )
+
+
+def _seconds(record: AuditRecord) -> Price:
+    return record.costs.totals.get("seconds", Price.of(0.0, 0.0))
 
 
 def _about(seconds: float) -> str:

@@ -1,9 +1,10 @@
 """How often the audit's verdict is wrong: fresh retrainings must pass, models that keep or lose too much must not.
 
     python benchmarks/verdict.py judge client --seed 0 --fresh 5 --methods ease,finetune --out results/verdict
-    python benchmarks/verdict.py table results/verdict
+    python benchmarks/verdict.py table results/verdict --figure docs/figures/verdict.svg
 
-`judge` trains, answers and audits one request and writes one line for each judged model; `table` counts over all files.
+`judge` trains, answers and audits one request and writes one line for each judged model; `table` judges the stored
+measures again and counts over all files.
 Fresh retrainings are further orders of the data that the verdict has not seen. Models that keep a share of the forget
 effect lie between such a fresh retraining and the trained model; below 0 they lie beyond it.
 """
@@ -15,10 +16,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import torch
 
 from ease.audit.config import AuditConfig
+from ease.audit.joint import JointTest, joint_test
 from ease.methods import make_method
 from ease.methods.retrain import Retrain
 from ease.params import Params
@@ -26,8 +32,10 @@ from ease.runs.answers import answer_of, open_world
 from ease.runs.audit import Audit
 from ease.runs.config import load_config
 from ease.runs.forget import forget
+from ease.runs.measuring import LEAST_SPREAD
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
+from ease.seeding import generator
 from ease.studies.scenarios import scenario_config, scenario_request
 
 KEPT = (-0.5, -0.2, -0.1, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -84,21 +92,46 @@ def judge(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
             }
 
 
-def table(folder: Path) -> Iterator[str]:
-    """Share that passed and the mean p-value, by kind of model."""
+def judged_anew(found: dict[str, Any]) -> JointTest:
+    """From the stored measures, by the test as it is now."""
+    measures = found["measures"]
+    retrained = np.array([each[4] for each in measures]).T
+    least = np.array([max(each[3], LEAST_SPREAD) for each in measures])
+    shares = sorted({share for share, _ in measures[0][5]})
+    kept = [(share, np.array([dict(map(tuple, each[5]))[share] for each in measures])) for share in shares]
+    answer = np.array([each[1] for each in measures])
+    return joint_test(answer, retrained, least, [(0.0, retrained[0]), *kept], generator(found["seed"], "joint"))
+
+
+def table(folder: Path, figure: Path | None) -> Iterator[str]:
+    """How often each kind of model passed, over all files."""
     rows = defaultdict(list)
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.rglob("*.jsonl")):
         for line in path.read_text().splitlines():
             found = json.loads(line)
             kind = "fresh retraining" if found["model"].startswith("fresh") else found["model"]
-            rows[kind].append(found)
-    yield "| model | judged | passed | cannot tell | median p |"
+            rows[kind].append(judged_anew(found))
+    yield "| model | judged | passed | median p | share kept, median |"
     yield "|---|---|---|---|---|"
     for kind, found in rows.items():
-        passed = sum(each["passed"] is True for each in found)
-        unknown = sum(each["passed"] is None for each in found)
-        middle = sorted(each["p"] for each in found)[len(found) // 2]
-        yield f"| {kind} | {len(found)} | {passed} | {unknown} | {middle:.3g} |"
+        passed = sum(each.passed for each in found)
+        middle, kept = median(each.p_value for each in found), median(each.trace.value for each in found)
+        yield f"| {kind} | {len(found)} | {passed} | {middle:.2g} | {kept:+.1%} |"
+    if figure:
+        draw({kind: np.mean([not each.passed for each in found]) for kind, found in rows.items()}, figure)
+
+
+def draw(refused: dict[str, float], figure: Path) -> None:
+    """Share of models refused over the share of the forget effect that they keep."""
+    planted = {kind: float(kind.removeprefix("keeps ").rstrip("%")) for kind in refused if kind.startswith("keeps")}
+    points = sorted([(share, refused[kind]) for kind, share in planted.items()] + [(0.0, refused["fresh retraining"])])
+    plt.rcParams["svg.hashsalt"] = "ease"
+    drawn, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    axis.plot(*zip(*points, strict=True), marker="o", color="#0b6e99")
+    axis.axhline(0.05, color="0.5", linestyle="--", linewidth=1)
+    axis.set(xlabel="share of the forget effect kept, percent", ylabel="refused", ylim=(0, 1.05), xscale="symlog")
+    axis.set_xticks([-50, -20, -10, 0, 5, 10, 20, 50, 100], ["-50", "-20", "-10", "0", "5", "10", "20", "50", "100"])
+    drawn.savefig(figure, metadata={"Date": None})
 
 
 def main() -> None:
@@ -117,10 +150,11 @@ def main() -> None:
     judging.add_argument("--out", type=Path, default=Path("results/verdict"))
     counting = commands.add_parser("table")
     counting.add_argument("folder", type=Path)
+    counting.add_argument("--figure", type=Path, help="an SVG of how often which share is refused")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.command == "table":
-        print("\n".join(table(asked.folder)))
+        print("\n".join(table(asked.folder, asked.figure)))
         return
     asked.out.mkdir(parents=True, exist_ok=True)
     with (asked.out / f"{asked.scenario}-{asked.seed}.jsonl").open("w") as file:

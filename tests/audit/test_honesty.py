@@ -16,7 +16,7 @@ from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClientRequest, forget_mask
 from ease.runs.answers import answer_of
-from ease.runs.attackers import read_shadow, write_shadow
+from ease.runs.attackers import gauge_of, read_shadow, write_shadow
 from ease.runs.audit import Audit
 from ease.runs.records import AuditRecord
 from ease.runs.run import Run
@@ -76,8 +76,8 @@ def test_2_a_target_among_the_shadows_stops_the_audit(audited, tmp_path) -> None
     copied = Audit(run, audited.world, answer_of(run, CLIENT, audit.method), CLIENT, audit.method, audit.config)
     path = copied.plan.shadow_path(1)
     stored = read_shadow(path)
-    target = copied.gauge.read(copied.trained.final, copied.subjects.positions)
-    write_shadow(path, {**stored, **{f"trained/{k}": stored[f"trained/{k}"].new_tensor(v) for k, v in target.items()}})
+    target = gauge_of(copied.world, copied.subjects).read(copied.trained.final, copied.subjects.positions)
+    write_shadow(path, {name: stored[name].new_tensor(values) for name, values in target.items()})
     with pytest.raises(UserError, match="shadow 1 is the target model itself"):
         copied.judge()
 
@@ -136,7 +136,7 @@ def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(se
 @pytest.mark.slow
 def test_9_kept_statistics_and_verdicts_belong_to_one_model(audited) -> None:
     """Line 9: stale caches. Each method of the same request has shadows of its own, and a verdict names its model."""
-    assert len({audit.plan.key for audit in audited.audits.values()}) == len(audited.audits)
+    assert len({audit.plan.unlearned_store for audit in audited.audits.values()}) == len(audited.audits)
     assert len({found.model_sha256 for found in audited.records.values()}) == len(audited.records)
 
 

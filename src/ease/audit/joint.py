@@ -21,7 +21,7 @@ LEAST_RETRAINED = 6
 """With fewer retrained models their spread is hardly known, and nothing is judged."""
 WANTED_POWER = 0.9
 DRAWS = 4000
-TAILS = 5
+TAILS = 4
 """Degrees of freedom of the simulated models."""
 
 

@@ -100,7 +100,9 @@ def judged_anew(found: dict[str, Any]) -> JointTest:
     shares = sorted({share for share, _ in measures[0][5]})
     kept = [(share, np.array([dict(map(tuple, each[5]))[share] for each in measures])) for share in shares]
     answer = np.array([each[1] for each in measures])
-    return joint_test(answer, retrained, least, [(0.0, retrained[0]), *kept], generator(found["seed"], "joint"))
+    planted = [(0.0, retrained[0]), *kept]
+    signed = np.array([not each[0].startswith(("rho", "ks/", "relearn/")) for each in measures])
+    return joint_test(answer, retrained, least, planted, generator(found["seed"], "joint"), signed=signed)
 
 
 def table(folder: Path, figure: Path | None) -> Iterator[str]:

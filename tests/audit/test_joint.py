@@ -53,6 +53,23 @@ def test_too_much_forgetting_is_a_finding_too() -> None:
     assert not found.passed and found.trace.high < 0
 
 
+def test_a_distance_does_not_tell_too_much_from_too_little() -> None:
+    """A measure that grows on either side would call too much forgetting a trace; signed ones alone say how much."""
+    rng = np.random.default_rng(7)
+    values, effect = drawn(rng, 10, 0)
+    effect[0] = 200.0
+    values[-1] -= 0.3 * effect
+    values[-1, 0] += 0.6 * effect[0]
+    planted = [(share, values[0] + share * effect) for share in (0.0, 0.1, 0.2, 0.4)]
+    known = (values[-1], values[:-1], np.full(MEASURES, 0.01), planted)
+    mixed, told = (
+        joint_test(*known, np.random.default_rng(8), draws=300, signed=signed)
+        for signed in (None, np.arange(MEASURES) > 0)
+    )
+    assert mixed.trace.value > 0 > told.trace.high and told.trace.contains(-0.3)
+    assert mixed.p_value == told.p_value <= 0.05
+
+
 def test_a_difference_that_is_no_trace_is_found_but_not_called_one() -> None:
     """Far off in a measure that the forget pairs hardly move: refused, and the trace stays about nothing."""
     rng = np.random.default_rng(2)

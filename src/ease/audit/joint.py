@@ -86,25 +86,28 @@ def joint_test(
     rng: np.random.Generator,
     level: float = LEVEL,
     draws: int = DRAWS,
+    signed: np.ndarray | None = None,
 ) -> JointTest:
     """Judge an answer's measures [m] by those of retrained models [models, m].
 
     `kept` are (share, measures) of models between a retrained and the trained one, the first of them with share 0: the
     way from there to the smallest other share is the direction in which traces are looked for, and what the others
-    measure says how well they would have been found.
+    measure says how well they would have been found. The share kept is told by the `signed` measures [m] alone, if they
+    are named: distances grow on either side of retraining, and cannot tell too little from too much.
     """
     null = Null.of(retrained, least)
     (_, origin), (first, near) = kept[0], kept[1]
     effect = (near - origin) / first
     simulated = _Simulated.of(null, effect, least, rng, draws)
-    (statistics,), (share,) = _statistics(answer[None], retrained[None], least, effect)
+    (statistics,) = _statistics(answer[None], retrained[None], least, effect)
+    told = np.ones(len(answer), bool) if signed is None else signed
     power = tuple((share, simulated.refused(measures - origin, level)) for share, measures in kept[1:])
     return JointTest(
         p_value=simulated.p_value(statistics),
         level=level,
         retrained=null.models,
         measures=len(answer),
-        trace=_trace(float(share), retrained, least, effect),
+        trace=_trace(answer[told], retrained[:, told], least[told], effect[told]),
         power=power,
         smallest_caught=_smallest_caught(power),
     )
@@ -128,7 +131,7 @@ class _Simulated:
     ) -> "_Simulated":
         noise = null.like(rng, (draws, null.models + 1))
         retrained, further = noise[:, :-1], noise[:, -1]
-        statistics, _ = _statistics(further, retrained, least, effect)
+        statistics = _statistics(further, retrained, least, effect)
         smaller = _tails(statistics, statistics).min(axis=1)
         return cls(effect, least, further, retrained, statistics, np.sort(smaller))
 
@@ -139,34 +142,38 @@ class _Simulated:
 
     def refused(self, shift: np.ndarray, level: float) -> float:
         """How often a model is refused whose measures are shifted by so much."""
-        shifted, _ = _statistics(self.further + shift, self.retrained, self.least, self.effect)
+        shifted = _statistics(self.further + shift, self.retrained, self.least, self.effect)
         smaller = _tails(shifted, self.statistics).min(axis=1)
         places = np.searchsorted(self.least_p, smaller, "right")
         return float(((1 + places) / (1 + len(self.least_p)) <= level).mean())
 
 
-def _trace(share: float, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray) -> Estimate:
-    """A share kept, as it was estimated, with the error that each retrained model shows when the others judge it."""
+def _trace(answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray) -> Estimate:
+    """The share of the effect that an answer keeps, with the error that retrained models show when others judge them.
+
+    By least squares over measures in units of their spread. Weights by their correlations would be sharper, and turn
+    the share around where a large effect is not straight.
+    """
+
+    def shares(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+        spread = np.maximum(others.std(axis=1, ddof=1), least)
+        away, line = (values - others.mean(axis=1)) / spread, effect / spread
+        return (away * line).sum(-1) / (line**2).sum(-1).clip(1e-12)
+
     models = len(retrained)
     others = np.stack([np.delete(retrained, model, axis=0) for model in range(models)])
-    _, errors = _statistics(retrained, others, least, effect)
-    away = float(student.ppf(0.975, models) * np.sqrt((errors**2).mean()))
-    return Estimate(share, share - away, share + away)
+    away = float(student.ppf(0.975, models) * np.sqrt((shares(retrained, others) ** 2).mean()))
+    (share,) = shares(answer[None], retrained[None])
+    return Estimate(float(share), float(share) - away, float(share) + away)
 
 
-def _statistics(
-    answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """How far answers [b, m] lie from retrained models [b, models, m], and the shares [b] of the effect that they keep.
-
-    Distances [b, 2] are along the effect and in all directions; shares are by generalised least squares.
-    """
+def _statistics(answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray) -> np.ndarray:
+    """How far answers [b, m] lie from retrained models [b, models, m]: along the effect, in all directions [b, 2]."""
     centre, spread, correlation = _estimated(retrained, least)
     away, line = (answer - centre) / spread, effect / spread
     weighted = np.linalg.solve(correlation, np.stack([away, line], axis=-1))
     along, whole = (line * weighted[..., 0]).sum(-1), (line * weighted[..., 1]).sum(-1).clip(1e-12)
-    everywhere = (away * weighted[..., 0]).sum(-1)
-    return np.stack([np.abs(along) / np.sqrt(whole), everywhere], axis=-1), along / whole
+    return np.stack([np.abs(along) / np.sqrt(whole), (away * weighted[..., 0]).sum(-1)], axis=-1)
 
 
 def _tails(statistics: np.ndarray, drawn: np.ndarray) -> np.ndarray:

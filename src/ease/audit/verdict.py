@@ -98,6 +98,11 @@ class Measure(Judged):
         return None if self.band is None else self.band.contains(self.value)
 
     @property
+    def signed(self) -> bool:
+        """Whether it can tell too little forgetting from too much; a distance to retraining cannot."""
+        return self.band is not None and self.band.low is not None
+
+    @property
     def title(self) -> str:
         return TITLES.get(self.name) or self.name.replace("/recall@", " R@")
 

@@ -204,6 +204,7 @@ class Instruments:
             [(0.0, np.array([measure.retrain for measure in measures])), *kept],
             generator(self.world.config.seed, "joint"),
             self.config.level,
+            signed=np.array([measure.signed for measure in measures]),
         )
 
     def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:

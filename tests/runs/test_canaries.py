@@ -140,7 +140,7 @@ def test_training_gives_canaries_away_and_only_retraining_takes_that_back(tmp_pa
     assert found.value > 1 and found.inside is False, "a few rounds of fine-tuning forget no canary"
     assert "of 80 guesses right about 160 canaries" in found.note
     models = {"trained": trained_of(run).final, "unlearned": trained_of(run).final, "retrain": trained_of(run).initial}
-    read = (audit.gauge, models, trained_of(run).initial)
+    read = (gauge_of(world, audit.subjects), models, trained_of(run).initial)
     leaving = ClientRequest(clients=(0, 1, 2, 3))
     assert attack_canaries(world, leaving, *read)[0].value == pytest.approx(found.before)
     assert not attack_canaries(world, SampleRequest(ids=request.ids[:-1]), *read)

@@ -14,7 +14,7 @@ from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.tombstones import read_tombstones
 from ease.runs.world import World
-from ease.storage import digest, sha256
+from ease.storage import digest, remove_leftovers, sha256
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ def release(run: Run, name: str) -> Release:
     """Make a finished answer the model that the run goes on from: its request is closed, its pairs are gone."""
     stored, request, _ = find_answer(run, name)
     with run.locked():
+        remove_leftovers(run.folder)  # of a release that was killed while it wrote the head
         if request in run.head.gone:
             raise UserError(f"{name}: this request is closed already; the run goes on from it")
         made = Release(

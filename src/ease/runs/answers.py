@@ -1,5 +1,6 @@
 """Answers to requests as they are kept in a run, and the trained model that they began from."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +133,8 @@ def release(run: Run, name: str) -> Release:
         remove_leftovers(run.folder)  # of a release that was killed while it wrote the head
         if request in run.head.gone:
             raise UserError(f"{name}: this request is closed already; the run goes on from it")
+        if (journal := stored.folder / "journal").exists():
+            shutil.rmtree(journal)  # of an answer that was struck while it cleaned up: nobody comes back to it
         made = Release(
             request=request,
             answer=stored.folder.relative_to(run.folder / "requests").as_posix(),

@@ -10,7 +10,7 @@ from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
-from ease.methods.ease.counterfactual import mended_count, replay_count
+from ease.methods.ease.counterfactual import replay_count
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.run import Run
 from ease.runs.tombstones import read_tombstones
@@ -136,8 +136,5 @@ def _rounds_of_work(run: Run, request: Request, method: Unlearner, concerned: fl
     if not isinstance(method, Ease):
         return work
     if not isinstance(request, ClientRequest):
-        repeats = 2 if run.head.gone else 1  # once requests are closed, what the rounds did is repeated too
-        work += repeats * concerned * replay_count(training.rounds, concerned, method.replay)
-    elif any(not isinstance(closed, ClientRequest) for closed in run.head.gone):
-        work += mended_count(training.rounds, method.replay)  # at most: of those clients alone that hold fewer pairs
+        work += concerned * replay_count(training.rounds, concerned, method.replay)
     return work

@@ -10,6 +10,7 @@ from ease.config import Config
 from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
 from ease.federation.history import History
 from ease.federation.protocol import Federation, LocalJob
+from ease.methods.foundation import Foundation, Told
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request
 from ease.subspace import Basis
@@ -40,6 +41,8 @@ class Trained:
     """Requests that are closed already."""
     locked: Mapping[str, Basis] = field(default_factory=dict)
     """Directions that they keep locked."""
+    foundation: Foundation | None = None
+    """What the answer that `answered` came from left to build on; absent: it left nothing, or none was closed."""
 
     @cached_property
     def initial(self) -> Params:
@@ -57,6 +60,16 @@ class Trained:
     def start(self) -> Params:
         """The model to unlearn: the trained one, or what earlier requests have left of it."""
         return self.final if self.answered is None else self.answered
+
+    @property
+    def ground(self) -> Params:
+        """What to subtract from: the model, before the recovery that followed when the last request was closed."""
+        return self.start if self.foundation is None else self.foundation.state
+
+    @property
+    def told(self) -> Mapping[int, Told]:
+        """Client -> what it has told of its rounds without what is gone."""
+        return {} if self.foundation is None else self.foundation.told
 
     @property
     def order(self) -> Order:
@@ -77,6 +90,8 @@ class Step:
     notes: dict[str, Any] = field(default_factory=dict)
     bases: dict[str, Basis] | None = None
     """Directions to keep locked in later training, on the step whose state says where they are held."""
+    foundation: Foundation | None = None
+    """What the next answer can build on, on the last step."""
 
 
 Need = Literal["history", "forget data", "leaving client"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
+from ease.methods.foundation import Foundation
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.head import Head, Release, write_head
@@ -16,6 +17,8 @@ from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.tombstones import read_tombstones
 from ease.runs.world import World
 from ease.storage import digest, remove_leftovers, sha256
+
+FOUNDATION = "foundation.safetensors"
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,25 @@ class StoredAnswer:
         return self.folder / "held.safetensors"
 
     @property
+    def foundation_path(self) -> Path:
+        """What the next answer builds on."""
+        return self.folder / FOUNDATION
+
+    @property
     def done(self) -> bool:
         return self.record_path.is_file()
 
     def model(self) -> Params:
         check_answer_file(self.record(), self.model_path)
         return Params.load(self.model_path)
+
+    def foundation(self) -> Foundation | None:
+        """None: its method leaves nothing for the next one to build on."""
+        record = self.record()
+        if FOUNDATION not in record.files:
+            return None
+        check_answer_file(record, self.foundation_path)
+        return Foundation.load(self.foundation_path)
 
     def record(self) -> AnswerRecord:
         if not self.done:
@@ -88,6 +104,7 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
     release = head.follows(training.rounds)
     start = None if release is None else Params.load(check_released_model(run, release))
     held = run.held(head)
+    answer = None if release is None else StoredAnswer(run.model_path(release).parent)
     return Trained(
         run.history,
         training,
@@ -96,6 +113,7 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
         answered=start,
         gone=head.gone,
         locked={} if held is None else held.bases,
+        foundation=None if answer is None else answer.foundation(),
     )
 
 

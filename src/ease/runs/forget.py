@@ -129,6 +129,9 @@ def _follow(
             step.state.save(stored.held_path)
             save_bases(stored.bases_path, step.bases)
             kept = (stored.held_path, stored.bases_path)
+        if step.foundation is not None:
+            step.foundation.save(stored.foundation_path)
+            kept = (*kept, stored.foundation_path)
         yield step, metrics
         started = time.perf_counter()
     if last is None:

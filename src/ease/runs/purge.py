@@ -26,7 +26,7 @@ from ease.federation.protocol import Replay, Update
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest, forget_mask
-from ease.runs.answers import open_world, start_hash, trained_of
+from ease.runs.answers import FOUNDATION, open_world, start_hash, trained_of
 from ease.runs.head import Head, Release
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import PURGING, Run
@@ -224,7 +224,7 @@ def _rederive(staged: Staged, world: World, release: Release) -> Iterator[Line]:
                     "again without it; run the same command again once it answers"
                 )
             for client in asked:
-                change = read_sum(answers[client], 0, old)
+                change = read_sum(answers[client].values, 0, old)
                 if change is not None:  # else too few pairs are left to train on
                     change = change.zip(lambda tensor, like: tensor.to(like.dtype), old)
                     updates.append(Update(client, now[client], change))
@@ -278,7 +278,11 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
             yield Line(what=path.relative_to(folder).as_posix(), why="a trial or a journal of the released answer")
     locking = next((each for each in reversed(head.releases) if run.tells_directions(each)), None)
     for older in head.releases[:place]:  # the newest purged one stays: later ones began from it
-        for name in ("model.safetensors", *(("bases.safetensors", "held.safetensors") if older != locking else ())):
+        for name in (
+            "model.safetensors",
+            FOUNDATION,
+            *(("bases.safetensors", "held.safetensors") if older != locking else ()),
+        ):
             if (folder / "requests" / older.answer / name).is_file():
                 yield Line(what=f"requests/{older.answer}/{name}", why="an older release, which held the pairs")
     for name in ("shadows", "exports"):
@@ -335,6 +339,11 @@ def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
         yield Line(
             what=f"requests/{release.answer}/bases.safetensors",
             why="directions, without lengths, of what the pairs wrote: the lock needs them",
+        )
+    if (run.folder / "requests" / release.answer / FOUNDATION).is_file():
+        yield Line(
+            what=f"requests/{release.answer}/{FOUNDATION}",
+            why="the model before recovery, without the pairs, and sums of what others would have sent without them",
         )
     if not run.history.updates:
         yield Line(what="rounds", why=KEPT_WITH_CLIENTS)

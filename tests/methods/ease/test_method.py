@@ -134,8 +134,7 @@ def test_every_kind_of_request_runs_and_tells_what_it_did(learnt, samples, reque
     notes = SpectrumNotes.model_validate(steps[0].notes)
     assert notes.reference == "counterfactual" and notes.share == 1.0 and notes.gap_before is not None
     assert notes.gap_before.gap > 3 * notes.gap_before.standard_error and not notes.why
-    # More than a third of the clients is concerned: half of the six rounds.
-    replayed = (3, 3) if request_ == "samples" else (0, 0) if isinstance(request, ClientRequest) else (3, 4)
+    replayed = (6, 3) if request_ == "samples" else (0, 0) if isinstance(request, ClientRequest) else (6, 4)
     assert (notes.replayed_rounds, notes.replaying_clients) == replayed
     assert [row.block for row in notes.blocks] == [block.name for block in learnt.trained.final.blocks]
     for row in steps[0].notes["blocks"]:

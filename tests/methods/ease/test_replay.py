@@ -137,7 +137,7 @@ def test_the_answer_is_the_weighted_sum_of_each_group(learnt, cohort, engine: st
         assert update.delta is None and update.pairs == len(federation.held[update.client]) - 8
         changes = {n: naive(learnt, update.client, n, set(ids[update.client])) for n in (1, 3, 5)}
         for group, expected in ((0, 0.5 * changes[1]), (1, 0.25 * changes[3] + 2.0 * changes[5])):
-            found = read_sum(update, group, start)
+            found = read_sum(update.values, group, start)
             assert found is not None
             for name, tensor in expected.tensors.items():  # half precision of the largest value in the tensor
                 allowed = float(tensor.abs().max()) / 1024 + 1e-6
@@ -153,7 +153,7 @@ def test_a_sum_of_tiny_changes_survives_half_precision(learnt) -> None:
     (update,) = learnt.world.federation.run(small.final, job, [0])
     plain = small.training_job(1, request=NOTHING, objective=ROUND)
     (expected,) = learnt.world.federation.run(small.initial, plain, [0])
-    found = read_sum(update, 0, small.final)
+    found = read_sum(update.values, 0, small.final)
     assert found is not None and 0 < expected.change.norm() < 1e-3
     assert (found - expected.change.map(torch.Tensor.double)).norm() < 1e-3 * expected.change.norm()
 
@@ -162,7 +162,7 @@ def test_one_that_cannot_train_answers_with_nothing(learnt) -> None:
     request = SampleRequest(ids=learnt.world.shards[0].train_ids[1:])
     (update,) = learnt.world.federation.run(learnt.trained.final, job_of(learnt, request, (1, 1.0, 0)), [0])
     assert update.delta is None and update.values == {} and update.pairs == 1
-    assert read_sum(update, 0, learnt.trained.final) is None
+    assert read_sum(update.values, 0, learnt.trained.final) is None
 
 
 def test_no_forgotten_pair_is_read(learnt, poison, few) -> None:

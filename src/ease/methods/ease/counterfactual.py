@@ -4,7 +4,7 @@ For clients that leave it comes from the history, or from what they tell where c
 pairs by replay.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from ease.federation.protocol import Federation, Replay
 from ease.methods.base import Trained
 from ease.methods.ease.farewell import Wanted, added_up, never_took_part, started, with_and_without
 from ease.methods.ease.replay import REPLAY, read_sum
+from ease.methods.foundation import Told
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
 
@@ -24,8 +25,6 @@ USUAL_REPLAY, MOST_REPLAYED = 0.5, 32
 """Share and number of the rounds that `auto` replays where many clients are concerned; others stand for the rest."""
 LONGEST_REPLAY = 3.0
 """A replayed sum is believed up to so many times the length of what the client sent in the same rounds."""
-MENDED = 0.5
-"""Share of the rounds that `auto` replays for what closed requests left in stored updates; a fifth was too rough."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -43,6 +42,8 @@ class Written:
     """Rounds it was taken from."""
     clients: int
     """Clients that replayed something."""
+    told: Mapping[int, Told]
+    """Client -> what it would have sent without all that is gone by now, of those whose stored updates differ."""
 
     @property
     def total(self) -> Params:
@@ -63,32 +64,32 @@ def written_by(
     `forget_pairs` says how many of them each client holds; who did not tell is asked to replay all the same. `farewell`
     says who tells of clients that leave.
     """
-    rounds = range(1, trained.training.rounds + 1)
-    early = max(1, round(EARLY * len(rounds)))
+    numbers = range(1, trained.training.rounds + 1)
+    early, others = max(1, round(EARLY * len(numbers))), farewell == "others"
+    stale = stale_clients(trained, federation, numbers)
     if isinstance(request, ClientRequest):
-        concerned, used = 0, tuple(rounds)
-        if trained.training.aggregation == "mean":
-            did, would = with_and_without(trained, request, federation, rounds, early, farewell == "others")
-            stale = stale_clients(trained, federation, rounds)
-            if stale:
-                weights = _chosen(trained, rounds, early, mended_count(len(rounds), replay))
-                now = {client: len(ids) for client, ids in federation.held.items()}
-                rest = {client: count for client, count in now.items() if client not in request.clients}
-                excess = _excess(trained, stale, now, rest, weights)
-                did = _mended(trained, federation, did, excess, early)
-                concerned = len(stale)
-            parts = _parts(trained, did, would)
-        else:
-            parts = _from_history(trained, request, federation, rounds, early)
-    else:
-        held = {client: len(ids) for client, ids in federation.held.items()}
-        kept = {c: max(0, held[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
-        count = replay_count(len(rounds), len(kept) / len(federation.clients), replay)
-        weights = _chosen(trained, rounds, early, count)
-        parts, concerned = _from_replay(trained, request, federation, kept, weights, early, replay), len(kept)
-        used = tuple(weights)
-    (first, first_rest), (second, second_rest) = parts
-    return Written(first, second, (first_rest, second_rest), early, used, concerned)
+        if trained.training.aggregation != "mean":
+            return _written(trained, _from_history(trained, request, federation, numbers, early), early, numbers)
+        if not stale:
+            sums = with_and_without(trained, request, federation, numbers, early, others)
+            return _written(trained, sums, early, numbers)
+    leaving = set(request.clients) if isinstance(request, ClientRequest) else set[int]()
+    now = {client: len(ids) for client, ids in federation.held.items()}
+    kept = {} if leaving else {c: max(0, now[c] - (count or 0)) for c, count in forget_pairs.items() if count != 0}
+    told = {client: each for client, each in trained.told.items() if client in stale}
+    untold = stale - told.keys()
+    count = replay_count(len(numbers), len(kept.keys() | untold) / len(federation.clients), replay)
+    used = _chosen(trained, numbers, early, count)
+    rounds, nothing = _Rounds(trained, used, early), SampleRequest(ids=())
+    told |= rounds.replayed(nothing, federation, now, untold)
+    did = rounds.moved(nothing, federation, now, told)
+    fresh = rounds.replayed(request, federation, {**now, **kept}, kept)
+    # Of those who keep silent it is not known what they would have done: they count as if they had left.
+    absent = leaving | {client for client, left in kept.items() if left >= MINIMUM_PAIRS} - fresh.keys()
+    rest = {client: pairs for client, pairs in {**now, **kept}.items() if client not in absent}
+    told = {client: each for client, each in {**told, **fresh}.items() if client in rest}
+    would = rounds.moved(request, federation, rest, told, others)
+    return _written(trained, (did, would), early, used, len(kept.keys() | untold), told)
 
 
 def _chosen(trained: Trained, rounds: Sequence[int], early: int, count: int) -> dict[int, float]:
@@ -101,15 +102,6 @@ def replay_count(rounds: int, concerned: float, replay: float | str) -> int:
     if replay != "auto":
         return max(1, round(float(replay) * rounds))
     return rounds if concerned <= FEW else min(max(1, round(USUAL_REPLAY * rounds)), MOST_REPLAYED)
-
-
-def mended_count(rounds: int, replay: float | str) -> int:
-    """How many rounds are replayed for closed requests alone."""
-    return (
-        min(max(1, round(MENDED * rounds)), MOST_REPLAYED)
-        if replay == "auto"
-        else max(1, round(float(replay) * rounds))
-    )
 
 
 def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, float]:
@@ -135,13 +127,13 @@ def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, fl
     return weights
 
 
-Parts = tuple[tuple[Params, Params], tuple[Params, Params]]
-"""(written, the retained clients' movement) of the early rounds, and of the late ones."""
+Sums = tuple[Sequence[Params], Sequence[Params]]
+"""What the rounds did, and what they would have done: of early rounds and of late ones, in double precision."""
 
 
 def _from_history(
     trained: Trained, request: ClientRequest, federation: Federation, rounds: Sequence[int], early: int
-) -> Parts:
+) -> Sums:
     """Without communication: the mean of a round's stored updates, with and without those of the leaving clients."""
     history, leaving, here = trained.history, set(request.clients), set(federation.clients) | set(request.clients)
     zeros = trained.start.map(lambda tensor: tensor.double() * 0)
@@ -159,14 +151,14 @@ def _from_history(
             would[late] = would[late] + _aggregated(trained, rest).map(torch.Tensor.double)
     if not took_part:
         raise never_took_part(request)
-    return _parts(trained, did, would)
+    return did, would
 
 
 # What closed requests leave in stored updates
 #
 # Let V_k be what a client would have sent without the pairs of closed requests, and U_k what is stored. The model no
-# longer holds U_k - V_k. A request that changes the client's weight from a to b must therefore take (a - b) V_k from
-# it. Taking (a - b) U_k instead would write (b - a) (U_k - V_k) back, a little with every client that leaves.
+# longer holds U_k - V_k, so what the rounds did is a mean of V_k. Clients told of V_k when those requests were
+# answered, as sums over rounds; these are kept (`Foundation`). Who has not told is asked to replay.
 
 
 def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int]) -> set[int]:
@@ -176,145 +168,92 @@ def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int
     return {client for client, count in now.items() if any(pairs.get(str(client), 0) > count for pairs in told)}
 
 
-def _excess(
-    trained: Trained,
-    stale: Collection[int],
-    pairs: Mapping[int, int],
-    would: Mapping[int, int],
-    used: Mapping[int, float],
-) -> dict[int, dict[int, float]]:
-    """Round -> stale client -> by how much its weight in what the round did exceeds that in what it would have done.
+@dataclass(frozen=True)
+class _Rounds:
+    """The rounds that stand for all, and how many clients' updates are in each."""
 
-    `pairs` says how many each client trains on, `would` how many without what the request names.
-    """
-    found: dict[int, dict[int, float]] = {}
-    for number, stands_for in used.items():
-        shares = [_shares(trained, number, each) for each in (pairs, would)]
-        found[number] = {
-            client: stands_for * (shares[0].get(client, 0.0) - shares[1].get(client, 0.0))
-            for client in sorted(shares[0].keys() & set(stale))
+    trained: Trained
+    used: Mapping[int, float]
+    """Round -> how many like itself it stands for."""
+    early: int
+
+    def shares(self, pairs: Mapping[int, int]) -> Iterator[tuple[int, float, dict[int, float]]]:
+        """Of each round: how much the sum of updates counts, and client -> weight, were each to train on so many."""
+        for number, stands_for in self.used.items():
+            there = [client for client in self.trained.history.clients(number) if client in pairs]
+            weights = {c: self.trained.training.weight(pairs[c]) for c in there if pairs[c] >= MINIMUM_PAIRS}
+            yield number, stands_for / sum(weights.values()) if weights else 0.0, weights
+
+    def replayed(
+        self, request: Request, federation: Federation, pairs: Mapping[int, int], asked: Collection[int]
+    ) -> dict[int, Told]:
+        """What clients would have sent without what a request names; who is silent is missing."""
+        replays = []
+        shares = {client: [0.0, 0.0] for client in asked}
+        longest = {client: [0.0, 0.0] for client in asked}
+        for number, share, weights in self.shares(pairs):
+            took_part, late = tuple(client for client in weights if client in shares), int(number > self.early)
+            for client in took_part:
+                shares[client][late] += share
+                longest[client][late] += LONGEST_REPLAY * share * _length(self.trained, number, client)
+            if took_part:
+                replays.append(Replay(number, started(self.trained, number), share, late, took_part))
+        if not replays:
+            return {}
+        job = self.trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
+        answers = federation.run(self.trained.start, job, sorted(asked))
+        return {
+            answer.client: Told(answer.values, _two(shares[answer.client]), _two(longest[answer.client]))
+            for answer in sorted(answers, key=lambda answer: answer.client)
         }
-    return {number: clients for number, clients in found.items() if clients}
 
-
-def _shares(trained: Trained, number: int, pairs: Mapping[int, int]) -> dict[int, float]:
-    """Client -> its share in the mean of a round, were each to train on so many pairs."""
-    there = [client for client in trained.history.clients(number) if pairs.get(client, 0) >= MINIMUM_PAIRS]
-    weights = {client: trained.training.weight(pairs[client]) for client in there}
-    return {client: weight / sum(weights.values()) for client, weight in weights.items()}
-
-
-def _mended(
-    trained: Trained,
-    federation: Federation,
-    did: tuple[Params, Params],
-    excess: Mapping[int, Mapping[int, float]],
-    early: int,
-) -> tuple[Params, Params]:
-    """What the rounds did with V_k in the place of U_k, where it makes a difference; who is silent stays as it is."""
-    nothing = SampleRequest(ids=())
-    replays = [
-        Replay(number, started(trained, number), share, int(number > early), (client,))
-        for number, shares in excess.items()
-        for client, share in sorted(shares.items())
-    ]
-    asked = sorted({client for each in replays for client in each.clients})
-    job = trained.training_job(0, request=nothing, objective=REPLAY, replays=tuple(replays))
-    answers = {answer.client: answer for answer in federation.run(trained.start, job, asked)} if asked else {}
-    wanted = [
-        Wanted(number, number > early, -1.0, {client: share for client, share in shares.items() if client in answers})
-        for number, shares in excess.items()
-    ]
-    stored = added_up(trained, nothing, federation, [each for each in wanted if each.weights])
-    total = [one + other for one, other in zip(did, stored, strict=True)]
-    for client, answer in sorted(answers.items()):
-        for group in (0, 1):
-            summed = read_sum(answer, group, trained.start)
-            own = [number for number, shares in excess.items() if client in shares and int(number > early) == group]
-            if summed is not None:
-                most = sum(abs(excess[number][client]) * _length(trained, number, client) for number in own)
-                total[group] = total[group] + summed.within(LONGEST_REPLAY * most)
-    return total[0], total[1]
-
-
-def _from_replay(
-    trained: Trained,
-    request: Request,
-    federation: Federation,
-    kept: Mapping[int, int],
-    used: Mapping[int, float],
-    early: int,
-    replay: float | str,
-) -> Parts:
-    """Holders of forget pairs, who keep so many, repeat the rounds; everybody else's stored updates only weigh more.
-
-    Once earlier requests are closed, what the rounds did is not what is stored: holders repeat that too, without the
-    pairs that are gone.
-    """
-    now = {client: len(ids) for client, ids in federation.held.items()}
-    nothing = SampleRequest(ids=())
-    did = _moved(trained, nothing, federation, now, kept if trained.gone else (), used, early)
-    rounds = range(1, trained.training.rounds + 1)
-    stale = stale_clients(trained, federation, rounds) - kept.keys()
-    if stale:
-        weights = _chosen(trained, rounds, early, min(len(used), mended_count(len(rounds), replay)))
-        did = _mended(trained, federation, did, _excess(trained, stale, now, {**now, **kept}, weights), early)
-    return _parts(trained, did, _moved(trained, request, federation, {**now, **kept}, kept, used, early))
-
-
-def _moved(
-    trained: Trained,
-    request: Request,
-    federation: Federation,
-    pairs: Mapping[int, int],
-    holders: Collection[int],
-    used: Mapping[int, float],
-    early: int,
-) -> tuple[Params, Params]:
-    """What the rounds add up to, early and late ones, when holders repeat theirs without what a request names.
-
-    `pairs` says how many each client trains on, `used` how many rounds each of them stands for.
-    """
-    history = trained.history
-    wanted, replays, lengths = [], [], dict[tuple[int, int], float]()
-    for number, stands_for in used.items():
-        there = [client for client in history.clients(number) if client in pairs]
-        weights = {c: trained.training.weight(pairs[c]) for c in there if pairs[c] >= MINIMUM_PAIRS}
-        share = stands_for / sum(weights.values()) if weights else 0.0
-        stored = {client: weight for client, weight in weights.items() if client not in holders}
-        wanted.append(Wanted(number, number > early, share, stored))
-        took_part = tuple(client for client in weights if client in holders)
-        for client in took_part:
-            place = client, int(number > early)
-            lengths[place] = lengths.get(place, 0.0) + share * _length(trained, number, client)
-        if took_part:
-            replays.append(Replay(number, started(trained, number), share, int(number > early), took_part))
-    total = list(added_up(trained, request, federation, wanted))
-    if replays:
-        job = trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
-        answers = {answer.client: answer for answer in federation.run(trained.start, job, sorted(holders))}
-        silent = {client for each in replays for client in each.clients}.difference(answers)
-        if silent:  # what they would have done is not known: they count as if they had left
-            others = {client: count for client, count in pairs.items() if client not in silent}
-            return _moved(trained, request, federation, others, set(holders) - silent, used, early)
-        for _, answer in sorted(answers.items()):
+    def moved(
+        self,
+        request: Request,
+        federation: Federation,
+        pairs: Mapping[int, int],
+        told: Mapping[int, Told],
+        others: bool = False,
+    ) -> tuple[Params, Params]:
+        """What the rounds add up to, early and late ones: by what clients told, else by what is stored of them."""
+        wanted, now = [], {client: [0.0, 0.0] for client in told}
+        for number, share, weights in self.shares(pairs):
+            late = number > self.early
+            stored = {client: weight for client, weight in weights.items() if client not in told}
+            wanted.append(Wanted(number, late, share, stored))
+            for client in weights.keys() & told.keys():
+                now[client][late] += share
+        total = list(added_up(self.trained, request, federation, wanted, others))
+        for client, sums in sorted(told.items()):
             for group in (0, 1):
-                summed = read_sum(answer, group, trained.start)
-                if summed is not None:
-                    most = LONGEST_REPLAY * lengths.get((answer.client, group), 0.0)
-                    weight = trained.training.weight(pairs[answer.client])
-                    total[group] = total[group] + weight * summed.within(most)
-    return total[0], total[1]
+                summed = read_sum(sums.values, group, self.trained.start)
+                if summed is not None and now[client][group]:
+                    # The shares that it was told with are others once clients have left since.
+                    factor = self.trained.training.weight(pairs[client]) * (now[client][group] / sums.shares[group])
+                    total[group] = total[group] + factor * summed.within(sums.longest[group])
+        return total[0], total[1]
 
 
-def _parts(trained: Trained, did: Sequence[Params], would: Sequence[Params]) -> Parts:
-    """From what early and late rounds did and would have done, added up in double precision."""
+def _two(values: Sequence[float]) -> tuple[float, float]:
+    return values[0], values[1]
 
+
+def _written(
+    trained: Trained,
+    sums: Sums,
+    early: int,
+    rounds: Iterable[int],
+    clients: int = 0,
+    told: Mapping[int, Told] | None = None,
+) -> Written:
     def single(params: Params) -> Params:
         return params.zip(lambda tensor, like: tensor.to(like.dtype), trained.start)
 
-    (first, second) = ((single(one - other), single(other)) for one, other in zip(did, would, strict=True))
-    return first, second
+    (first, second), (first_rest, second_rest) = (
+        (single(did - would) for did, would in zip(*sums, strict=True)),
+        (single(would) for would in sums[1]),
+    )
+    return Written(first, second, (first_rest, second_rest), early, tuple(rounds), clients, told or {})
 
 
 def _length(trained: Trained, number: int, client: int) -> float:

@@ -26,6 +26,7 @@ from ease.methods.ease.calibration import (
 from ease.methods.ease.counterfactual import Written, written_by
 from ease.methods.ease.evidence import Change, block_spectrum, canonical_basis
 from ease.methods.ease.lock import client_lock, importance_lock
+from ease.methods.foundation import Foundation
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request
 from ease.subspace import Basis, Spectrum, excise, joined
@@ -52,9 +53,10 @@ class Ease(Unlearner):
     share: Annotated[float, Field(ge=0, le=1.2)] | Literal["auto"] = "auto"
     """How much of what the forget pairs wrote is subtracted. `auto`: all of it, and before the last round as much is
     given back as brings forget pairs to the level of held-out ones."""
-    replay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    replay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 1.0
     """Class and sample requests: share of the training rounds that are repeated without the forget pairs. `auto`: all
-    where at most a third of the clients is concerned, else half of them, at most 32."""
+    where at most a third of the clients is concerned, else half of them, at most 32: cheaper, and further from what
+    retraining gives."""
     farewell: Literal["leaving", "others"] = "leaving"
     """Client requests where clients keep the history: who tells what the leaving clients wrote, they themselves or,
     if what they kept is lost, all the others."""
@@ -94,7 +96,7 @@ class Ease(Unlearner):
         written = written_by(trained, request, federation, counts, self.replay, self.farewell)
         whole = self._one_side(written.total)
         spectra, bases = self._directions(trained, written)
-        nobody = trained.history.state(written.last_early) - written.early
+        nobody = _without(trained, written)
         early = self._look(trained, request, federation, nobody) if self._corrects else {}
         doubted = doubtful(before, early)
         before, early = without(before, doubted), without(early, doubted)
@@ -106,13 +108,13 @@ class Ease(Unlearner):
         ) | ({"rejected": doubted} if doubted else {})
         yield Step(state, "decomposition", notes=notes)
 
-        lock, velocity = self._client_lock(bases, state), state.zeros()
+        lock, velocity, removed = self._client_lock(bases, state), state.zeros(), share
         held, rounds = state, self.rounds(trained.training, request) - 1
         for number in range(1, rounds + 1):
             last, told = number == rounds, dict[str, Any]()
             if last and self._corrects:
-                state, told = self._correct(trained, request, federation, state, whole, share, before, early)
-                held = state
+                removed, told = self._right_share(trained, request, federation, state, share, before, early)
+                held = state = state - (removed - share) * whole
             job = trained.training.job(
                 number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
             )
@@ -127,7 +129,8 @@ class Ease(Unlearner):
                 state, _ = excise(state, held, bases, self._strength)
             told |= told_of(finished)
             keep = joined(bases, trained.locked) if last and self.lock != "off" else None
-            yield Step(state, "recovery", finished.loss, told, bases=keep)
+            base = self._foundation(trained, whole, removed, written) if last else None
+            yield Step(state, "recovery", finished.loss, told, bases=keep, foundation=base)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         usual = 0.15 if isinstance(request, ClientRequest) else 0.2
@@ -168,7 +171,7 @@ class Ease(Unlearner):
 
     def _directions(self, trained: Trained, written: Written) -> tuple[dict[str, Spectrum], dict[str, Basis]]:
         """Canonical directions of what was written against what the others did, each with its weight."""
-        start = trained.start
+        start = trained.ground
         forget = [Change(start - each, each) for each in (written.early, written.late)]
         retain = [Change(start - each, each) for each in written.retained]
         blocks = [block for block in start.blocks if self.modalities in ("both", block.modality)]
@@ -189,13 +192,13 @@ class Ease(Unlearner):
     ) -> tuple[Params, dict[str, float]]:
         """The state without what was written, and what truncation of factored blocks left of it."""
         if self.reference == "counterfactual" and not self.decompose:
-            return trained.start - share * whole, {}
+            return trained.ground - share * whole, {}
         goal = {
-            "counterfactual": trained.start - share * whole,
+            "counterfactual": trained.ground - share * whole,
             "initial": trained.initial,
-            "trained": trained.start,
+            "trained": trained.ground,
         }[self.reference]
-        return excise(trained.start, goal, bases)
+        return excise(trained.ground, goal, bases)
 
     def _look(self, trained: Trained, request: Request, federation: Federation, state: Params) -> Levels:
         """Levels under a state, of every client's held-out pairs: those of the ones concerned alone may be few."""
@@ -205,25 +208,30 @@ class Ease(Unlearner):
     def _asked(self, request: Request, federation: Federation) -> Sequence[int]:
         return federation.clients if isinstance(request, ClientRequest) else forget_holders(request, federation)
 
-    def _correct(
+    def _right_share(
         self,
         trained: Trained,
         request: Request,
         federation: Federation,
         state: Params,
-        whole: Params,
         share: float,
         before: Levels,
         early: Levels,
-    ) -> tuple[Params, dict[str, Any]]:
-        """Give back, or take, what brings forget pairs to the level of held-out ones after what recovery has done."""
+    ) -> tuple[float, dict[str, Any]]:
+        """How much to subtract so that forget pairs come to the level of held-out ones after what recovery has done."""
         now = membership_gap(self._look(trained, request, federation, state), early)
         first = membership_gap(before, early)
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
         why = disbelief(now, share, slope)
         wanted, weight = share_to_remove(None if why else now, share, slope)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}
-        return state - (wanted - share) * whole, told | ({"why": why} if why else {})
+        return wanted, told | ({"why": why} if why else {})
+
+    def _foundation(self, trained: Trained, whole: Params, removed: float, written: Written) -> Foundation | None:
+        """What the next request builds on; what is excised towards other references is not told in parts."""
+        if self.reference != "counterfactual" or self.decompose:
+            return None
+        return Foundation(trained.ground - removed * whole, written.told)
 
     def _counts(self, request: Request, federation: Federation, levels: Levels) -> dict[int, int | None]:
         """Client -> how many forget pairs it holds, by its levels; None of one whose levels were not to be had."""
@@ -259,6 +267,13 @@ class Ease(Unlearner):
         if before is None and self._corrects:
             notes["why"] = "too few held-out pairs to measure a gap: the usual share is subtracted"
         return notes
+
+
+def _without(trained: Trained, written: Written) -> Params:
+    """The model after the early rounds, had the forget pairs never been there, nor those of closed requests."""
+    if trained.gone:
+        return trained.initial + written.retained[0]
+    return trained.history.state(written.last_early) - written.early
 
 
 def halved(state: Params) -> Params:

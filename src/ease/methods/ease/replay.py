@@ -78,13 +78,12 @@ def replayed(state: Params, job: LocalJob, client: int, held: int) -> Expected:
     return Expected(groups=tuple(groups))
 
 
-def read_sum(update: Update, group: int, like: Params) -> Params | None:
+def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Params | None:
     """What a client's answer holds for one group; None when it had nothing to train on."""
-    if f"{group}/{next(iter(like.tensors))}" not in update.values:
+    if f"{group}/{next(iter(like.tensors))}" not in values:
         return None
     tensors = {
-        name: update.values[f"{group}/{name}"].double() * update.values[f"{group}/{name}:scale"].double()
-        for name in like.tensors
+        name: values[f"{group}/{name}"].double() * values[f"{group}/{name}:scale"].double() for name in like.tensors
     }
     return Params(tensors, like.blocks)
 

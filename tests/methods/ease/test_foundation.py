@@ -1,0 +1,131 @@
+"""What a closed request leaves to the next: no one is asked twice, and recovery does not pile up."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from ease.errors import UserError
+from ease.federation.client import ClientData
+from ease.federation.loop import Loop
+from ease.methods.base import Step, Trained
+from ease.methods.ease.counterfactual import Written, written_by
+from ease.methods.ease.method import Ease
+from ease.methods.foundation import Foundation
+from ease.params import Params
+from ease.requests.request import ClientRequest, Request, SampleRequest, forget_mask
+
+
+class Asked(Loop):
+    """Remembers who was asked to replay."""
+
+    def __init__(self, model, data: Mapping[int, ClientData]) -> None:
+        super().__init__(model, data)
+        self.replaying: list[int] = []
+
+    def perform(self, state, jobs):
+        self.replaying += [client for client, job in jobs.items() if job.objective == "replay"]
+        return super().perform(state, jobs)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """One sample request that concerned clients 0 and 1, and what came of it."""
+
+    request: SampleRequest
+    written: Written
+    trained: Trained
+    """As it is afterwards."""
+    federation: Asked
+
+
+def without(federation: Loop, request: Request) -> Asked:
+    def keep(data: ClientData) -> ClientData:
+        kept = ~forget_mask(request, data.shard)
+        return ClientData(data.shard.keep(kept), data.train.take(np.flatnonzero(kept)), data.validation)
+
+    return Asked(federation.model, {client: keep(data) for client, data in federation.data.items()})
+
+
+def counted(request: Request, federation: Loop) -> dict[int, int | None]:
+    return {client: int(forget_mask(request, data.shard).sum()) for client, data in federation.data.items()}
+
+
+@pytest.fixture(scope="module")
+def closed(learnt) -> Closed:
+    federation = learnt.world.federation
+    ids = [pair_id for client in (0, 1) for pair_id in federation.data[client].shard.train_ids[:15]]
+    request = SampleRequest(ids=tuple(ids))
+    written = written_by(learnt.trained, request, federation, counted(request, federation), 1.0)
+    left = Foundation(learnt.trained.final - written.total, written.told)
+    trained = replace(learnt.trained, gone=(request,), answered=learnt.trained.final * 0.99, foundation=left)
+    return Closed(request, written, trained, without(federation, request))
+
+
+def relative(one: Params, two: Params) -> float:
+    return (one - two).norm() / two.norm()
+
+
+def test_clients_tell_once_and_a_later_request_asks_only_its_own_holders(closed) -> None:
+    federation = closed.federation
+    federation.replaying.clear()
+    request = SampleRequest(ids=federation.data[2].shard.train_ids[:9])
+    known = written_by(closed.trained, request, federation, counted(request, federation), 1.0)
+    assert federation.replaying == [2] and known.clients == 1 and known.told.keys() == {0, 1, 2}
+    asked = written_by(replace(closed.trained, foundation=None), request, federation, counted(request, federation), 1.0)
+    assert sorted(federation.replaying[1:]) == [0, 1, 2]
+    assert relative(known.total, asked.total) < 0.01  # sums come in half precision
+
+
+def test_when_a_client_leaves_later_no_one_is_asked_and_the_forgotten_is_not_written_back(learnt, closed) -> None:
+    """Weights of those who stay change: what counts more is what they would have sent, not what is stored."""
+    federation, request = closed.federation, ClientRequest(clients=(3,))
+    federation.replaying.clear()
+    found = written_by(closed.trained, request, federation, {}, 1.0)
+    assert federation.replaying == [] and found.told.keys() == {0, 1}
+    # Both requests at once, as one that names client 3's pairs one by one.
+    every = SampleRequest(ids=(*closed.request.ids, *learnt.world.federation.data[3].shard.train_ids))
+    whole = learnt.world.federation
+    both = written_by(learnt.trained, every, whole, counted(every, whole), 1.0)
+    assert relative(closed.written.total + found.total, both.total) < 0.01
+    stored = written_by(learnt.trained, request, whole, {}, 1.0)
+    assert relative(closed.written.total + stored.total, both.total) > 0.02, "or the test could not fail"
+
+
+def last(trained: Trained, request: Request, federation: Loop) -> tuple[Step, Step]:
+    steps = list(Ease(share=1.0).unlearn(trained, request, federation))
+    return steps[0], steps[-1]
+
+
+def test_the_next_answer_begins_before_the_recovery_of_the_last(closed) -> None:
+    federation = closed.federation
+    request = SampleRequest(ids=federation.data[2].shard.train_ids[:9])
+    first, end = last(closed.trained, request, federation)
+    written = written_by(closed.trained, request, federation, counted(request, federation), 1.0)
+    assert closed.trained.foundation is not None and end.foundation is not None
+    torch.testing.assert_close(
+        dict(first.state.tensors), dict((closed.trained.foundation.state - written.total).tensors)
+    )
+    assert end.foundation.state == first.state  # all of it was subtracted, and recovery left it alone
+    assert end.foundation.told.keys() == {0, 1, 2}
+
+
+def test_it_is_read_as_it_was_written(closed, tmp_path) -> None:
+    path = tmp_path / "foundation.safetensors"
+    written = closed.trained.foundation
+    written.save(path)
+    read = Foundation.load(path)
+    assert read.state == written.state and read.told.keys() == written.told.keys()
+    for client, told in written.told.items():
+        assert (read.told[client].shares, read.told[client].longest) == (told.shares, told.longest)
+        assert read.told[client].values.keys() == told.values.keys()
+        assert all(torch.equal(read.told[client].values[name], tensor) for name, tensor in told.values.items())
+
+
+def test_a_file_of_something_else_is_refused_by_name(learnt, tmp_path) -> None:
+    path = tmp_path / "foundation.safetensors"
+    learnt.trained.final.save(path)
+    with pytest.raises(UserError, match=r"foundation\.safetensors: not what an answer leaves to the next"):
+        Foundation.load(path)

@@ -315,6 +315,22 @@ def test_interval_width_matches_the_binomial_case() -> None:
     assert (full.high - full.low) / 2 == pytest.approx(196 * (share * (1 - share) / 400) ** 0.5, rel=0.1)
 
 
+@pytest.mark.parametrize("pairs", [1, 7, 100])
+def test_bootstrap_equals_a_loop_over_replicates(pairs: int) -> None:
+    rng = np.random.default_rng(3)
+    totals, counts = rng.random((pairs, 2)), rng.integers(1, 9, pairs).astype(float)
+    mean, low, high = retrieval._bootstrap(totals, counts, np.random.default_rng(8))
+    drawn, replicates = np.random.default_rng(8), []
+    for _ in range(retrieval.REPLICATES):
+        chosen = drawn.integers(pairs, size=pairs)
+        replicates.append(
+            [sum(totals[i, column] for i in chosen) / sum(counts[i] for i in chosen) for column in (0, 1)]
+        )
+    assert mean == pytest.approx(totals.sum(0) / counts.sum())
+    assert low == pytest.approx(np.percentile(replicates, 2.5, axis=0))
+    assert high == pytest.approx(np.percentile(replicates, 97.5, axis=0))
+
+
 def test_gallery_metrics_keys_and_repeatability() -> None:
     image, text = world(30, 2)
     first, again = (gallery_recall(image, text, 10, 5, np.random.default_rng(3), ks=(1,)) for _ in range(2))

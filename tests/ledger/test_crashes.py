@@ -1,8 +1,6 @@
 """Work and purge with the plug pulled before any operation on a file or in the ledger: resumed, they end the same."""
 
 import json
-import shutil
-import signal
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 from benchmarks.bitflips import TINY, inside
 from tests import test_crashes as crashes
-from tests.test_crashes import STRIKES, WATCH, command, hooked, struck
+from tests.test_crashes import STRIKES, WATCH, Begun, begin, command, hooked, survives, sweep_errors, sweep_kills
 
 from ease.ledger import store
 from ease.ledger.store import Ledger
@@ -68,9 +66,8 @@ def contents(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> dict[str, tuple[Path, dict[str, object], int]]:
-    """For each command where it begins, what it comes to, and how many operations that takes."""
-    folder, found = tmp_path_factory.mktemp("whole"), {}
+def begun(tmp_path_factory) -> dict[str, Begun]:
+    folder = tmp_path_factory.mktemp("whole")
     (folder / "ids.txt").write_text("train-000000")
     with inside(folder):
         command(BEFORE[0])
@@ -78,50 +75,33 @@ def begun(tmp_path_factory) -> dict[str, tuple[Path, dict[str, object], int]]:
         (folder / "ids.txt").write_text("\n".join(held[0]["train_ids"][:2]))
         for arguments in BEFORE[1:]:
             command(arguments)
-    for name, arguments in COMMANDS.items():
-        before = Path(shutil.copytree(folder, tmp_path_factory.mktemp(name) / "before"))
-        with inside(folder):
-            command(arguments)  # here, so that every copy of this process has the imports behind it
-        again = Path(shutil.copytree(before, before.parent / "counted"))
-        code, said, seen = struck(again, arguments, -1, lambda: None)
-        assert code == 0 and contents(again) == contents(folder), said
-        found[name] = (before, contents(folder), seen)
-    return found
-
-
-def survives(begun, name: str, strike: str, at: int, folder: Path) -> None:
-    before, expected, _ = begun[name]
-    shutil.copytree(before, folder)
-    code, said, _ = struck(folder, COMMANDS[name], at, STRIKES[strike])
-    if strike == "killed":
-        assert code == -signal.SIGKILL, said
-    else:
-        assert code in (0, 2) and said.count("error: ") == (code == 2) and "Traceback" not in said, (at, said)
-    code, said, _ = struck(folder, COMMANDS[name], -1, lambda: None)
-    assert code == 0, (at, said)
-    found = contents(folder)
-    assert found.keys() == expected.keys() and [key for key in found if found[key] != expected[key]] == [], at
-    assert not list((folder / "run").rglob(".partial-*")) and not (folder / "run" / ".purge").exists(), at
-    shutil.rmtree(folder)
+    return {
+        name: begin(folder, arguments, tmp_path_factory.mktemp(name), contents) for name, arguments in COMMANDS.items()
+    }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("strike", STRIKES)
 def test_struck_before_some_operations_the_same_command_goes_on(begun, tmp_path, name: str, strike: str) -> None:
-    total = begun[name][2]
+    total = begun[name].operations
     assert total > 40
     count = STRUCK_BY_DEFAULT if strike == "killed" else 1
     offset = list(STRIKES).index(strike)  # each kind of strike meets others
     for turn in range(count):
         at = (2 * (len(STRIKES) * turn + offset) + 1) * total // (2 * len(STRIKES) * count)
-        survives(begun, name, strike, at, tmp_path / "struck")
+        survives(begun[name], strike, at, tmp_path / "struck")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("strike", STRIKES)
-def test_struck_before_every_operation_the_same_command_goes_on(begun, tmp_path, name: str, strike: str) -> None:
-    """Killed before each one; of the three errors one before each in turn."""
-    every, first = (1, 0) if strike == "killed" else (3, list(STRIKES).index(strike) % 3)
-    for at in range(first, begun[name][2], every):
-        survives(begun, name, strike, at, tmp_path / "struck")
+def test_killed_before_every_operation_the_same_command_goes_on(begun, tmp_path, name: str) -> None:
+    sweep_kills(begun[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("strike", [strike for strike in STRIKES if strike != "killed"])
+def test_failing_at_one_operation_after_the_other_the_same_command_goes_on(
+    begun, tmp_path, name: str, strike: str
+) -> None:
+    sweep_errors(begun[name], strike, tmp_path / "struck")

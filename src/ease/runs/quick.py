@@ -21,7 +21,7 @@ from ease.runs.answers import StoredAnswer, find_answer, trained_of
 from ease.runs.records import MethodRecord, read_record, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import sha256
+from ease.storage import remove_leftovers, sha256
 
 CONFIDENCE = 0.98
 """Of the gap's interval. With 95 % retrained models were suspected in 19 of 286 looks, which may be chance or more than
@@ -130,7 +130,9 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
         before=first,
         after=last,
     )
-    write_record(stored.quick_path, found)
+    with run.locked():
+        remove_leftovers(stored.folder)  # of a process killed while it wrote what it had found
+        write_record(stored.quick_path, found)
     return found
 
 

@@ -1,5 +1,6 @@
 """The page in a real browser: quiet, offline, usable with the keyboard, readable in the dark, on a phone, on paper."""
 
+import io
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ease.show.page import Contents, page
 
@@ -256,16 +258,25 @@ def test_no_caption_becomes_a_script(show: Open, contents: Make) -> None:
     assert opened.locator(".thumbnails li p").first.inner_text() == caption
 
 
+def paper_of(opened: Any) -> float:
+    """Brightness of the paper that a figure is drawn on, by a corner of it."""
+    picture = Image.open(io.BytesIO(opened.locator(".drawn img").screenshot()))
+    return sum(picture.convert("RGB").getpixel((8, 8))) / 3
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_experiment_is_for_everyone_too(show: Open, results: dict[str, Any], bench, scheme: str) -> None:
-    """Its figure is drawn, on white and at its own size, and scrolls by itself on a phone."""
+    """Its figure is drawn at its own size, on paper as light or dark as the page, and scrolls by itself on a phone."""
     results["header"]["experiment"]["kind"] = "bars"
     opened = show(Contents("main", "results/main", results=bench(results)), width=360, scheme=scheme)
     assert opened.locator(".drawn img").evaluate("image => image.complete && image.naturalWidth > 200")
     assert opened.evaluate("document.documentElement.scrollWidth") == 360
     assert opened.evaluate(NAMELESS) == []
     assert [text for ratio, text in opened.evaluate(CONTRAST) if ratio < 4.5] == []
-    assert opened.locator(".drawn").evaluate("part => getComputedStyle(part).backgroundColor") == "rgb(255, 255, 255)"
+    assert (paper_of(opened) < 60) == (scheme == "dark")
+    opened.emulate_media(media="print")
+    assert paper_of(opened) == 255
+    opened.emulate_media(media="screen")
     folder = Path(os.environ.get("EASE_ARTIFACTS") or ROOT / "build") / "report"
     opened.screenshot(path=folder / f"experiment-{scheme}.png", full_page=True)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pytest
 import torch
@@ -373,3 +373,20 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def barriers() -> Callable[[Any], list[str]]:
+    """What axe finds on an open page that keeps someone from using it: serious problems, each with its first place."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+    def find(opened: Any) -> list[str]:
+        found = axe.run(opened).response
+        assert len(found["passes"]) > 10, "axe looked at the page"
+        return [
+            f"{each['id']}: {each['help']} at {each['nodes'][0]['html'][:120]}"
+            for each in found["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+
+    return find

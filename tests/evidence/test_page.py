@@ -40,10 +40,17 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
     complaints: list[str] = []
     asked: list[str] = []
 
-    def open_page(html: str, before: str = "", script: bool = True) -> Any:
+    def open_page(html: str, before: str = "", script: bool = True, width: int = 1000, scheme: str = "light") -> Any:
         path = tmp_path / f"page-{len(contexts)}.html"
         path.write_text(html, encoding="utf-8")
-        contexts.append(browser.new_context(offline=True, java_script_enabled=script))
+        contexts.append(
+            browser.new_context(
+                offline=True,
+                java_script_enabled=script,
+                viewport={"width": width, "height": 900},
+                color_scheme=scheme,
+            )
+        )
         opened = contexts[-1].new_page()
         if before:
             opened.add_init_script(before)
@@ -117,6 +124,22 @@ def test_green_for_a_true_certificate(show: Show, signed: tuple[Envelope, Certif
     envelope = countersigned(signed[0], new_key(tmp_path / "client.key"))
     kind, words = state(show(certificate_page(envelope, signed[1])))
     assert kind == "verdict good" and "2 signatures hold" in words
+
+
+@pytest.mark.slow
+@in_browser
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
+def test_axe_finds_no_barrier(
+    show: Show,
+    signed: tuple[Envelope, Certificate],
+    barriers: Callable[[Any], list[str]],
+    width: int,
+    scheme: str,
+) -> None:
+    opened = show(certificate_page(*signed), width=width, scheme=scheme)
+    for part in opened.locator("summary").all():
+        part.click()
+    assert barriers(opened) == []
 
 
 @pytest.mark.slow

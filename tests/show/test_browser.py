@@ -1,5 +1,6 @@
 """The page in a real browser: quiet, offline, usable with the keyboard, readable in the dark, on a phone, on paper."""
 
+import io
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ease.show.page import Contents, page
 
@@ -75,7 +77,9 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
     complaints: list[str] = []
     asked: list[str] = []
 
-    def open_page(contents: Contents, width: int = 1000, scheme: str = "light", script: bool = True) -> Any:
+    def open_page(
+        contents: Contents, width: int = 1000, scheme: str = "light", script: bool = True, folded: bool = False
+    ) -> Any:
         path = tmp_path / f"page-{len(contexts)}.html"
         path.write_text(page(contents), encoding="utf-8")
         contexts.append(
@@ -88,6 +92,9 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
         opened.on("pageerror", lambda error: complaints.append(str(error)))
         opened.on("request", lambda request: asked.append(request.url))
         opened.goto(path.as_uri())
+        if not folded:
+            for part in opened.locator(".expert > summary").all():
+                part.click()
         return opened
 
     yield open_page
@@ -95,6 +102,33 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
         context.close()
     assert complaints == []
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == [] and len(asked) >= len(contexts)
+
+
+def test_it_opens_with_one_screen_for_everyone(show: Open, contents: Make) -> None:
+    """What was asked, the verdict, recall, what to do next and which model: all of it without scrolling."""
+    opened = show(contents(), width=1200, folded=True)
+    last = opened.locator(".opening").first.bounding_box()
+    assert last["y"] + last["height"] <= 900
+    assert not opened.locator(".measures").is_visible() and not opened.locator("#delta-0").is_visible()
+    opened.locator(".expert > summary").first.press("Enter")
+    assert opened.locator(".measures").is_visible() and opened.locator("#delta-0").is_visible()
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
+def test_axe_finds_no_barrier(
+    show: Open, contents: Make, barriers: Callable[[Any], list[str]], width: int, scheme: str, folded: bool
+) -> None:
+    assert barriers(show(contents(), width=width, scheme=scheme, folded=folded)) == []
+
+
+def test_axe_finds_a_barrier_where_there_is_one(
+    browser: Any, barriers: Callable[[Any], list[str]], contents: Make
+) -> None:
+    opened = browser.new_page()
+    opened.set_content(page(contents()).replace('<html lang="en">', "<html>"))
+    assert [each.partition(":")[0] for each in barriers(opened)] == ["html-has-lang"]
+    opened.close()
 
 
 def spectrum_of(opened: Any) -> tuple[str, list[str], int]:
@@ -156,7 +190,7 @@ def test_the_slider_speaks_politely(show: Open, contents: Make) -> None:
 def test_without_scripts_everything_but_the_slider_is_there(show: Open, contents: Make) -> None:
     opened = show(contents(), script=False)
     assert not opened.locator("#delta-0").is_visible()
-    assert opened.locator("svg.chart").count() == 7 and opened.locator("output").is_visible()
+    assert opened.locator("svg.chart").count() == 9 and opened.locator("output").is_visible()
 
 
 def test_structure_is_told_to_those_who_do_not_see_it(show: Open, contents: Make) -> None:
@@ -224,22 +258,31 @@ def test_no_caption_becomes_a_script(show: Open, contents: Make) -> None:
     assert opened.locator(".thumbnails li p").first.inner_text() == caption
 
 
+def paper_of(opened: Any) -> float:
+    """Brightness of the paper that a figure is drawn on, by a corner of it."""
+    picture = Image.open(io.BytesIO(opened.locator(".drawn img").screenshot()))
+    return sum(picture.convert("RGB").getpixel((8, 8))) / 3
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_experiment_is_for_everyone_too(show: Open, results: dict[str, Any], bench, scheme: str) -> None:
-    """Its figure is drawn, on white and at its own size, and scrolls by itself on a phone."""
+    """Its figure is drawn at its own size, on paper as light or dark as the page, and scrolls by itself on a phone."""
     results["header"]["experiment"]["kind"] = "bars"
     opened = show(Contents("main", "results/main", results=bench(results)), width=360, scheme=scheme)
     assert opened.locator(".drawn img").evaluate("image => image.complete && image.naturalWidth > 200")
     assert opened.evaluate("document.documentElement.scrollWidth") == 360
     assert opened.evaluate(NAMELESS) == []
     assert [text for ratio, text in opened.evaluate(CONTRAST) if ratio < 4.5] == []
-    assert opened.locator(".drawn").evaluate("part => getComputedStyle(part).backgroundColor") == "rgb(255, 255, 255)"
+    assert (paper_of(opened) < 60) == (scheme == "dark")
+    opened.emulate_media(media="print")
+    assert paper_of(opened) == 255
+    opened.emulate_media(media="screen")
     folder = Path(os.environ.get("EASE_ARTIFACTS") or ROOT / "build") / "report"
     opened.screenshot(path=folder / f"experiment-{scheme}.png", full_page=True)
 
 
 def test_pictures_of_the_page_are_kept_for_people(show: Open, contents: Make) -> None:
     folder = Path(os.environ.get("EASE_ARTIFACTS") or ROOT / "build") / "report"
-    for name, width, scheme in (("desktop", 1200, "light"), ("phone", 320, "light"), ("dark", 1000, "dark")):
+    for name, width, scheme in (("desktop", 1200, "light"), ("phone", 390, "light"), ("dark", 1000, "dark")):
         show(contents(), width=width, scheme=scheme).screenshot(path=folder / f"{name}.png", full_page=True)
         assert (folder / f"{name}.png").stat().st_size > 10_000

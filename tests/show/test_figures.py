@@ -1,11 +1,28 @@
 """Figures: every kind is drawn from results alone, shows their values, and is the same twice."""
 
+import re
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
-from ease.show.figures import DRAWN, draw, encode, representative_pairs, spaced
+from ease.show.figures import (
+    COLOURS,
+    DARK,
+    DARK_PAPER,
+    DRAWN,
+    INK,
+    OUR_INK,
+    OUR_SHADES,
+    SHADES,
+    SOFT,
+    draw,
+    encode,
+    representative_pairs,
+    spaced,
+)
 
 
 @pytest.fixture
@@ -75,16 +92,148 @@ def test_the_grid_writes_every_value(drawable, bench) -> None:
 
 
 def test_bars_are_as_long_as_the_values(drawable, bench) -> None:
+    """Near: forget, retain and test pairs; the depths of the made-up results are alike."""
     (panel,) = draw(bench(drawable["bars"]))["bars"].axes
-    lengths = [bar.get_height() for bar in panel.containers[1]]
-    assert lengths == [25] * 3 + [88] * 3 + [31] * 3  # Near: forget, retain and test, three depths each
+    lengths = {bars.get_label(): [bar.get_height() for bar in bars] for bars in panel.containers}
+    assert [lengths[f"Near R@{k}"] for k in (1, 5, 10)] == [[25, 88, 31]] * 3
+
+
+def test_a_deeper_rank_is_a_longer_and_paler_bar_below(drawable, bench) -> None:
+    rows = [
+        {**row, "metrics": row["metrics"] | {f"forget/recall@{k}": float(k + 10) for k in (1, 5, 10)}}
+        for row in drawable["bars"]["rows"]
+    ]
+    (panel,) = draw(bench({**drawable["bars"], "rows": rows}))["bars"].axes
+    shown = [
+        (bars.get_label(), bars[0].get_height()) for bars in panel.containers if bars.get_label().startswith("Far")
+    ]
+    assert shown == [("Far R@10", 20), ("Far R@5", 15), ("Far R@1", 11)]  # in the order of drawing
+    lightness = [sum(bars[0].get_facecolor()[:3]) for bars in panel.containers[:3]]
+    assert lightness == sorted(lightness, reverse=True)
 
 
 def test_retraining_is_an_arc_across_each_sector_of_the_bars(drawable, bench) -> None:
     """25, 90 and 30 percent, three depths each, above the hole of 25; no bar of its own."""
     (panel,) = draw(bench(drawable["bars"]))["bars"].axes
     assert [set(arc.get_ydata()) for arc in panel.lines] == [{50.0}] * 3 + [{115.0}] * 3 + [{55.0}] * 3
-    assert [bars.get_label() for bars in panel.containers] == ["Trained", "Near", "Far"]
+    assert {bars.get_label().partition(" ")[0] for bars in panel.containers} == {"Trained", "Near", "Far"}
+
+
+def corners(text: Any) -> np.ndarray:
+    """Of the box around a text on the page, as it is turned [4, 2]: the straight box, turned about its anchor."""
+    turned = np.radians(text.get_rotation())
+    text.set_rotation(0)
+    box = Text.get_window_extent(text)  # an annotation's own would hold its line, too
+    text.set_rotation(np.degrees(turned))
+    straight = np.array([[box.x0, box.y0], [box.x1, box.y0], [box.x1, box.y1], [box.x0, box.y1]])
+    if turned == 0:
+        return straight
+    assert text.get_rotation_mode() == "anchor"
+    anchor = text.get_transform().transform(text.get_position())
+    turn = np.array([[np.cos(turned), -np.sin(turned)], [np.sin(turned), np.cos(turned)]])
+    return (straight - anchor) @ turn.T + anchor
+
+
+def apart(one: np.ndarray, two: np.ndarray) -> bool:
+    """Two convex shapes do not touch if some side of one has the other wholly behind it (separating axes)."""
+    for shape in (one, two):
+        for side in np.roll(shape, -1, axis=0) - shape:
+            across = np.array([-side[1], side[0]])
+            first, second = one @ across, two @ across
+            if first.max() < second.min() or second.max() < first.min():
+                return True
+    return False
+
+
+def test_the_measure_of_overlaps_sees_them() -> None:
+    square = np.array([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0], [0.0, 2.0]])
+    diamond = np.array([[0.0, -1.0], [1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    assert not apart(square, square + 1.9) and apart(square, square + 2.1)
+    assert apart(square, diamond + 3.0) and not apart(square, diamond + 2.2)
+    assert apart(square, diamond + 2.6)  # their upright boxes overlap
+
+
+def crowded(kind: str, header: Any) -> dict[str, Any]:
+    """Results as real ones are: methods in a knot around retraining, two of them in the very same place."""
+    places = {
+        "GradAscent": (64, 89),
+        "NegGrad+": (60, 89),
+        "FedOSD": (26, 88),
+        "SOUL": (26, 88),
+        "MultiDelete": (62, 82),
+    }
+    places |= {"NoT": (24, 49), "Fine-tune": (86, 91), "FedEraser": (23, 86), "EASE": (23, 89)}
+    rows = []
+    for scenario in ("client", "class", "sample"):
+        for label, (forget, retain) in {"Trained": (87, 88), **places, "Retrain": (24, 90)}.items():
+            role = {"Trained": "trained", "Retrain": "retrain"}.get(label, "method")
+            for step in range(3 if role == "method" and kind == "tradeoff" else 1):
+                recalls = {"forget": forget + 6 * (2 - step) % 90, "retain": retain, "test": 30}
+                metrics = {
+                    f"{part}/recall@{k}": float(min(v * (k + 9) / 10, 100))
+                    for part, v in recalls.items()
+                    for k in (1, 5, 10)
+                }
+                at = {"at": {"name": "rate", "value": step}} if kind == "tradeoff" and role == "method" else {}
+                row = {"scenario": scenario, "seed": 0, "role": role, "method": label, "label": label}
+                rows.append(row | {"settings": {"rate": step} if at else {}, "tuned": False, "metrics": metrics, **at})
+    return {"format": 2, "header": header(kind, seeds=[0]), "bands": [], "rows": rows}
+
+
+@pytest.mark.parametrize("kind", ["bars", "tradeoff"])
+def test_no_two_labels_touch(kind, header, bench, monkeypatch) -> None:
+    """Names of methods, ticks, titles and legend, each by the box around its letters, turned as they are."""
+    figure = draw(bench(crowded(kind, header)))[kind]
+    written, write = [], Text.draw
+    monkeypatch.setattr(Text, "draw", lambda text, renderer: (written.append(text), write(text, renderer)))
+    figure.draw_without_rendering()
+    boxes = [(text.get_text(), corners(text)) for text in written if text.get_visible() and text.get_text().strip()]
+    assert sum(name == "EASE" for name, _ in boxes) == {"bars": 9, "tradeoff": 3}[kind]
+    touching = [(a, b) for (a, one), (b, two) in combinations(boxes, 2) if not apart(one, two)]
+    assert touching == []
+
+
+@pytest.mark.parametrize("kind", ["bars", "tradeoff"])
+def test_ease_stands_out_and_the_others_do_not(kind, header, bench) -> None:
+    """Bold, and in a colour that no other name has."""
+    figure = draw(bench(crowded(kind, header)))[kind]
+    names = {"FedOSD", "SOUL", "NoT", "EASE"}
+    found = {text.get_text(): text for text in figure.findobj(Text) if text.get_text() in names}
+    assert found["EASE"].get_fontweight() == "bold"
+    others = [found[name] for name in names - {"EASE"}]
+    assert found["EASE"].get_color() not in {text.get_color() for text in others}
+    assert all(text.get_fontweight() == "normal" for text in others)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+
+def contrast(one: str, two: str) -> float:
+    low, high = sorted((luminance(one), luminance(two)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_letters_can_be_read_on_white_and_on_dark_paper() -> None:
+    for letters in (INK, SOFT, OUR_INK):
+        assert contrast(letters, "#ffffff") >= 4.5 and contrast(DARK[letters], DARK_PAPER) >= 4.5
+    for mark in (*COLOURS, OUR_SHADES[0], SHADES[0]):
+        assert contrast(DARK.get(mark.lower(), mark), DARK_PAPER) >= 3
+    for shades in (SHADES, OUR_SHADES):  # told apart by lightness alone, in whatever colours one sees
+        for paper in (dict(zip(shades, shades, strict=True)), DARK):
+            lightness = [luminance(paper[shade]) for shade in shades]
+            steps = [max(a, b) / min(a, b) for a, b in pairwise([value + 0.05 for value in lightness])]
+            assert min(steps) > 1.4
+
+
+def test_a_drawing_brings_its_dark_colours_along(drawable, bench) -> None:
+    drawing = encode(draw(bench(drawable["bars"]))["bars"], "svg").decode()
+    (style,) = re.findall(r"<style[^>]*>(.*?)</style>", drawing, re.DOTALL)
+    assert "prefers-color-scheme: dark" in style and f"#paper path {{fill: {DARK_PAPER}" in style
+    assert drawing.count('id="paper"') == 1
+    assert f"fill: {SHADES[0]}" in drawing and f"fill: {DARK[SHADES[0]]}" in style
 
 
 def test_curves_name_their_lines_at_the_end(drawable, bench) -> None:
@@ -132,6 +281,6 @@ def test_what_diverged_leaves_a_gap(kind, drawable, bench) -> None:
     figure = draw(bench({**results, "rows": rows}))[kind]
     assert encode(figure, "svg").startswith(b"<?xml")
     if kind == "bars":
-        assert "Near (diverged)" in [text.get_text() for text in figure.legends[0].get_texts()]
+        assert [text.get_text() for text in figure.axes[0].texts].count("Near (diverged)") == 3
     if kind == "grid":
         assert [text.get_text() for text in figure.axes[0].texts] == ["0.25", "diverged", "0.25", "0.25"]

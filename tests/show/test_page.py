@@ -105,6 +105,13 @@ def test_a_list_of_answers_tells_how_each_stands(contents: Make) -> None:
             "--client 1 --client 2 --method",
         ),
         ({"scope": "class", "classes": [4, 5]}, "Forgetting classes 4, 5 by finetune", "--class 4 --class 5 --method"),
+        (
+            {"scope": "class", "classes": [6], "text": "a dog in the snow"},
+            "Forgetting “a dog in the snow” by finetune",
+            "--class 6 --method",
+        ),
+        ({"scope": "class", "classes": [6], "text": "6"}, "Forgetting class 6 by finetune", "--class 6 --method"),
+        ({"scope": "sample", "ids": ["a"]}, "Forgetting 1 single pair by finetune", "--samples ids.txt --method"),
         ({"scope": "sample", "ids": ["a", "b"]}, "Forgetting 2 single pairs by finetune", "--samples ids.txt --method"),
     ],
 )
@@ -138,7 +145,9 @@ def test_a_threshold_that_was_used_is_where_the_slider_starts(contents: Make) ->
 
 def test_what_is_missing_is_said_with_the_command_that_makes_it(record: Make, alone: Make) -> None:
     text = text_of(page(alone(record(method="finetune", blocks=False))))
-    assert "no verdict yet. ease audit runs/first --request client-8/ease --retrain" in text
+    assert "Not audited yet: This answer has not been audited, so there is no verdict yet." in text
+    assert "ease audit runs/first --request client-8/ease --retrain Compare with models" in text
+    assert "What it found before is measured by the audit." in text
     assert "No retraining of this request is stored" in text
     assert "does not decompose updates; EASE does. ease forget runs/first --client 8 --method ease" in text
 

@@ -5,6 +5,8 @@ import io
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,15 @@ from ease.console import status
 from ease.errors import UserError
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.runs.answers import StoredAnswer, open_world, trained_of
+from ease.runs.answers import StoredAnswer, open_world, start_hash, trained_of
 from ease.runs.audit import current_audit
-from ease.runs.evaluation import evaluation_sets
+from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.records import AuditRecord, BenchResults, read_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
 from ease.show.answer import Pair, ReportedAnswer
+from ease.show.overview import extent_of
 from ease.show.page import Contents, page
 from ease.storage import write_atomic
 
@@ -79,6 +82,9 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
     why_no_pairs = ""
     if (home / "run.json").is_file():
         run = Run.load(home)
+        known = run.known()
+        if known is not None:
+            answers = [replace(each, extent=extent_of(known[0], each.record.request)) for each in answers]
         if thumbnails is None:
             thumbnails = run.config.data.name == "scenes"
             why_no_pairs = "" if thumbnails else PRIVATE
@@ -87,7 +93,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
                 answers = with_thumbnails(run, stored_answers, answers)
     else:
         why_no_pairs = NO_RUN if thumbnails is not False else ""
-    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs)
+    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs, _version())
     out = out or folder / "report.html"
     content = page(contents).encode()
     write_atomic(out, content)
@@ -109,7 +115,9 @@ def _find(folder: Path) -> tuple[list[Path], Path]:
 
 
 def _answer(stored: StoredAnswer) -> ReportedAnswer:
-    answer = ReportedAnswer(f"{stored.folder.parent.name}/{stored.folder.name}", stored.record())
+    written = datetime.fromtimestamp(stored.record_path.stat().st_mtime, UTC)
+    name = f"{stored.folder.parent.name}/{stored.folder.name}"
+    answer = ReportedAnswer(name, stored.record(), date=f"{written.day} {written:%B %Y}")
     if not stored.audit_path.is_file():
         return answer
     # Records that were copied without their models cannot be checked against them, and are taken at their word.
@@ -121,13 +129,21 @@ def _answer(stored: StoredAnswer) -> ReportedAnswer:
     return replace(answer, audit=audit)
 
 
+def _version() -> str:
+    try:
+        return version("ease-unlearning")
+    except PackageNotFoundError:
+        return ""
+
+
 # Thumbnails
 
 
 def with_thumbnails(
     run: Run, stored_answers: list[StoredAnswer], answers: list[ReportedAnswer]
 ) -> list[ReportedAnswer]:
-    """The same answers, some with pairs they forgot: audited ones first, and retraining never."""
+    """The same answers, some with pairs they forgot and what was found of them before: audited ones first, and
+    retraining never."""
     able = [
         (answer.audit is None, answer.name)
         for stored, answer in zip(stored_answers, answers, strict=True)
@@ -136,14 +152,16 @@ def with_thumbnails(
     chosen = {name for _, name in sorted(able)[:MOST_ILLUSTRATED]}
     if not chosen:
         return answers
-    world, trained = open_world(run), trained_of(run).start
+    world, trained, begun = open_world(run), trained_of(run).start, start_hash(run)
     return [
-        _illustrated(world, trained, stored, answer) if answer.name in chosen else answer
+        _illustrated(world, trained, begun, stored, answer) if answer.name in chosen else answer
         for stored, answer in zip(stored_answers, answers, strict=True)
     ]
 
 
-def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: ReportedAnswer) -> ReportedAnswer:
+def _illustrated(
+    world: World, trained: Params, begun: str, stored: StoredAnswer, answer: ReportedAnswer
+) -> ReportedAnswer:
     sets = evaluation_sets(world, answer.record.request)
     if not len(sets["forget"]):  # their photographs have vanished
         return answer
@@ -172,7 +190,10 @@ def _illustrated(world: World, trained: Params, stored: StoredAnswer, answer: Re
         for chosen, held in ((moved, False), (resisted, True))
         for i in chosen
     ]
-    return replace(answer, pairs=pairs, gallery=len(gallery))
+    # Once a request is closed the run goes on from its answer, and the model before it is another one.
+    began_here = answer.audit is None and answer.record.trained_sha256 == begun
+    before = measure(world, trained, sets)["forget/recall@1"] if began_here else None
+    return replace(answer, pairs=pairs, gallery=len(gallery), before=before)
 
 
 def own_ranks(image: Tensor, text: Tensor) -> np.ndarray:

@@ -9,11 +9,10 @@ from markupsafe import Markup
 
 from ease.audit.band import Band
 from ease.audit.verdict import EVIDENCE, Measure
-from ease.requests.request import ClassRequest, ClientRequest
-from ease.runs.next_steps import next_steps
 from ease.runs.records import AnswerRecord, AuditRecord, BlockNotes, Price, RocPoints, SpectrumNotes
 from ease.runs.resolve import request_flags
 from ease.show import charts
+from ease.show.overview import Extent, asked, overview, plainly
 from ease.show.template import fixed, render
 
 REFERENCE = "retrain"
@@ -94,6 +93,16 @@ class ReportedAnswer:
     pairs: Sequence[Pair] = ()
     gallery: int = 0
     """Pairs among which the thumbnails were ranked."""
+    extent: Extent | None = None
+    """None where the run is not at hand."""
+    before: float | None = None
+    """Recall@1 of the forget pairs in the model that it began from, where no audit says it."""
+    date: str = ""
+
+    @property
+    def asked(self) -> str:
+        """The request in words."""
+        return asked(self.record.request, self.extent)
 
     @property
     def request(self) -> str:
@@ -122,7 +131,12 @@ class ReportedAnswer:
 
 
 def answer_section(
-    answer: ReportedAnswer, retrain: AnswerRecord | None, number: int, folder: str, why_no_pairs: str
+    answer: ReportedAnswer,
+    retrain: AnswerRecord | None,
+    number: int,
+    folder: str,
+    why_no_pairs: str,
+    version: str = "",
 ) -> Markup:
     """`retrain` is the answer of retraining to the same request."""
     audit = answer.audit
@@ -130,8 +144,8 @@ def answer_section(
         "answer.html",
         number=number,
         folder=folder,
-        name=answer.name,
-        asked=asked(answer.record),
+        opening=overview(answer.record, audit, retrain, answer.extent, answer.before, answer.date, folder, answer.name),
+        version=version,
         flags=request_flags(answer.record.request),
         record=answer.record,
         audit=audit,
@@ -148,19 +162,9 @@ def answer_section(
         parts=PARTS,
         taught_pairs=TAUGHT,
         evidence=EVIDENCE,
-        steps=next_steps(audit, folder, answer.name) if audit else (),
+        plain=plainly(audit.verdict) if audit else "",
         **(_audited(audit) if audit else {}),
     )
-
-
-def asked(record: AnswerRecord) -> str:
-    """The request in words."""
-    request = record.request
-    if isinstance(request, ClientRequest):
-        return f"Forgetting client{'s' if len(request.clients) > 1 else ''} {', '.join(map(str, request.clients))}"
-    if isinstance(request, ClassRequest):
-        return f"Forgetting class{'es' if len(request.classes) > 1 else ''} {', '.join(map(str, request.classes))}"
-    return f"Forgetting {len(request.ids)} single pairs"
 
 
 def _label(measure: Measure) -> str:

@@ -13,7 +13,22 @@ from ease.audit.band import Band
 from ease.audit.relearn import Curve
 from ease.audit.verdict import Measure
 from ease.runs.records import BlockNotes, Price, RocPoints
-from ease.show.svg import BOTTOM, LEFT, RIGHT, TOP, Points, Scale, axes, legend, picture, polyline, spanning, tag
+from ease.show.overview import Found
+from ease.show.svg import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Points,
+    Scale,
+    axes,
+    legend,
+    picture,
+    polyline,
+    spanning,
+    tag,
+)
 
 STATES = {"trained": "before", "unlearned": "after", "retrain": "retrain"}
 """Models as the page calls them; each has one colour and one kind of line."""
@@ -51,6 +66,22 @@ def _beside(measure: Measure) -> str:
         return said
     low = "no lower end" if measure.band.low is None else f"{measure.band.low:.{measure.digits}f}"
     return f"{said}, band from {low} to {measure.band.high:.{measure.digits}f}"
+
+
+def found_chart(found: Sequence[Found]) -> Markup:
+    """Recall@1 as bars from 0 to 100, one below the other, each with its label above it."""
+    x = Scale(0, 100, 0, WIDTH - 36)
+    row = 34
+    marks = []
+    for number, each in enumerate(found):
+        y = row * number
+        marks.append(tag("text", each.label, x=0, y=y + 11, class_="tick"))
+        marks.append(tag("rect", x=0, y=y + 16, width=x(100), height=11, rx=2, class_="track"))
+        width = max(x(each.value), 1.5)
+        marks.append(tag("rect", x=0, y=y + 16, width=width, height=11, rx=2, class_=f"found {each.kind}"))
+        marks.append(tag("text", f"{each.value:.0f}", x=WIDTH, y=y + 26, class_="figure end"))
+    said = "; ".join(f"{each.label}: {each.value:.0f} of 100" for each in found)
+    return picture("Of 100 pairs, how many find their match", said, *marks, height=row * len(found))
 
 
 def rounds_chart(

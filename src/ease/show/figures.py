@@ -11,9 +11,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from ease.runs.records import BenchResults
 from ease.show.charts import density, some
+from ease.show.placing import Name, write_names
 from ease.show.tables import DIVERGED, Line, Sheet, mean_similarity, sheets, similarities
 
 COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
@@ -31,11 +33,17 @@ SYMBOLS = {
 """Settings by the letters that papers know them by."""
 COLUMN_INCHES = 3.4
 """Width of a column of text."""
+RADIAL_INCHES = 3.2
+DISC = 1.9
+"""Diameter of circular bars in inches; around it stand names."""
+TRADEOFF_INCHES = 2.9
+"""Of panels in which every method is named beside its marks."""
 PANEL_INCHES = 2.2
 """Width of a panel, three of which fill a page: at that size letters are nearly as large as the text around them."""
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
+    "axes.facecolor": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
@@ -47,8 +55,35 @@ STYLE: Any = {
     "figure.dpi": 150,
 }
 RECALL = "R@1 (%)"
+DEPTHS = (1, 5, 10)
 HOLE = 25.0
 """Radius at which circular bars begin, in points of recall."""
+SECTOR_GAP = 1.2
+"""Room between two sectors of circular bars, in bars."""
+SECTOR_NAMES = {"forget": (0.5, 1.37), "retain": (1.06, -0.24), "test": (-0.06, -0.24)}
+"""Where the names of sectors stand, in diameters of the disc: behind the names of the methods."""
+SECTOR_STYLE: Any = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold"}
+OURS = "EASE"
+INK, SOFT, FAINT = "#000000", "#4d4d4d", "#b0b0b0"
+SHADES = ("#5b6b7b", "#9dabb8", "#d5dce3")
+"""Of a bar up to R@1, R@5 and R@10."""
+OUR_INK = "#b34700"
+"""Of letters, which must be darker than marks to be read."""
+OUR_SHADES = ("#d55e00", "#ee9a5b", "#f9d5bc")
+DARK_PAPER = "#15181c"
+DARK = {
+    INK: "#e8e6e1",
+    SOFT: "#b9bfc5",
+    FAINT: "#4a5058",
+    "#e6e6e6": "#363b41",
+    "#0072b2": "#4a9ad4",
+    "#882255": "#b79cff",
+    "#d55e00": "#ff9a4d",
+    OUR_INK: "#ff9a4d",
+    **dict(zip(SHADES, ("#8b9cac", "#566370", "#353d45"), strict=True)),
+    **dict(zip(OUR_SHADES[1:], ("#b8621e", "#643a17"), strict=True)),
+}
+"""Colours on dark paper, where they differ: what is strong on white must be light there."""
 LETTERS = 9.0
 """Height of a line of text in the curves, in points of recall."""
 LEAST_SPAN = 12.0
@@ -65,9 +100,25 @@ def encode(figure: Figure, form: str) -> bytes:
     """A figure as svg, pdf or png, without the date, which would make every file another."""
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
     target = BytesIO()
+    figure.patch.set_gid("paper")
     with matplotlib.rc_context(STYLE):
         figure.savefig(target, format=form, metadata=dated[form], bbox_inches="tight")
-    return target.getvalue()
+    return _for_the_dark(target.getvalue()) if form == "svg" else target.getvalue()
+
+
+def _for_the_dark(drawing: bytes) -> bytes:
+    """A drawing that takes the colours of a dark page where readers ask for one, its own paper included."""
+    rules = [
+        f"#paper path {{fill: {DARK_PAPER} !important}}",
+        f"svg {{fill: {DARK[INK]}}}",
+    ]  # black letters say no fill
+    rules += [
+        f'[style*="{kind}: {light}"] {{{kind}: {dark} !important}}'
+        for light, dark in DARK.items()
+        for kind in ("fill", "stroke")
+    ]
+    style = f"@media (prefers-color-scheme: dark) {{{' '.join(rules)}}}</style>"
+    return drawing.replace(b"</style>", style.encode(), 1)
 
 
 def curves(results: BenchResults) -> Figure:
@@ -133,25 +184,61 @@ def tradeoff(results: BenchResults) -> Figure:
     """Forget against retain recall: each method's line ends, in its large mark, where the method is strongest; the
     nearer to retraining's cross the better."""
     found = sheets(results)
-    figure, panels = _panels(len(found), height=2.4)
+    figure, panels = _panels(len(found), height=2.9, width=TRADEOFF_INCHES)
     labels = list(dict.fromkeys(line.name for line in found[0].lines if line.role == "method"))
+    labels.sort(key=lambda label: label == OURS)  # on top of the others
+    names: list[list[Name]] = []
+    drawn: list[list[list[tuple[float, float]]]] = []
     for panel, sheet in zip(panels, found, strict=True):
+        names.append([])
+        drawn.append([])
         for number, label in enumerate(labels):
             lines = [line for line in sheet.lines if line.role == "method" and line.name == label]
-            points = [_place(line) for line in lines]
-            style: dict[str, Any] = {"color": _colour(label, number), "marker": MARKERS[number % len(MARKERS)]}
-            panel.plot(*zip(*points, strict=True), label=label, linewidth=1, zorder=3, **style)
-            panel.plot(*points[-1], markersize=7, zorder=3, **style)
-        goal, before = sheet.retrain, next(line for line in sheet.lines if line.role == "trained")
-        for line, marker in ((goal, "+"), (before, "x")):
-            cross: dict[str, Any] = {"marker": marker, "color": "black", "markersize": 9, "markeredgewidth": 2}
-            panel.plot(*_place(line), linestyle="", label=line.label, zorder=4, **cross)
+            points = [point for line in lines if not math.isnan((point := _place(line))[0])]
+            if not points:
+                continue
+            drawn[-1].append(points)
+            ours, colour = label == OURS, _colour(label, number)
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": MARKERS[number % len(MARKERS)],
+                "zorder": 4 if ours else 3,
+            }
+            panel.plot(*zip(*points, strict=True), label=label, linewidth=2.2 if ours else 0.8, **style)
+            panel.plot(*points[-1], markersize=9 if ours else 7, markeredgecolor=INK if ours else colour, **style)
+            bold = {"fontweight": "bold"} if ours else {}
+            names[-1].insert(
+                0 if ours else len(names[-1]),
+                Name(label, points[-1], {"fontsize": 7, "color": OUR_INK if ours else SOFT, **bold}, colour),
+            )
+        for role, marker in (("retrain", "+"), ("trained", "x")):
+            line = next(line for line in sheet.lines if line.role == role)
+            cross: dict[str, Any] = {"marker": marker, "color": INK, "markersize": 10, "markeredgewidth": 2.2}
+            drawn[-1].append([_place(line)])
+            panel.plot(*_place(line), linestyle="", label=line.label, zorder=5, **cross)
+            names[-1].insert(0, Name(line.label, _place(line), {"fontsize": 7, "color": INK, "fontweight": "bold"}))
+        aim = _place(sheet.retrain)
+        panel.axvline(aim[0], color=FAINT, linewidth=0.7, zorder=0)
+        panel.axhline(aim[1], color=FAINT, linewidth=0.7, zorder=0)
         panel.set(title=f"{sheet.scenario} request", xlabel=f"forget {RECALL}", xlim=(-3, 103))
     low, high = panels[0].get_ylim()
     missing = max(0.0, LEAST_SPAN - (high - low)) / 2
-    panels[0].set(ylabel=f"retain {RECALL}", ylim=(max(low - missing, -3), min(high + missing, 103)))
-    _legend(figure, *panels[0].get_legend_handles_labels(), title="large mark: the strongest setting")
+    panels[0].set(
+        ylabel=f"retain {RECALL}", ylim=(max(low - missing, -3), min(high + missing + 0.08 * (high - low), 103))
+    )
+    large = Line2D([], [], color=SOFT, marker="o", linestyle="", markersize=7)
+    _legend(figure, [large], ["a method at its strongest setting; its line leads there from the weakest"])
+    _settle(figure)
+    for panel, sheet, here, ways in zip(panels, found, names, drawn, strict=True):
+        (x, y), (low, high), (left, right) = _place(sheet.retrain), panel.get_ylim(), panel.get_xlim()
+        write_names(panel, here, [*ways, [(left, y), (right, y)], [(x, low), (x, high)]])
     return figure
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the panels out now and for good, so that places on the page can be computed."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
 
 
 def _place(line: Line) -> tuple[float, float]:
@@ -167,7 +254,7 @@ def grid(results: BenchResults) -> Figure:
     panel = figure.add_subplot()
     image = panel.imshow(values, cmap="PuOr_r", vmin=0, vmax=1, aspect="auto")
     for row, column in np.ndindex(*values.shape):
-        shade = "white" if abs(values[row, column] - 0.5) > 0.35 else "black"
+        shade = "white" if abs(values[row, column] - 0.5) > 0.35 else "#1a1a1a"  # not ink: cells stay light in the dark
         shown = DIVERGED if np.isnan(values[row, column]) else f"{values[row, column]:.2f}"
         panel.text(column, row, shown, ha="center", va="center", color=shade)
     panel.set_xticks(range(len(found)), [sheet.scenario for sheet in found])
@@ -182,48 +269,64 @@ def grid(results: BenchResults) -> Figure:
 
 
 def bars(results: BenchResults) -> Figure:
-    """Circular bars: a sector for each metric, a bar for each method, as long as the value is large, and the black arc
-    of retraining, which they should reach and not pass."""
-    depths = (1, 5, 10)
+    """Circular bars: a sector for each set of pairs, a bar for each method, as long as the value is large, dark up to
+    R@1, paler up to R@5 and R@10; and the black arcs of retraining, which they should reach and not pass."""
     found = sheets(results)
-    figure = Figure(figsize=(PANEL_INCHES * len(found) + 0.3, PANEL_INCHES + 0.8), layout="constrained")
-    gap = 0.25  # between the three parts, in sectors
-    sector = 2 * math.pi / (len(PARTS) * (len(depths) + gap))
-    metrics = {
-        f"{part}/recall@{k}": sector * (p * (len(depths) + gap) + d + 0.5)
-        for p, part in enumerate(PARTS)
-        for d, k in enumerate(depths)
-    }
+    size = (RADIAL_INCHES * len(found), RADIAL_INCHES + 0.6)
+    figure = Figure(figsize=size)
     for number, sheet in enumerate(found):
-        panel: Any = figure.add_subplot(1, len(found), number + 1, projection="polar")
+        left, wide, tall = number + (1 - DISC / RADIAL_INCHES) / 2, DISC / size[0], DISC / size[1]
+        panel: Any = figure.add_axes((left / len(found), 0.24, wide, tall), projection="polar")
         shown = [line for line in sheet.lines if line.role != "retrain"]
-        width = 0.86 * sector / len(shown)
+        width = 2 * math.pi / (len(PARTS) * (len(shown) + SECTOR_GAP))
+        first = -width * len(shown) / 2  # so that the first sector is at the top
+        sectors = {part: first + 2 * math.pi * p / len(PARTS) for p, part in enumerate(PARTS)}
         for place, line in enumerate(shown):
-            angles = [middle + width * (place - (len(shown) - 1) / 2) for middle in metrics.values()]
-            means = np.nan_to_num([_mean(line, key) for key in metrics])  # no bar can be drawn of what is no number
-            label = line.label if line.seeds else f"{line.label} ({DIVERGED})"
-            panel.bar(angles, means, width, bottom=HOLE, label=label, color=_colour(line.label, place - 1))
-        for key, middle in metrics.items():
-            arc = np.linspace(middle - 0.47 * sector, middle + 0.47 * sector, 20)
-            panel.plot(
-                arc, [HOLE + _mean(sheet.retrain, key)] * len(arc), color="black", linewidth=1.6, label="Retrain"
-            )
+            angles = [start + width * (place + 0.5) for start in sectors.values()]
+            ours, shades = line.label == OURS, OUR_SHADES if line.label == OURS else SHADES
+            for k, shade in reversed(list(zip(DEPTHS, shades, strict=True))):  # the longest below
+                # No bar can be drawn of what is no number.
+                means = np.nan_to_num([_mean(line, f"{part}/recall@{k}") for part in PARTS])
+                panel.bar(angles, means, 0.8 * width, bottom=HOLE, color=shade, label=f"{line.label} R@{k}", zorder=2)
+            name = line.label if line.seeds else f"{line.label} ({DIVERGED})"
+            for angle in angles:
+                _rim_name(panel, angle, name, color=OUR_INK if ours else INK, fontweight="bold" if ours else "normal")
+        for part, start in sectors.items():
+            arc = np.linspace(start, start + width * len(shown), 60)
+            for k, thick in zip(DEPTHS, (2.0, 1.1, 0.6), strict=True):
+                height = HOLE + _mean(sheet.retrain, f"{part}/recall@{k}")
+                panel.plot(arc, [height] * len(arc), color=INK, linewidth=thick, label=f"Retrain R@{k}", zorder=3)
+            panel.text(*SECTOR_NAMES[part], f"{part} pairs", transform=panel.transAxes, **SECTOR_STYLE)
         panel.set_theta_zero_location("N")
         panel.set_theta_direction(-1)
-        names = [f"$\\bf{{{part}}}$\nR@{k}" if k == 5 else f"R@{k}" for part in PARTS for k in depths]
-        panel.set_xticks(list(metrics.values()), names, fontsize=7)
-        panel.tick_params(axis="x", pad=1)
+        panel.set_xticks([])
         panel.set_yticks([HOLE + 50, HOLE + 100], [])
-        for ring in (50, 100):  # in the gap before the first sector, where no bar is
-            number_of_ring = panel.text(-gap * sector / 2, HOLE + ring, str(ring), ha="center", va="center", fontsize=6)
-            number_of_ring.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-        panel.set(ylim=(0, HOLE + 104))
-        panel.xaxis.grid(False)
-        panel.set_title(f"{sheet.scenario} request", pad=8)
+        panel.yaxis.grid(color=FAINT, linewidth=0.6)
+        for ring in (50, 100):  # in the gap behind the first sector, where no bar is
+            panel.text(math.pi / len(PARTS), HOLE + ring, str(ring), ha="center", va="center", fontsize=6, color=SOFT)
+        panel.set(ylim=(0, HOLE + 100))
+        panel.set_title(f"{sheet.scenario} request", y=1.46)
         panel.spines["polar"].set_visible(False)
-    handles, labels = figure.axes[0].get_legend_handles_labels()  # the arcs come first
-    _legend(figure, [*handles[len(metrics) :], handles[0]], [*labels[len(metrics) :], labels[0]], title="recall in %")
+    swatches: list[Any] = [Patch(color=shade) for shade in SHADES] + [Line2D([], [], color=INK, linewidth=2.0)]
+    _legend(figure, swatches, ["R@1", "up to R@5", "up to R@10", "Retrain (thinner: R@5, R@10)"], title="recall in %")
     return figure
+
+
+def _rim_name(panel: Any, angle: float, name: str, **style: Any) -> None:
+    """A name outside the rim, turned outwards; on the left half the other way round, so that none is upside down."""
+    turned = math.degrees(angle) % 360
+    right = turned <= 180
+    panel.text(
+        angle,
+        HOLE + 104,
+        name,
+        rotation=(90 if right else 270) - turned,
+        rotation_mode="anchor",
+        ha="left" if right else "right",
+        va="center",
+        fontsize=6.5,
+        **style,
+    )
 
 
 def raincloud(results: BenchResults) -> Figure:
@@ -319,7 +422,8 @@ CAPTIONS = {
     "curves": "Recall@1 over the varied setting; dashed, in the same colour, what retraining gives.",
     "grid": "AUC of the likelihood-ratio attack: 0.5 is chance; below it pairs show that they were pushed away.",
     "tradeoff": "Recall@1 of retained over that of forget pairs as each method grows stronger; the cross is the aim.",
-    "bars": "Recall of each method in percent; the black arc is retraining, which bars should reach and not pass.",
+    "bars": "Recall of each method in percent, R@1, R@5 and R@10 in one bar; the arcs are retraining, which "
+    "bars should reach and not pass.",
     "raincloud": "Cosine of picture and caption for each pair: half violin, quartiles and dots; the thin line is "
     "retraining’s median.",
     "subspaces": "Likeness of the clients’ update subspaces, and the principal angles of five pairs of clients.",
@@ -327,8 +431,8 @@ CAPTIONS = {
 """What a reader must know to read each kind of figure."""
 
 
-def _panels(count: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(PANEL_INCHES * count + 0.3, height + 0.5), layout="constrained")
+def _panels(count: int, height: float, width: float = PANEL_INCHES) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(width * count + 0.3, height + 0.5), layout="constrained")
     return figure, figure.subplots(1, count, squeeze=False, sharey=True)[0]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from ease.runs.records import AnswerRecord, BenchResults
-from ease.show.answer import ReportedAnswer, answer_section, asked
+from ease.show.answer import ReportedAnswer, answer_section
 from ease.show.experiment import experiment_section
 from ease.show.template import fixed, render, source
 
@@ -31,6 +31,8 @@ class Contents:
     results: BenchResults | None = None
     """Of an experiment."""
     why_no_pairs: str = ""
+    version: str = ""
+    """Of this package."""
 
 
 def page(contents: Contents) -> str:
@@ -47,9 +49,16 @@ def page(contents: Contents) -> str:
         policy=policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        listed=[(f"{asked(answer.record)} by {answer.record.method_name}", answer.standing) for answer in shown],
+        listed=[(f"{answer.asked} by {answer.record.method_name}", answer.standing) for answer in shown],
         sections=[
-            answer_section(answer, references.get(answer.request), number, contents.folder, contents.why_no_pairs)
+            answer_section(
+                answer,
+                references.get(answer.request),
+                number,
+                contents.folder,
+                contents.why_no_pairs,
+                contents.version,
+            )
             for number, answer in enumerate(shown)
         ],
         columns=["Answer", *COLUMNS.values(), "bytes", "time"],

@@ -44,6 +44,11 @@ class JointTest(Config):
     def passed(self) -> bool:
         return self.p_value > self.level
 
+    @property
+    def trained_tried(self) -> bool:
+        """Whether it was asked if even the trained model would be refused, as of few pairs, where less is seen."""
+        return bool(self.power) and self.power[-1][0] >= 1
+
 
 @dataclass(frozen=True)
 class Null:

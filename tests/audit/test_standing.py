@@ -18,7 +18,7 @@ def drawn(pairs: int, size: int, captions: int) -> tuple[Tensor, Tensor]:
 
 
 def test_ranks_and_margins_by_counting() -> None:
-    """A picture asks for the best caption of each pair, each caption asks for a picture; both directions weigh alike."""
+    """A picture asks for the best caption of each pair, a caption asks for a picture; both directions weigh alike."""
     images, texts = drawn(3, 15, 4)
     found = standing(images, texts)
     for place, (image, text) in enumerate(zip(images.double(), texts.double(), strict=True)):

@@ -22,8 +22,8 @@ LEAST_GAP = 0.1
 
 def sample_caveat(candidates: Candidates) -> str:
     return (
-        f"{candidates.members} members and {candidates.others} non-members; their class mixes differ by {candidates.mismatch:.2f} "
-        "(total variation)"
+        f"{candidates.members} members and {candidates.others} non-members; their class mixes differ by "
+        f"{candidates.mismatch:.2f} (total variation)"
     )
 
 

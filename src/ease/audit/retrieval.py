@@ -133,7 +133,7 @@ def gallery_recall(
 def first_recall(
     image: Tensor, text: Tensor, rng: np.random.Generator, ks: Sequence[int] = (1, 5, 10)
 ) -> GalleryRecall:
-    """Recall@k of single pairs, each the first of a gallery of its own: image [n, size, d], text [n, size, captions, d].
+    """Recall@k of single pairs, each the first of its own gallery: image [n, size, d], text [n, size, captions, d].
 
     The interval is a bootstrap over pairs, and says nothing of a single one.
     """

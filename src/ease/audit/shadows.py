@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ease.audit.standing import FEW
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
-from ease.audit.standing import FEW
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History

@@ -55,7 +55,7 @@ def recalls_of(world: World, state: Params, sets: dict[str, np.ndarray], draws: 
     """
     seen, size = world.evaluator, common_size(sets, world.config.gallery)
     found = recalls(seen.model, state, seen.activations, sets, size, seen.device, draws)
-    forget = sets.get("forget", ())
+    forget = sets.get("forget", seen.test[:0])
     if 0 < len(forget) < FEW and len(seen.test):
         embedded = embed_galleries(world, state, galleries(world, forget, size))
         found["forget"] = first_recall(*embedded, generator(0, "gallery", "few"))

@@ -17,8 +17,8 @@ from ease.runs.measuring import Instruments, Measured, shown
 from ease.runs.records import PairRecord
 
 RECALLS = (*(f"forget/recall@{k}" for k in (1, 5, 10)), "retain/recall@1", "test/recall@1")
-"""What few pairs are judged by beside their places. In whatever else is measured the trained model differs from retrained
-ones as those differ among themselves, and that would look like a trace which could have been found."""
+"""What few pairs are judged by beside their places. In all else that could be measured the trained model differs from
+retrained ones as those differ among themselves, and that would look like a trace which could have been found."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def judge(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
             fresh = [Params.load(audit.plan.retrain_path(order)) for order in orders]
             models |= {f"fresh retraining {order}": state for order, state in zip(orders, fresh, strict=True)}
             trained = audit.trained.final
-            models |= {f"keeps {share:+.0%}": fresh[0] + share * (trained - fresh[0]) for share in KEPT}
+            for first in fresh[:1]:
+                models |= {f"keeps {share:+.0%}": first + share * (trained - first) for share in KEPT}
         for model, state in models.items():
             began = time.perf_counter()
             verdict = audit.instruments.measure(state).verdict

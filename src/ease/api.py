@@ -18,6 +18,7 @@ from ease.methods import make_method
 from ease.params import Params
 from ease.runs.answers import StoredAnswer, trained_of
 from ease.runs.config import RunConfig, anchor_paths
+from ease.runs.records import PairRecord
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 
@@ -161,6 +162,11 @@ class Verdict(_Shows):
     @property
     def measures(self) -> tuple[Measure, ...]:
         return self.summary.record.verdict.measures
+
+    @property
+    def pairs(self) -> tuple[PairRecord, ...]:
+        """Of a request of few pairs: where each stands before, after and under every retraining."""
+        return self.summary.record.pairs
 
 
 def train(

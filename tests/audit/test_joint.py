@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ease.audit.joint import Null, joint_test
+from ease.audit.joint import Null, _smallest_caught, joint_test
 
 MEASURES = 12
 
@@ -90,6 +90,22 @@ def test_the_smallest_trace_caught_lies_between_the_planted_ones() -> None:
     assert all(power[share] <= 0.9 for share in below) and power[0.4] > 0.9
     weak = judged(rng, values, effect / 1000)
     assert weak.smallest_caught is None
+
+
+@pytest.mark.parametrize(
+    ("power", "smallest"),
+    [
+        (((0.1, 0.5), (0.2, 1.0), (0.4, 1.0)), 0.18),
+        (((0.1, 0.9), (0.2, 1.0)), 0.1),
+        (((0.1, 1.0), (0.2, 1.0)), 0.09),
+        (((0.1, 0.95), (0.4, 0.6), (1.0, 1.0)), 0.85),
+        (((0.1, 0.2), (0.4, 0.98), (0.7, 0.95), (1.0, 0.1)), None),
+        (((0.1, 0.2), (0.4, 0.89)), None),
+    ],
+)
+def test_a_trace_counts_as_caught_if_every_larger_one_is(power, smallest: float | None) -> None:
+    """By hand: 0.9 lies at eight tenths of the way from 0.5 to 1.0, at three quarters of that from 0.6 to 1.0."""
+    assert _smallest_caught(power) == (None if smallest is None else pytest.approx(smallest))
 
 
 def test_equal_models_are_taken_to_vary_by_the_resolution() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 import ease.audit.nearest
-from ease.audit.nearest import near_duplicates, near_forget, nearest_forget
+from ease.audit.nearest import FEWEST_NEAR, alike, near_duplicates, near_forget, nearest_forget
 from ease.data.partition import joint_embedding
 
 
@@ -19,6 +19,33 @@ def test_near_forget_pairs_are_the_nearest_retained_and_copies_are_counted(learn
     nearest = nearest_forget(world.evaluator.activations, forget, copies)
     assert near_duplicates(nearest) == 3
     assert set(forget[:3]) <= set(near_forget(nearest, forget, copies))
+
+
+def test_a_single_pair_has_neighbours_enough_to_look_at(learnt) -> None:
+    world = learnt.world
+    forget, retain = world.shards[1].train[:1], world.shards[0].train
+    nearest = nearest_forget(world.evaluator.activations, forget, retain)
+    assert len(near_forget(nearest, forget, retain)) == FEWEST_NEAR
+
+
+def test_pairs_alike_are_of_the_class_first_and_the_nearest_first(learnt) -> None:
+    """Against one sorted list for each pair."""
+    seen = learnt.world.evaluator
+    positions, others = learnt.world.shards[0].train[:3], seen.test
+    classes, other_classes = seen.classes_of(positions), seen.classes_of(others)
+    found = alike(seen.activations, positions, classes, others, other_classes, 25)
+    assert found.shape == (3, 25) and (np.bincount(other_classes) < 25).all(), "no class fills a gallery by itself"
+
+    def direction(position: int) -> np.ndarray:
+        both = seen.activations.pooled_image[[position]], seen.activations.pooled_text[[position]]
+        (row,) = joint_embedding(*both)
+        return row / np.linalg.norm(row)
+
+    for row, position, label in zip(found, positions, classes, strict=True):
+        near = {int(other): float(direction(other) @ direction(position)) for other in others}
+        kind = dict(zip(others.tolist(), other_classes, strict=True))
+        wanted = sorted(near, key=lambda other: (kind[other] != label, -near[other]))
+        assert row.tolist() == wanted[:25]
 
 
 def test_nearness_is_the_same_in_parts_and_takes_half_the_memory(learnt, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from ease.audit import retrieval
-from ease.audit.retrieval import Recall, chance_recall, gallery_recall, recall
+from ease.audit.retrieval import Recall, chance_recall, first_recall, gallery_recall, recall
 from ease.errors import UserError
 
 KS = (1, 5, 10)
@@ -383,3 +383,22 @@ def test_queries_must_fit_into_a_gallery(queries: int) -> None:
     points = torch.nn.functional.normalize(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), dim=1)
     with pytest.raises(UserError, match=f"queries={queries}"):
         gallery_recall(points, points[:, None], 3, 1, np.random.default_rng(0), queries=queries)
+
+
+def test_the_first_pair_of_each_gallery_by_full_sorts() -> None:
+    """Three galleries of their own; a naive count of who is nearer to the first pair of each."""
+    galleries = [world(12, 3, noise=1.5, seed=seed) for seed in range(3)]
+    image, text = (torch.stack(parts) for parts in zip(*galleries, strict=True))
+    found = first_recall(image, text, np.random.default_rng(0), KS)
+    assert (found.size, found.draws) == (12, 1) and found.chance == chance_recall(12, 3, KS)
+    for k in KS:
+        to_text, to_image = [], []
+        for pictures, captions in galleries:
+            best = max(float(pictures[0] @ caption) for caption in captions[0])
+            above = sum(float(pictures[0] @ caption) > best for other in captions[1:] for caption in other)
+            to_text.append(above < k)
+            for caption in captions[0]:
+                to_image.append(sum(float(caption @ each) > float(caption @ pictures[0]) for each in pictures[1:]) < k)
+        assert found[f"recall@{k}/image_to_text"].mean == pytest.approx(100 * np.mean(to_text))
+        assert found[f"recall@{k}/text_to_image"].mean == pytest.approx(100 * np.mean(to_image))
+    assert 0 < found["recall@1"].mean < 100

@@ -22,7 +22,6 @@ from ease.audit.shadows import (
     unlearn_shadow,
 )
 from ease.data.partition import Shard
-from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import UPDATES
@@ -142,14 +141,19 @@ def test_matching_takes_as_many_as_the_scarce_class_allows() -> None:
 
 
 def test_without_pairs_of_the_class_there_is_no_attack() -> None:
-    with pytest.raises(UserError, match="0 of them of the forget pairs' pseudo-classes: too few non-members"):
-        choose_candidates(SHARDS, ClassRequest(classes=(2,)), OTHERS[:20], np.zeros(20, dtype=np.int64), IDS, 0)
+    """Client 0 holds classes 0 and 1, and nobody else has pairs of either."""
+    strangers = np.full(20, 2)
+    found = choose_candidates(SHARDS, ClientRequest(clients=(0,)), OTHERS[:20], strangers, IDS, 0)
+    assert (found.members, found.others, found.mismatch) == (12, 0, 0.0)
+    assert found.why_no_attack().endswith("and 0 of those are of the forget pairs' pseudo-classes")
 
 
-def test_a_single_pair_is_no_ground_for_an_attack() -> None:
-    single = SampleRequest(ids=SHARDS[0].train_ids[:1])
-    with pytest.raises(UserError, match="names 1 pair: attacks compare many pairs"):
-        choose_candidates(SHARDS, single, OTHERS, OTHER_CLASSES, IDS, 0)
+@pytest.mark.parametrize(("pairs", "fewest", "refused"), [(1, 8, True), (7, 8, True), (8, 8, False), (1, 2, True)])
+def test_a_few_pairs_are_no_ground_for_an_attack(pairs: int, fewest: int, refused: bool) -> None:
+    found = chosen(SampleRequest(ids=SHARDS[0].train_ids[:pairs]))
+    assert found.members == pairs and found.others >= 2
+    words = f"attacks compare many pairs, {fewest} at least, and the request names {pairs}"
+    assert found.why_no_attack(fewest) == (words if refused else "")
 
 
 # --- what a shadow holds ---

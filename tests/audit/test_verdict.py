@@ -19,8 +19,15 @@ INSIDE, OUTSIDE = measure("rho", 0.5), measure("bavaria/auc", 0.7)
 NOTHING, TRACE, OVERDONE = Estimate(0.01, -0.04, 0.06), Estimate(0.2, 0.1, 0.3), Estimate(-0.2, -0.3, -0.1)
 
 
-def joint(p_value: float, trace: Estimate = NOTHING, smallest: float | None = 0.1) -> JointTest:
-    power = ((0.1, 0.9), (0.2, 1.0))
+FEW_TRIED = ((0.4, 0.3), (1.0, 0.55))
+
+
+def joint(
+    p_value: float,
+    trace: Estimate = NOTHING,
+    smallest: float | None = 0.1,
+    power: tuple[tuple[float, float], ...] = ((0.1, 0.9), (0.2, 1.0)),
+) -> JointTest:
     return JointTest(
         p_value=p_value, level=0.05, retrained=10, measures=20, trace=trace, power=power, smallest_caught=smallest
     )
@@ -37,6 +44,9 @@ def joint(p_value: float, trace: Estimate = NOTHING, smallest: float | None = 0.
         (joint(0.4, smallest=None), None, Reason.NO_SIGNAL),
         (joint(0.4, smallest=0.6), None, Reason.NO_SIGNAL),
         (joint(0.001, TRACE, None), False, Reason.KEPT),
+        (joint(0.4, smallest=0.9, power=FEW_TRIED), True, Reason.LIKE_RETRAINING),
+        (joint(0.4, smallest=None, power=FEW_TRIED), None, Reason.NO_SIGNAL),
+        (joint(0.01, TRACE, smallest=None, power=FEW_TRIED), False, Reason.KEPT),
         (None, None, Reason.TOO_FEW),
     ],
 )
@@ -67,6 +77,29 @@ def test_a_measure_from_the_values_of_all_models() -> None:
     assert (found.value, found.retrain, found.before, found.note) == (0.7, 0.4, 0.9, "n")
     assert found.band == prediction_band([0.4, 0.6])
     assert found.retrained == (0.4, 0.6) and found.kept == ((0.1, 0.5), (0.4, 0.8))
+
+
+def test_what_planted_models_change_is_averaged_over_those_they_were_planted_into() -> None:
+    """0.4 -> 0.5 and 0.6 -> 0.9: +0.2 on average, told from the first retrained model's 0.4."""
+    values = {"unlearned": 0.7, "retrain": 0.4, "retrain-1": 0.6, "kept-0.1-of-retrain": 0.5}
+    assert Measure.of("rho", values).kept == ((0.1, pytest.approx(0.5)),)
+    found = Measure.of("rho", {**values, "kept-0.1-of-retrain-1": 0.9})
+    assert found.kept == ((0.1, pytest.approx(0.6)),) and found.retrained == (0.4, 0.6)
+
+
+def test_words_for_few_pairs_by_hand() -> None:
+    counted = "over 20 measures and 10 retrained models"
+    weak = Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.9, power=FEW_TRIED))
+    assert weak.weak and weak.words == (
+        f"Weak {EVIDENCE}: it could be one more retraining (p = 0.4 {counted}); a model that keeps 90% of what the "
+        "forget pairs had brought would have been refused in 90% of such audits"
+    )
+    assert not Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.4, power=FEW_TRIED)).weak
+    assert Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=None, power=FEW_TRIED)).words == (
+        f"Cannot tell: nothing to be seen: it could be one more retraining (p = 0.4 {counted}), and so could the "
+        "trained model, which would have been refused in 55% of such audits; audit more forget pairs together or add "
+        "--retrains"
+    )
 
 
 def test_words_by_hand() -> None:

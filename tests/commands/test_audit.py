@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from ease.api import Verdict
 from ease.commands.audit import AuditSummary
 from ease.commands.forget import answer
 from ease.commands.train import train_run
@@ -105,6 +106,37 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
     assert told.code == 3 and json.loads(told.out)["verdict"]["passed"] is None
     for part in ("Audit of client-1/finetune (finetune)", "Each measure beside retraining", "Cost", "not tested:"):
         assert part in page.out
+
+
+@pytest.mark.slow
+def test_a_single_photo_gets_a_verdict_in_the_same_words_everywhere(ease, run: Path, tmp_path: Path) -> None:
+    """A training of two rounds leaves nothing to be seen of one pair, and no shadow is trained for it."""
+    (one,) = World.open(Run.load(run).config).shards[1].train_ids[:1]
+    (tmp_path / "ids.txt").write_text(one)
+    told = ease("forget", run, "--samples", tmp_path / "ids.txt", "--method", "finetune", "--json")
+    assert "go by ranks and levels" in json.loads(told.out)["prospects"]
+    name = f"{json.loads(told.out)['id']}/finetune"
+    asked = ("audit", run, "--request", name, "--retrain", "--retrains", 5, "--pool", 16, "--workers", 1)
+    found = json.loads(ease(*asked, "--json").out)
+    words = found["verdict"]["words"]
+    assert found["verdict"]["passed"] is None and found["verdict"]["reason"] == "no signal"
+    assert words.startswith("Cannot tell: nothing to be seen: it could be one more retraining (p = ")
+    assert (
+        not list(run.rglob("shadow-*")) and found["attacks"] == {} and found["not_tested"][0].startswith("membership")
+    )
+    (pair,) = found["pairs"]
+    models = {"trained", "unlearned", "retrain", *(f"retrain-{order}" for order in range(1, 6))}
+    assert pair["id"] == one and pair["gallery"] == found["gallery"]["pairs"] == 20
+    assert set(pair["rank"]) == set(pair["margin"]) == set(pair["log_odds"]) == models
+    assert all(1 <= rank <= 20 for rank in pair["rank"].values())
+    shown = ease(*asked)
+    assert words[:40] in shown.out and "Each pair in its gallery of 20 pairs" in shown.out and one in shown.out
+    assert ease("report", run, "--no-thumbnails").code == 0
+    page = (run / "report.html").read_text()
+    assert words.partition(": ")[2] in page and "Each pair in its gallery" in page and one in page
+    kept = AuditRecord.model_validate(read_json(run / "requests" / name / "audit.json"))
+    spoken = Verdict(AuditSummary(kept, name, run / "requests" / name))
+    assert spoken.words == words and spoken.pairs[0].rank == pair["rank"] and spoken.passed is None
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1), (None, 3)])

@@ -34,6 +34,15 @@ def test_a_smaller_pool_is_named_and_works(learnt) -> None:
         Subjects.of(learnt.world, CLIENT, 512)
 
 
+def test_a_few_pairs_are_audited_without_attacks_and_it_says_so(learnt) -> None:
+    world, one = with_test_pairs(learnt.world, 600), SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
+    said = "an audit will go by ranks and levels beside retraining alone: attacks compare many pairs, 8 at least"
+    assert audit_prospects(world, one).startswith(said) and audit_prospects(world, one).endswith("the request names 1")
+    smaller = "an audit needs a smaller pool, since there are 40 validation and test pairs: add --pool 20; "
+    assert audit_prospects(learnt.world, one) == smaller + audit_prospects(world, one)
+    assert Subjects.of(learnt.world, one, 20).candidates.members == 1
+
+
 def test_what_no_pool_helps_is_said(learnt) -> None:
     few = with_test_pairs(learnt.world, 17)
     assert audit_prospects(few) == audit_prospects(few, CLIENT)

@@ -15,15 +15,15 @@ NOT_TESTED = (
     "other training seeds: one trained model is audited, not the method in general",
     "shadow attacks on retained pairs: they are members of every shadow",
 )
+NO_ATTACKS = "membership attacks by shadows: they compare more pairs than this request offers"
 LEAST_GAP = 0.1
 """Mean difference of log-odds below which the trained model holds the forget pairs as a retrained one does."""
 
 
 def sample_caveat(candidates: Candidates) -> str:
-    members, others = int(candidates.member.sum()), int((~candidates.member).sum())
     return (
-        f"{members} members and {others} non-members; their class mixes differ by {candidates.mismatch:.2f} "
-        "(total variation)"
+        f"{candidates.members} members and {candidates.others} non-members; their class mixes differ by "
+        f"{candidates.mismatch:.2f} (total variation)"
     )
 
 

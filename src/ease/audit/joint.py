@@ -44,6 +44,11 @@ class JointTest(Config):
     def passed(self) -> bool:
         return self.p_value > self.level
 
+    @property
+    def trained_tried(self) -> bool:
+        """Whether it was asked if even the trained model would be refused, as of few pairs, where less is seen."""
+        return bool(self.power) and self.power[-1][0] >= 1
+
 
 @dataclass(frozen=True)
 class Null:
@@ -209,13 +214,13 @@ def _estimated(retrained: np.ndarray, least: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _smallest_caught(power: Sequence[tuple[float, float]]) -> float | None:
-    """Where the power reaches what is wanted, between the shares that were tried."""
-    before = (0.0, 0.0)
-    for share, caught in power:
-        if caught >= WANTED_POWER:
-            (low_share, low), part = before, 1.0
-            if caught > low:
-                part = (WANTED_POWER - low) / (caught - low)
-            return low_share + max(part, 0.0) * (share - low_share)
-        before = (share, caught)
-    return None
+    """Where the power reaches what is wanted and stays there, between the shares that were tried.
+
+    Halfway between two models lies now and then something unlike either, which is caught where larger shares are not.
+    """
+    missed = [place for place, (_, caught) in enumerate(power) if caught < WANTED_POWER]
+    last = missed[-1] if missed else -1
+    if last == len(power) - 1:
+        return None
+    (low_share, low), (share, caught) = power[last] if missed else (0.0, 0.0), power[last + 1]
+    return low_share + (WANTED_POWER - low) / (caught - low) * (share - low_share)

@@ -131,6 +131,23 @@ def gallery_recall(
     return GalleryRecall(size, draws, whole, intervals, chance_recall(size, captions, ks))
 
 
+def first_recall(
+    image: Tensor, text: Tensor, rng: np.random.Generator, ks: Sequence[int] = (1, 5, 10)
+) -> GalleryRecall:
+    """Recall@k of single pairs, each the first of its own gallery: image [n, size, d], text [n, size, captions, d].
+
+    The interval is a bootstrap over pairs, and says nothing of a single one.
+    """
+    found = [
+        _pair_outcomes(*_checked(*gallery, ks), ks, chunk=256)[0].numpy() for gallery in zip(image, text, strict=True)
+    ]
+    names, columns = _named(np.stack(found), ks)
+    ends = zip(names, *_bootstrap(columns, np.ones(len(found)), rng), strict=True)
+    intervals = {name: Interval(float(mean), float(low), float(high)) for name, mean, low, high in ends}
+    size, captions = text.shape[1:3]
+    return GalleryRecall(size, 1, False, intervals, chance_recall(size, captions, ks))
+
+
 def chance_recall(pairs: int, captions: int, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
     """Expected mean recall, in percent, when the whole gallery is one tie and so ranked at random."""
     none, items = torch.zeros(2), torch.tensor([pairs * captions, pairs])

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ease.audit.standing import FEW
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
-from ease.errors import UserError
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
@@ -46,6 +46,25 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def members(self) -> int:
+        return int(self.member.sum())
+
+    @property
+    def others(self) -> int:
+        return len(self) - self.members
+
+    def why_no_attack(self, fewest: int = FEW) -> str:
+        """What attacks lack, which compare many pairs; nothing where they can be made."""
+        if self.members < fewest:
+            return f"attacks compare many pairs, {fewest} at least, and the request names {self.members}"
+        if self.others < 2:
+            return (
+                f"attacks compare forget pairs with pairs of no client, and {self.others} of those are of the forget "
+                "pairs' pseudo-classes"
+            )
+        return ""
+
     def included(self, shadow: int, seed: int) -> np.ndarray:
         """Which candidates a shadow trains on: bool [n].
 
@@ -66,6 +85,7 @@ def choose_candidates(
 ) -> Candidates:
     """Forget pairs and as many of `others`, which no client holds, as have the same mix of pseudo-classes.
 
+    There may be none of either kind; `why_no_attack` tells whether they do for attacks.
     Non-members of another mix would let an attack score by telling the classes apart. Each gets a home where pairs of
     its class are forgotten, since shadows train on it there.
     """
@@ -74,26 +94,16 @@ def choose_candidates(
     forget = np.concatenate([shard.train[mask] for shard, mask in zip(shards, masks, strict=True)])
     classes = np.concatenate([shard.train_classes[mask] for shard, mask in zip(shards, masks, strict=True)])
     home = np.concatenate([np.full(mask.sum(), shard.client) for shard, mask in zip(shards, masks, strict=True)])
-    if len(forget) < 2:
-        raise UserError(
-            f"the request names {len(forget)} pair: attacks compare many pairs and need 2 at least, better 30; look at "
-            "its ranks in `ease report` instead, or audit a request with more pairs"
-        )
     order = rng.permutation(len(others))
     chosen = order[match_classes(classes, other_classes[order])]
-    if len(chosen) < 2:
-        raise UserError(
-            f"{len(others)} pairs of no client, {len(chosen)} of them of the forget pairs' pseudo-classes: too few "
-            "non-members for any attack; add validation or test pairs"
-        )
-    homes = np.array([rng.choice(home[classes == label]) for label in other_classes[chosen]])
+    homes = np.array([rng.choice(home[classes == label]) for label in other_classes[chosen]], dtype=home.dtype)
     return Candidates(
         positions=np.concatenate([forget, others[chosen]]),
         member=np.arange(len(forget) + len(chosen)) < len(forget),
         home=np.concatenate([home, homes]),
         classes=np.concatenate([classes, other_classes[chosen]]),
         ids=tuple(ids[position] for position in np.concatenate([forget, others[chosen]])),
-        mismatch=_mismatch(classes, other_classes[chosen]),
+        mismatch=_mismatch(classes, other_classes[chosen]) if len(chosen) else 0.0,
     )
 
 

@@ -1,7 +1,9 @@
 """The verdict of an audit as a value: measures beside retrained models, one test over all, and the words for it."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 from pydantic import computed_field, model_validator
@@ -24,6 +26,9 @@ TITLES = {
     "u-bavaria/tpr": "found by U-BaVarIA",
     "before-after/auc": "before and after AUC",
     "retained/auc": "retained pairs AUC",
+    "pair/rank": "rank in its gallery, log2",
+    "pair/margin": "similarity margin",
+    "pair/log_odds": "log-odds",
     "canaries/epsilon": "epsilon by canaries",
     "lira/auc": "strongest attack AUC",
     "lira/tpr": "found by the strongest",
@@ -60,7 +65,8 @@ class Measure(Judged):
     retrained: tuple[float, ...]
     """Of every retrained model."""
     kept: tuple[tuple[float, float], ...]
-    """(share, value) of models between the first retrained and the trained one: what a trace would do to it."""
+    """(share, value) of models between the first retrained and the trained one: what a trace would do to it. Where
+    such models were made from several retrained ones, the first one's value and what they changed on average."""
     resolution: float = 0.0
     note: str = ""
 
@@ -74,11 +80,16 @@ class Measure(Judged):
         limits: Limits = (0.0, 1.0),
         at_most: bool = False,
     ) -> "Measure":
-        """From the values of every model: "unlearned", "trained", "retrain", "retrain-1", ..., "kept-0.1", ..."""
+        """From the values of every model: "unlearned", "trained", "retrain", "retrain-1", ..., "kept-0.1", ...
+
+        "kept-0.1" was planted into "retrain", "kept-0.1-of-retrain-2" into another one.
+        """
         retrained = tuple(value for model, value in values.items() if model.startswith("retrain"))
-        kept = [
-            (float(model.removeprefix("kept-")), value) for model, value in values.items() if model.startswith("kept-")
-        ]
+        changes = defaultdict(list)
+        for model in values:
+            if model.startswith("kept-"):
+                share, _, planted_into = model.removeprefix("kept-").partition("-of-")
+                changes[float(share)].append(values[model] - values[planted_into or "retrain"])
         return cls(
             name=name,
             value=values["unlearned"],
@@ -86,7 +97,7 @@ class Measure(Judged):
             before=values.get("trained"),
             band=prediction_band(retrained, at_most, resolution, limits),
             retrained=retrained,
-            kept=tuple(sorted(kept)),
+            kept=tuple((share, values["retrain"] + fmean(found)) for share, found in sorted(changes.items())),
             resolution=resolution,
             note=note,
         )
@@ -146,8 +157,8 @@ class Verdict(Judged):
         if self.joint is None:
             return Reason.TOO_FEW
         if self.joint.passed:
-            caught = self.joint.smallest_caught
-            return Reason.NO_SIGNAL if caught is None or caught > LARGEST_MISSED else Reason.LIKE_RETRAINING
+            caught, most = self.joint.smallest_caught, 1.0 if self.joint.trained_tried else LARGEST_MISSED
+            return Reason.NO_SIGNAL if caught is None or caught > most else Reason.LIKE_RETRAINING
         if self.joint.trace.low > 0:
             return Reason.KEPT
         return Reason.OVERDONE if self.joint.trace.high < 0 else Reason.OTHERWISE
@@ -167,7 +178,15 @@ class Verdict(Judged):
         return f"{self.headline}: {self.explanation}"
 
     @property
+    def weak(self) -> bool:
+        """Whether it passed though a model that keeps half of the effect might have; that happens with few pairs."""
+        caught = self.joint.smallest_caught if self.joint else None
+        return self.passed is True and caught is not None and caught > LARGEST_MISSED
+
+    @property
     def headline(self) -> str:
+        if self.weak:
+            return f"Weak {EVIDENCE}"
         return {True: EVIDENCE.capitalize(), False: f"Not enough {EVIDENCE}", None: "Cannot tell"}[self.passed]
 
     @property
@@ -184,6 +203,12 @@ class Verdict(Judged):
                 return (
                     f"it could be one more retraining ({odds}); a model that keeps {joint.smallest_caught:.0%} of what "
                     f"the forget pairs had brought would have been refused in {WANTED_POWER:.0%} of such audits"
+                )
+            case Reason.NO_SIGNAL if joint.trained_tried:
+                return (
+                    f"nothing to be seen: it could be one more retraining ({odds}), and so could the trained model, "
+                    f"which would have been refused in {joint.power[-1][1]:.0%} of such audits; audit more forget "
+                    "pairs together or add --retrains"
                 )
             case Reason.NO_SIGNAL:
                 missed = LARGEST_MISSED if joint.smallest_caught is None else joint.smallest_caught

@@ -21,7 +21,7 @@ from ease.runs.attackers import Subjects
 from ease.runs.audit import Audit
 from ease.runs.next_steps import next_steps
 from ease.runs.quick import RULE, Level, QuickCheck, quick_check
-from ease.runs.records import AuditRecord, Price
+from ease.runs.records import AuditRecord, PairRecord, Price
 from ease.runs.run import Run
 
 EXIT_CODES = {True: 0, False: 1, None: 3}
@@ -66,6 +66,13 @@ class AuditSummary:
             [_row(measure) for measure in shown],
             caption="band: where one more retrained model would fall (95 %)",
         )
+        if found.pairs:
+            yield table(
+                f"Each pair in its gallery of {found.gallery.pairs} pairs",
+                ["pair", "", "before", "answer", "retrain", "retrained models"],
+                [row for pair in found.pairs for row in _pair_rows(pair)],
+                caption="gallery: test pairs of its pseudo-class, the nearest first, and others where it has few",
+            )
         chance = ", ".join(
             f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in found.gallery.chance.items()
         )
@@ -98,6 +105,15 @@ def _row(measure: Measure) -> list[str | Text]:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _pair_rows(pair: PairRecord) -> Iterator[list[str | Text]]:
+    """Rank, margin and log-odds, and what retrained models span."""
+    for name, values, digits in pair.rows:
+        spread = [value for model, value in values.items() if model.startswith("retrain")]
+        shown = [f"{values[model]:.{digits}f}" for model in ("trained", "unlearned", "retrain")]
+        span = f"{min(spread):.{digits}f}..{max(spread):.{digits}f}"
+        yield [pair.id if name == "rank" else "", name, *shown, span]
 
 
 def _cost(name: str, price: Price) -> list[str]:

@@ -363,6 +363,9 @@ def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, 
     spare = len(world.evaluator.spare) + len(world.evaluator.test)
     plan = plan_of(run, world, request, None, min(pool, spare // 2))
     subjects = Subjects.of(world, request, plan.pool)
+    missing = subjects.candidates.why_no_attack(fewest=2)
+    if missing:
+        raise UserError(f"{missing}; choose another request, or no shadows")
     remove_scratch(plan)
     for _ in make_shadows(plan, world, subjects, plan.missing_shadows(shadows), ()):
         pass

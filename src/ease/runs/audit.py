@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from ease.audit.caveats import (
+    NO_ATTACKS,
     NOT_TESTED,
     band_caveat,
     exposure_caveat,
@@ -17,6 +18,7 @@ from ease.audit.caveats import (
 )
 from ease.audit.config import AuditConfig
 from ease.audit.nearest import near_duplicates
+from ease.audit.standing import FEW
 from ease.errors import UserError
 from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
@@ -35,6 +37,7 @@ from ease.runs.attackers import (
 )
 from ease.runs.costs import phase_seconds, prices, training_flops
 from ease.runs.measuring import Instruments, Measured
+from ease.runs.one_by_one import OneByOne
 from ease.runs.records import AuditRecord, Costs, read_record, write_record
 from ease.runs.run import Run, check_answer_file
 from ease.runs.workers import default_processes, spread
@@ -88,8 +91,9 @@ class Audit:
     # The long part
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Shadows of which something is not stored yet, and retraining orders."""
-        return self.plan.missing_shadows(self.config.shadows), self.plan.missing_orders(self.config.retrains)
+        """Shadows of which something is not stored yet, and retraining orders; without attacks no shadow is needed."""
+        shadows = 0 if self.subjects.candidates.why_no_attack() else self.config.shadows
+        return self.plan.missing_shadows(shadows), self.plan.missing_orders(self.config.retrains)
 
     def ticks_left(self) -> int:
         """How many ticks `shadows` will give."""
@@ -132,17 +136,21 @@ class Audit:
                 name: tuple(round(value, 5) for value in found.similar[name].tolist())
                 for name in ("trained", "unlearned", "retrain")
             },
+            pairs=found.pairs,
             costs=self._costs(),
             warnings=tuple(self._caveats(found)),
-            not_tested=NOT_TESTED,
+            not_tested=(*([] if self.instruments.attacker else [NO_ATTACKS]), *NOT_TESTED),
         )
         write_record(self.stored.audit_path, record)
         return record
 
     @cached_property
     def instruments(self) -> Instruments:
-        attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
-        return Instruments(self.world, self.request, self.trained, self.retrained, self.subjects, attacker, self.config)
+        attacker = None
+        if not self.subjects.candidates.why_no_attack():
+            attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
+        kind = OneByOne if self.subjects.candidates.members < FEW else Instruments
+        return kind(self.world, self.request, self.trained, self.retrained, self.subjects, attacker, self.config)
 
     @cached_property
     def retrained(self) -> dict[str, Params]:
@@ -170,17 +178,21 @@ class Audit:
     def _caveats(self, found: Measured) -> Iterator[str]:
         """What a careful reader must know before believing the numbers."""
         candidates, attacker = self.subjects.candidates, self.instruments.attacker
-        members, others = int(candidates.member.sum()), int((~candidates.member).sum())
-        yield sample_caveat(candidates)
+        missing = candidates.why_no_attack()
+        yield f"no attacks were made: {missing}" if missing else sample_caveat(candidates)
         yield band_caveat(len(self.retrained), found.measures)
         yield settings_caveat(self.method)
         shown = (stored.record().metrics["cost/pairs_trained"] for stored in (self.stored, self.reference))
         yield exposure_caveat(self._shown_in_training(), *shown)
-        yield from threshold_caveats(self.config.fpr, len(attacker.nonmember_scores("lira-online/log_odds")), others)
-        scores = attacker.score("lira-online/log_odds", *self.subjects.split(found.reads["trained"]))
-        held = {name: found.reads[name]["log_odds"][:members] for name in ("trained", "retrain")}
+        unscored = 0
+        if attacker is not None:
+            outside = len(attacker.nonmember_scores("lira-online/log_odds"))
+            yield from threshold_caveats(self.config.fpr, outside, candidates.others)
+            scores = attacker.score("lira-online/log_odds", *self.subjects.split(found.reads["trained"]))
+            unscored = int(np.isnan(scores).sum())
+        held = {name: found.reads[name]["log_odds"][: candidates.members] for name in ("trained", "retrain")}
         gap = float(np.abs(held["trained"] - held["retrain"]).mean())
-        yield from pair_caveats(near_duplicates(self.instruments.nearest), gap, int(np.isnan(scores).sum()))
+        yield from pair_caveats(near_duplicates(self.instruments.nearest), gap, unscored)
 
     def _shown_in_training(self) -> int:
         """How often retained pairs were shown to the trained model, all showings together."""

@@ -5,9 +5,13 @@ from torch import Tensor
 
 from ease.audit.alignment import pair_similarity
 from ease.audit.evaluate import common_size, embed_pairs, recalls
+from ease.audit.nearest import alike
+from ease.audit.retrieval import GalleryRecall, first_recall
+from ease.audit.standing import FEW
 from ease.params import Params
 from ease.requests.request import ClassRequest, Request, forget_mask
 from ease.runs.world import World
+from ease.seeding import generator
 
 
 def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
@@ -27,13 +31,43 @@ def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
     }
 
 
+def galleries(world: World, positions: np.ndarray, size: int) -> np.ndarray:
+    """Each pair first, then the test pairs most like it, those of its pseudo-class before all others: [n, size]."""
+    seen = world.evaluator
+    classes, test_classes = seen.classes_of(positions), seen.classes_of(seen.test)
+    others = alike(seen.activations, positions, classes, seen.test, test_classes, size - 1)
+    return np.column_stack([positions, others])
+
+
+def embed_galleries(world: World, state: Params, drawn: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Embeddings of galleries of positions [n, size]: image [n, size, d] and text [n, size, captions, d]."""
+    seen = world.evaluator
+    positions, places = np.unique(drawn, return_inverse=True)
+    image, text = embed_pairs(seen.model, state, seen.activations, positions, seen.device)
+    places = places.reshape(drawn.shape)
+    return image[places], text[places]
+
+
+def recalls_of(world: World, state: Params, sets: dict[str, np.ndarray], draws: int) -> dict[str, GalleryRecall]:
+    """Recall of each set on galleries of one size. A few forget pairs are looked for among test pairs like them.
+
+    Among pairs drawn at random a single pair is found by its kind alone, whether or not the model has seen it.
+    """
+    seen, size = world.evaluator, common_size(sets, world.config.gallery)
+    found = recalls(seen.model, state, seen.activations, sets, size, seen.device, draws)
+    forget = sets.get("forget", seen.test[:0])
+    if 0 < len(forget) < FEW and len(seen.test):
+        embedded = embed_galleries(world, state, galleries(world, forget, size))
+        found["forget"] = first_recall(*embedded, generator(0, "gallery", "few"))
+    return found
+
+
 def measure(world: World, state: Params, sets: dict[str, np.ndarray], draws: int = 5) -> dict[str, float]:
     """Recall of forget, retained and test pairs on galleries of one size; a set that has vanished has none."""
     there = {name: positions for name, positions in sets.items() if len(positions)}
-    seen, size = world.evaluator, world.config.gallery
-    results = recalls(seen.model, state, seen.activations, there, size, seen.device, draws)
+    results = recalls_of(world, state, there, draws)
     metrics = {f"{name}/recall@{k}": result[f"recall@{k}"].mean for name, result in results.items() for k in (1, 5, 10)}
-    return metrics | {"gallery": float(common_size(there, size))}
+    return metrics | {"gallery": float(common_size(there, world.config.gallery))}
 
 
 def similarities(world: World, state: Params, positions: np.ndarray) -> Tensor:

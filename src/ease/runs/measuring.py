@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from ease.audit.alignment import alignment_residual
 from ease.audit.attacks import Attacker, Readings
 from ease.audit.config import AuditConfig
 from ease.audit.distribution import distance_between, ks_distance
-from ease.audit.evaluate import common_size, recalls
+from ease.audit.evaluate import common_size
 from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
 from ease.audit.nearest import near_forget, nearest_forget
 from ease.audit.relearn import Curve, relearn
@@ -23,9 +23,9 @@ from ease.methods.base import Trained
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.attackers import Subjects, gauge_of
-from ease.runs.attacking import attack_all, attack_canaries, attack_retained, some_retained
-from ease.runs.evaluation import evaluation_sets, similarities
-from ease.runs.records import AttackRecord, Gallery
+from ease.runs.attacking import Attacked, attack_all, attack_canaries, attack_retained, some_retained
+from ease.runs.evaluation import evaluation_sets, recalls_of, similarities
+from ease.runs.records import AttackRecord, Gallery, PairRecord
 from ease.runs.world import World
 from ease.seeding import generator
 
@@ -51,6 +51,8 @@ class Measured:
     relearning: dict[str, dict[str, Curve]]
     similar: Mapping[str, Tensor]
     reads: Mapping[str, Readings]
+    pairs: tuple[PairRecord, ...] = ()
+    """Of a few forget pairs, each by itself."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,12 @@ class Instruments:
     retrained: Mapping[str, Params]
     """"retrain", the one that answers the request, "retrain-1", ..."""
     subjects: Subjects
-    attacker: Attacker
+    attacker: Attacker | None
+    """None: there are too few pairs like the forget pairs for attacks."""
     config: AuditConfig
+    kept: ClassVar[tuple[float, ...]] = KEPT
+    planted_into: ClassVar[int] = 1
+    """Retrained models, the first, into which each share is planted."""
 
     def measure(self, answer: Params) -> Measured:
         """Measure an answer beside the trained, the retrained and the planted models."""
@@ -87,9 +93,10 @@ class Instruments:
         reads = {name: look.read for name, look in looks.items()}
         similar = {name: look.similar for name, look in looks.items()}
         held = {name: look.retained for name, look in looks.items()}
-        found = attack_all(
-            self.attacker, {name: self.subjects.split(read) for name, read in reads.items()}, self.config
-        )
+        found = Attacked([], {}, "")
+        if self.attacker is not None:
+            targets = {name: self.subjects.split(read) for name, read in reads.items()}
+            found = attack_all(self.attacker, targets, self.config)
         start, gauge = self.trained.initial, self.gauge
         stayed = attack_retained(self.world, self.subjects, gauge, start, reads, self._retained, held)
         measures = (
@@ -102,9 +109,9 @@ class Instruments:
             *(_came_back(taught, looks) for taught in looks["unlearned"].curves),
         )
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)
-        attacks = {name: _shown(results) for name, results in {**found.records, **stayed.records}.items()}
+        attacks = {name: shown(results) for name, results in {**found.records, **stayed.records}.items()}
         relearning = {
-            taught: {name: look.curves[taught] for name, look in _shown(looks).items() if look.curves}
+            taught: {name: look.curves[taught] for name, look in shown(looks).items() if look.curves}
             for taught in looks["unlearned"].curves
         }
         return Measured(measures, verdict, found.attack, attacks, relearning, similar, reads)
@@ -112,9 +119,13 @@ class Instruments:
     @cached_property
     def _models(self) -> dict[str, Params]:
         """All that an answer is compared with; some keep a known share of the way to the trained model."""
-        trained, first = self.trained.final, self.retrained["retrain"]
-        kept = {f"kept-{share}": first + share * (trained - first) for share in KEPT}
-        return {"trained": trained, **self.retrained, **kept}
+        trained = self.trained.final
+        planted = {
+            f"kept-{share}-of-{name}": state + share * (trained - state)
+            for name, state in list(self.retrained.items())[: self.planted_into]
+            for share in self.kept
+        }
+        return {"trained": trained, **self.retrained, **planted}
 
     @cached_property
     def _known(self) -> dict[str, Look]:
@@ -165,16 +176,7 @@ class Instruments:
         return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()})
 
     def recalls_of(self, state: Params) -> dict[str, GalleryRecall]:
-        size = common_size(self.sets, self.world.config.gallery)
-        return recalls(
-            self.world.server.model,
-            state,
-            self.world.evaluator.activations,
-            self.sets,
-            size,
-            self.world.server.device,
-            draws=3,
-        )
+        return recalls_of(self.world, state, self.sets, draws=3)
 
     def _retrieval(self, found: Mapping[str, Mapping[str, GalleryRecall]]) -> list[Measure]:
         """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
@@ -186,7 +188,8 @@ class Instruments:
                 note = f"[{interval.low:.1f}, {interval.high:.1f}]"
                 values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
                 name = f"{part}/recall@{k}"
-                measures.append(Measure.of(name, values, 100 / result.size, note, limits=(0, 100)))
+                resolution = 100 / min(result.size, len(self.sets[part]))
+                measures.append(Measure.of(name, values, resolution, note, limits=(0, 100)))
         return measures
 
     def _joint(self, measures: tuple[Measure, ...]) -> JointTest | None:
@@ -216,7 +219,7 @@ class Instruments:
 
     def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
         """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
-        members = int(self.subjects.candidates.member.sum())
+        members = self.subjects.candidates.members
         forget = {name: read["log_odds"][:members] for name, read in reads.items()}
         found = ks_distance(forget["unlearned"], forget["retrain"], generator(self.world.config.seed, "ks"))
         first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
@@ -247,7 +250,7 @@ def _came_back(taught: str, looks: Mapping[str, Look]) -> Measure:
     return Measure.of(f"relearn/{taught}/share", shares, limits=(-np.inf, np.inf), at_most=True)
 
 
-def _shown(found: Mapping[str, Shown]) -> dict[str, Shown]:
+def shown(found: Mapping[str, Shown]) -> dict[str, Shown]:
     """What is kept for pictures: not the models that keep a planted share."""
     return {name: value for name, value in found.items() if not name.startswith("kept-")}
 

@@ -11,7 +11,7 @@ _NONE = "no audit of this request is possible: "
 
 
 def audit_prospects(world: World, request: Request | None = None) -> str:
-    """One line where an audit with the usual settings would be refused, and what to do; nothing where it would not.
+    """One line where an audit with the usual settings would be refused or see less, and what to do; else nothing.
 
     Without a request, what no request of this run could do without is looked at: pairs that no client holds.
     """
@@ -25,17 +25,22 @@ def audit_prospects(world: World, request: Request | None = None) -> str:
     smaller = f"an audit needs a smaller pool, since there are {spare} validation and test pairs: add --pool"
     if request is None:
         return f"{smaller} {half}" if spare < usual + 2 else ""
-    refused = {pool: _refusal(world, request, pool) for pool in (SMALLEST_POOL, half, usual)}
-    if not refused[usual]:
-        return ""
-    if not refused[half]:
-        return f"{smaller} {half}"
-    return f"{smaller} {SMALLEST_POOL}" if not refused[SMALLEST_POOL] else _NONE + refused[SMALLEST_POOL]
+    found = {pool: _subjects(world, request, pool) for pool in (usual, half, SMALLEST_POOL)}
+    possible = {pool: each for pool, each in found.items() if isinstance(each, Subjects)}
+    if not possible:
+        return f"{_NONE}{found[SMALLEST_POOL]}"
+    attacked = [pool for pool, each in possible.items() if not each.candidates.why_no_attack()]
+    pool = next(iter(attacked or possible))
+    said = [f"{smaller} {pool}"] if pool != usual else []
+    missing = possible[pool].candidates.why_no_attack()
+    if missing:
+        said.append(f"an audit will go by ranks and levels beside retraining alone: {missing}")
+    return "; ".join(said)
 
 
-def _refusal(world: World, request: Request, pool: int) -> str:
+def _subjects(world: World, request: Request, pool: int) -> Subjects | str:
+    """Which pairs an audit would look at, or why there is none."""
     try:
-        Subjects.of(world, request, pool)
+        return Subjects.of(world, request, pool)
     except UserError as error:
         return str(error)
-    return ""

@@ -188,6 +188,25 @@ class AttackRecord(Config):
     roc: RocPoints
 
 
+class PairRecord(Config):
+    """Where one forget pair stands, under the trained, the unlearned and every retrained model."""
+
+    id: str
+    gallery: int
+    """Pairs among which it is looked for, itself among them: test pairs of its pseudo-class, the nearest first."""
+    rank: Metrics
+    """Model -> place in the gallery, the geometric mean over its picture and its captions as queries."""
+    margin: Metrics
+    """Model -> similarity to the own partner less that to the nearest other."""
+    log_odds: Metrics
+    """Model -> of being partners, against the pool."""
+
+    @property
+    def rows(self) -> tuple[tuple[str, Metrics, int], ...]:
+        """What each is called, its values, and decimals to show."""
+        return ("rank", self.rank, 1), ("margin", self.margin, 3), ("log-odds", self.log_odds, 2)
+
+
 class Gallery(Config):
     """Among how many pairs recall is measured, and what a random ranking would reach."""
 
@@ -232,13 +251,15 @@ class AuditRecord(MethodRecord):
     verdict: Verdict
     gallery: Gallery
     attack: str
-    """The attack that the verdict goes by."""
+    """The attack that the verdict goes by; empty where there were too few pairs to attack."""
     attacks: dict[str, dict[str, AttackRecord]]
     """Attack -> model -> what it says."""
     relearning: dict[str, dict[str, Curve]]
     """What was taught -> model -> how the forgotten came back."""
     similarities: dict[str, tuple[float, ...]]
     """Model -> cosine of picture and caption of each forget pair."""
+    pairs: tuple[PairRecord, ...] = ()
+    """Of a request of few pairs, each pair by itself."""
     costs: Costs
     warnings: tuple[str, ...]
     not_tested: tuple[str, ...]

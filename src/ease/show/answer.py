@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ease.audit.band import Band
 from ease.audit.verdict import EVIDENCE, Measure
-from ease.runs.records import AnswerRecord, AuditRecord, BlockNotes, Price, RocPoints, SpectrumNotes
+from ease.runs.records import AnswerRecord, AuditRecord, BlockNotes, PairRecord, Price, RocPoints, SpectrumNotes
 from ease.runs.resolve import request_flags
 from ease.show import charts
 from ease.show.overview import Extent, asked, overview, plainly
@@ -25,6 +25,9 @@ HINTS = {
     "u-bavaria/tpr": "share of members",
     "before-after/auc": "holds both models",
     "retained/auc": "are they exposed?",
+    "pair/rank": "0 is the first place",
+    "pair/margin": "over the nearest other",
+    "pair/log_odds": "against the pool",
     "canaries/epsilon": "at least, with 95 %",
     "lira/tpr": "share of members",
     "u-lira/auc": "knows the method",
@@ -36,6 +39,7 @@ GROUPS = {
     "Recall of the retained pairs nearest to them": ("near/",),
     "Recall of retained pairs": ("retain/",),
     "Recall of test pairs": ("test/",),
+    "Each pair in its gallery, mean": ("pair/",),
     "Alignment": ("rho", "ks/"),
     "Membership attacks": (
         "mia/",
@@ -241,7 +245,18 @@ def _audited(audit: AuditRecord) -> dict[str, Any]:
         "curves": _roc_curves(audit),
         "prices": _prices(audit),
         "stopped": _stopped(audit),
+        "standings": [row for pair in audit.pairs for row in _standings(pair)],
     }
+
+
+def _standings(pair: PairRecord) -> list[list[str]]:
+    """Where one pair stands, and the span of all retrained models."""
+    rows = []
+    for name, values, digits in pair.rows:
+        retrained = [value for model, value in values.items() if model.startswith(REFERENCE)]
+        shown = [fixed(values[model], digits) for model in ("trained", "unlearned", REFERENCE)]
+        rows.append([pair.id, name, *shown, f"{fixed(min(retrained), digits)} to {fixed(max(retrained), digits)}"])
+    return rows
 
 
 def _roc_curves(audit: AuditRecord) -> dict[str, tuple[RocPoints, float]]:

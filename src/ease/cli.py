@@ -122,6 +122,10 @@ requests = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(requests, name="request")
+cache = typer.Typer(
+    cls=Commands, help="Files that can be made again: what there is, and deleting it.", no_args_is_help=True
+)
+app.add_typer(cache, name="cache")
 
 Settings = Annotated[
     list[str] | None,
@@ -666,6 +670,53 @@ def methods(
         print(methods_page(), end="")
     else:
         _finish(MethodsSummary(), as_json)
+
+
+@app.command()
+def doctor(quiet: Quiet = False, as_json: Json = False, debug: Debug = False) -> None:
+    """Look at the installation, the machine and the cache, and try a small run: what works here, and what does not.
+
+    Exit code 0 if everything works, 1 if something does not.
+
+    Example: `ease doctor`
+    """
+    from ease.commands.doctor import doctor as examine
+
+    summary = examine(quiet or as_json)
+    _finish(summary, as_json)
+    if not summary.healthy:
+        raise typer.Exit(REFUTED)
+
+
+@cache.command("list")
+def cache_list(as_json: Json = False, debug: Debug = False) -> None:
+    """List what the cache holds: of what kind, how much, since when, and whether it is private.
+
+    Example: `ease cache list`
+    """
+    from ease.commands.cache import list_cache
+
+    _finish(list_cache(), as_json)
+
+
+@cache.command("clear")
+def cache_clear(
+    parts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PART]...", help="As `ease cache list` calls them; without one, all.")
+    ] = None,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="Only what was written so many days ago.")
+    ] = 0.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Delete cached files: the copies of pictures and captions too. What is needed again is made again.
+
+    Examples: `ease cache clear`, `ease cache clear pixels activations --older-than 30`
+    """
+    from ease.commands.cache import clear_cache
+
+    _finish(clear_cache(parts or [], older_than), as_json)
 
 
 def commands(group: click.Group | None = None, above: str = "") -> dict[str, click.Command]:

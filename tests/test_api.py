@@ -1,9 +1,13 @@
 """The Python interface does what the commands do, in as few words, and shows itself in a notebook."""
 
+import doctest
+import io
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ease
@@ -11,6 +15,7 @@ import ease.api
 from ease.audit.verdict import Reason
 from ease.commands.audit import AuditSummary
 from ease.runs.config import load_config
+from ease.runs.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +94,88 @@ def test_import_alone_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nothing"):
         ease.nothing  # noqa: B018
+
+
+# --- what is meant otherwise is refused by name ---
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"client": "12"}, ("client='12'", "in quotes", "client=12")),
+        ({"client": ["1", 2]}, ("client='1'", "client=1")),
+        ({"client": True}, ("client=True", "client=3")),
+        ({"client": 1.0}, ("client=1.0",)),
+        ({"client": {1: 2}}, ("client={1: 2}",)),
+        ({"client": "north"}, ("north", "no such client")),
+        ({"concept": 1}, ("concept=1", 'concept="on the beach"')),
+        ({"concept": [1]}, ("concept=1",)),
+        ({"samples": "train-000003"}, ("samples='train-000003'", "samples=['train-000003']")),
+        ({"samples": [3]}, ("samples=3", "not a text")),
+        ({"samples": 3}, ("samples=3",)),
+        ({"client": 1, "method": None}, ("method=None", "ease methods")),
+        ({"client": 1, "method": "fintune"}, ("fintune", "did you mean finetune?")),
+        ({"client": 1, "settings": "replay=1"}, ("settings='replay=1'", "training.rounds")),
+        ({"client": 1, "settings": {"replays": 1}}, ("replays", "did you mean replay?")),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(run: "ease.TrainedRun", given, parts) -> None:
+    before = sorted(run.folder.rglob("*"))
+    with pytest.raises(ease.UserError) as caught:
+        run.forget(**given, quiet=True)
+    for part in parts:
+        assert part in str(caught.value)
+    assert sorted(run.folder.rglob("*")) == before
+
+
+def test_numbers_of_other_libraries_and_files_of_ids_are_taken(run: "ease.TrainedRun", tmp_path: Path) -> None:
+    answer = run.forget(client=np.int64(1), method="finetune", quiet=True)
+    assert answer.name == "client-1/finetune"
+    known = Run.load(run.folder).known()
+    assert known is not None
+    first = known[0].clients[0].train_ids[0]
+    (tmp_path / "ids.txt").write_text(f"{first}\n")
+    by_file = run.forget(samples=tmp_path / "ids.txt", method="finetune", quiet=True)
+    assert by_file.summary.request.ids == (first,)
+    assert run.forget(samples={first}, method="finetune", quiet=True).name == by_file.name
+
+
+def test_a_site_may_be_called_by_a_number(run: "ease.TrainedRun", monkeypatch) -> None:
+    """Then text is its name, as on the command line."""
+    seen = []
+    monkeypatch.setattr(ease.api, "_sites", lambda folder: {"12", "north"})
+    monkeypatch.setattr(ease.api, "forget_run", lambda folder, clients, *_: seen.append(clients))
+    run.forget(client=["12", 2])
+    assert seen == [["12", 2]]
+
+
+@pytest.mark.parametrize("given", [{"config": 3}, {"settings": ["training.rounds=2"]}, {"settings": {1: 2}}])
+def test_train_takes_no_other_kinds_either(given, tmp_path: Path) -> None:
+    (name,) = given
+    with pytest.raises(ease.UserError, match=f"^{name}="):
+        ease.train(out=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_examples_of_the_docstrings_run(small, tmp_path: Path, monkeypatch) -> None:
+    """Each public name of the interface has one, and what it shows is what comes."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, (*small, "partition.validation_share=0.3"))
+    names = {"small": config.model_dump(mode="json", exclude_defaults=True)}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    found = [test for test in doctest.DocTestFinder().find(ease.api, "ease.api") if test.examples]
+    for test in sorted(found, key=lambda test: test.name != "ease.api"):  # the module's own makes what the others use
+        test.globs = names
+        told = io.StringIO()
+        assert runner.run(test, out=told.write, clear_globs=False).failed == 0, told.getvalue()
+    shown = {test.name for test in found}
+    assert {"ease.api.train", "ease.api.open_run", "ease.api.TrainedRun.forget", "ease.api.Answer.check"} <= shown
+
+
+def test_the_version_is_told_everywhere() -> None:
+    """As a name, by `python -m ease`, and where the package says what it is built as."""
+    told = subprocess.run([sys.executable, "-m", "ease", "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout == f"ease {ease.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ease.__version__"}
+    assert (Path(ease.__file__).parent / "py.typed").is_file()

@@ -34,6 +34,7 @@ ORDER = (
     "testing",
     "api",
     "cli",
+    "__main__",
 )
 """Each part may import those before it, and no other."""
 SHOWS = {"api", "cli", "commands", "data", "show"}

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -10,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from PIL import Image
 
-from ease.cli import main
+from ease.cli import commands, main
 from ease.data.scenes import lexicon
 
 EASE = Path(sys.executable).parent / "ease"
@@ -102,6 +104,27 @@ def pictures(folder: Path, count: int) -> list[dict]:
 def test_help_works(ease, arguments) -> None:
     result = ease(*arguments)
     assert result.code == 0 and "Usage" in result.out and result.err == ""
+
+
+@pytest.mark.parametrize("command", commands().values(), ids=list(commands()))
+def test_everything_that_can_be_given_is_explained(command: click.Command) -> None:
+    """A sentence, an example that begins with the command's own name, and words for each argument and option."""
+    assert command.help and re.search(r"Examples?: `ease \w+", command.help), command.help
+    for each in command.params:
+        words = getattr(each, "help", None)
+        assert words and words.rstrip(")").endswith("."), f"{command.name}: {each.name}: {words!r}"
+
+
+def test_the_readme_says_which_commands_take_what() -> None:
+    text = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+    told = text[text.index("Every command takes") :]
+    everywhere = re.findall(r"`(--[a-z]+)`", told.partition(";")[0])
+    assert everywhere == ["--json", "--debug", "--help"]
+    for option in everywhere[:2]:
+        assert all(any(option in each.opts for each in command.params) for command in commands().values()), option
+    named = re.findall(r"`([a-z]+(?: [a-z]+)?)`", told[told.index("`--quiet`, and") + 9 : told.index(" take `--set")])
+    takers = [name for name, command in commands().items() if any("--set" in each.opts for each in command.params)]
+    assert sorted(named) == sorted(takers)
 
 
 def test_no_arguments_show_the_help(ease) -> None:
@@ -250,6 +273,50 @@ def test_a_full_disk_is_one_line(ease, small, small_disk, monkeypatch) -> None:
 @pytest.mark.parametrize("arguments", [["train", "--rounds", "3"], ["trian"], ["train", "a", "b"]])
 def test_a_wrong_word_is_one_line(ease, arguments) -> None:
     assert is_one_line(ease(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian"], "train"),
+        (["request", "ad", "runs/first"], "add"),
+        (["certificate", "sgn", "certificate.json"], "sign"),
+        (["train", "--ouut", "x"], "--out"),
+        (["train", "--out", "x", "--set", "training.round=2"], "rounds"),
+        (["train", "--out", "x", "--set", "rounds=2"], "training.rounds"),
+        (["forget", "x", "--client", "1", "--method", "fintune"], "finetune"),
+        (["forget", "x", "--client", "1", "--set", "reply=1"], "replay"),
+    ],
+)
+def test_what_was_perhaps_meant_is_said_once(ease, arguments: list[str], meant: str) -> None:
+    result = ease(*arguments)
+    assert is_one_line(result, meant)
+    assert result.err.lower().count("did you mean") == 1
+
+
+def test_what_is_like_nothing_is_not_guessed_at(ease) -> None:
+    assert "did you mean" not in ease("zzz").err.lower()
+
+
+# --- completion ---
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ease tr", {"train"}),
+        ("ease request a", {"add", "approve"}),
+        ("ease certificate s", {"sign"}),
+        ("ease export runs/first --fo", {"--format"}),
+        ("ease export runs/first --format o", {"onnx"}),
+    ],
+)
+def test_a_shell_completes(line: str, words: set[str]) -> None:
+    """What the script that `--show-completion` prints asks for."""
+    asked = {"_EASE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    command = [sys.executable, "-c", "import sys; sys.argv = ['ease']; from ease.cli import main; main()"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked})
+    assert set(result.stdout.split()) == words and result.stderr == ""
 
 
 def test_the_message_is_printed_as_it_is(ease, tmp_path: Path) -> None:

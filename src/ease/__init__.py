@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from ease.methods.base import Step, Trained, Unlearner
     from ease.runs.config import RunConfig, load_config
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "ease.api": ("Answer", "TrainedRun", "Verdict", "open_run", "train"),
     "ease.errors": ("UserError",),
@@ -26,6 +28,7 @@ __all__ = [
     "Unlearner",
     "UserError",
     "Verdict",
+    "__version__",
     "load_config",
     "open_run",
     "train",

@@ -1,7 +1,19 @@
-"""The whole job from Python, as short as on the command line: train, forget, audit."""
+"""The whole job from Python, as short as on the command line: train, forget, audit.
 
-from collections.abc import Mapping, Sequence
+>>> import ease
+>>> run = ease.train(out="runs/first", settings=small, quiet=True)
+>>> answer = run.forget(client=1, quiet=True)
+>>> answer.name
+'client-1/ease'
+>>> answer.metrics["cost/bytes_up"] < run.metrics["cost/bytes_up"]
+True
+
+`small` stands for settings such as `{"training.rounds": 2}`; without any, the defaults take a minute.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,6 +26,7 @@ from ease.commands.forget import ForgetSummary, forget_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import assign, read_toml, validate
 from ease.console import Shown, as_html, as_text
+from ease.errors import UserError
 from ease.methods import make_method
 from ease.params import Params
 from ease.runs.answers import StoredAnswer, trained_of
@@ -37,68 +50,122 @@ class _Shows:
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun(_Shows):
-    """A finished training in its folder."""
+    """A finished training in its folder; shown, it is the table that `ease train` ends with."""
 
     folder: Path
     summary: TrainSummary = field(compare=False)
 
     @property
     def config(self) -> RunConfig:
+        """What it was trained with.
+
+        >>> run.config.training.rounds
+        2
+        """
         return Run.load(self.folder).config
 
     @property
     def model(self) -> Params:
-        """The trained state."""
+        """The trained state: a mapping from names to tensors.
+
+        >>> run.model.is_finite()
+        True
+        """
         return trained_of(Run.load(self.folder)).final
 
     @property
     def metrics(self) -> dict[str, float]:
+        """Recall in percent of seen, held-out and test pairs, and bytes that travelled.
+
+        >>> 0 <= run.metrics["test/recall@1"] <= 100
+        True
+        """
         return self.summary.as_json()["metrics"]
 
     def forget(
         self,
         *,
-        client: int | Sequence[int] = (),
+        client: int | str | Sequence[int | str] = (),
         concept: str | Sequence[str] = (),
-        samples: Sequence[str] = (),
+        samples: Path | Sequence[str] = (),
         method: str = "ease",
         settings: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> "Answer":
-        """Forget clients, a concept (words for a kind of pair) or single pairs by their ids."""
-        clients = [client] if isinstance(client, int) else list(client)
-        classes = [concept] if isinstance(concept, str) else list(concept)
-        unlearner = make_method(method, table=dict(settings or {}))
-        summary = forget_run(self.folder, clients, classes, list(samples) or None, unlearner, quiet)
+        """Forget clients, a concept (words for a kind of pair) or single pairs by their ids.
+
+        >>> run.forget(client=1, method="finetune", quiet=True).name
+        'client-1/finetune'
+
+        A client is its number or the name of its site, or a list of such; `samples` are ids, or a file with one a line.
+        What is meant otherwise is refused by name:
+
+        >>> run.forget(samples="train-000003")
+        Traceback (most recent call last):
+            ...
+        ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
+        """
+        clients, classes, ids = _clients(client, self.folder), _words(concept), _ids(samples)
+        if not isinstance(method, str):
+            raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
+        unlearner = make_method(method, table=_settings(settings))
+        summary = forget_run(self.folder, clients, classes, ids or None, unlearner, quiet)
         return Answer(self.folder, summary)
 
 
 @dataclass(frozen=True, repr=False)
 class Answer(_Shows):
-    """One method's answer to one request."""
+    """One method's answer to one request; shown, it is the table that `ease forget` ends with."""
 
     run: Path
     summary: ForgetSummary = field(compare=False)
 
     @property
     def name(self) -> str:
-        """As `ease audit --request` takes it."""
+        """As `ease audit --request` takes it.
+
+        >>> answer.name
+        'client-1/ease'
+        """
         return f"{request_id(self.summary.request)}/{self.summary.folder.name}"
 
     @property
     def model(self) -> Params:
+        """The state that has forgotten.
+
+        >>> answer.model.size == run.model.size
+        True
+        """
         return StoredAnswer(self.summary.folder).model()
 
     @property
     def metrics(self) -> dict[str, float]:
+        """Recall in percent of forget, retained and test pairs, and what the answer cost.
+
+        >>> sorted(name for name in answer.metrics if name.endswith("recall@1"))
+        ['forget/recall@1', 'retain/recall@1', 'test/recall@1']
+        """
         return self.summary.record.metrics
 
     def check(self, *, quiet: bool = False) -> "Check":
-        """A quick look: are the forget pairs held like unseen ones? Takes seconds, and is no verdict."""
+        """A quick look: are the forget pairs held like unseen ones? Takes seconds, and is no verdict.
+
+        >>> check = answer.check(quiet=True)
+        >>> check.found == (not check.gap.contains(0))
+        True
+        """
         return Check(quick_run(self.run, self.name, quiet))
 
     def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
         """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`.
+
+        `answer.audit().passed` is True, False or, where it cannot be told, None; `.words` says why. It takes minutes,
+        for it retrains. A setting that there is none of is refused before that:
+
+        >>> answer.audit(shadow=16)
+        Traceback (most recent call last):
+            ...
+        ease.errors.UserError: audit: shadow: unknown key (did you mean shadows?); known keys here: attack, fpr, ...
 
         One process by default: more of them would run a script that has no `if __name__ == "__main__"` once each.
         """
@@ -177,21 +244,93 @@ def train(
 ) -> TrainedRun:
     """Train from a configuration, a TOML file or the defaults; `settings` such as {"training.rounds": 5} change it.
 
-    Without `out` the run goes to a new temporary folder.
+    Without `out` the run goes to a new temporary folder. Where a run of the same configuration is, it is gone on with:
+
+    >>> ease.train(out="runs/first", settings=small, quiet=True) == run
+    True
+
+    All settings: docs/settings.md. One that cannot be is refused:
+
+    >>> ease.train(settings={"training.round": 5})
+    Traceback (most recent call last):
+        ...
+    ease.errors.UserError: settings: training.round: unknown key (did you mean rounds?); known keys here: ...
     """
+    if config is not None and not isinstance(config, RunConfig | str | Path):
+        raise UserError(f"config={config!r}: name a TOML file, or give a RunConfig; single values go into settings")
     if isinstance(config, RunConfig):
         table, source = config.model_dump(mode="json"), "settings"
     elif config is None:
         table, source = {}, "settings"
     else:
         table, source = anchor_paths(read_toml(Path(config)), Path(config).parent), str(config)
-    table = anchor_paths(assign(table, settings or {}), Path.cwd())
+    table = anchor_paths(assign(table, _settings(settings)), Path.cwd())
     config = validate(RunConfig, table, source)
     folder = Path(out) if out is not None else Path(mkdtemp(prefix="ease-")) / "run"
     return TrainedRun(folder, train_run(config, folder, quiet))
 
 
 def open_run(folder: str | Path, quiet: bool = True) -> TrainedRun:
-    """A run that was trained before; one that was interrupted is finished."""
+    """A run that was trained before; one that was interrupted is finished.
+
+    >>> ease.open_run("runs/first") == run
+    True
+    """
     run = Run.load(Path(folder))
     return TrainedRun(run.folder, train_run(run.config, run.folder, quiet))
+
+
+# What is given by hand, and may be of another kind than it looks
+
+
+def _clients(given: object, folder: Path) -> list[int | str]:
+    """Clients by number, or by the name of their site."""
+    named = [given] if isinstance(given, str | Integral) else _listed("client", given, "client=3 or client=[3, 7]")
+    found: list[int | str] = []
+    for each in named:
+        if isinstance(each, bool) or not isinstance(each, str | Integral):
+            raise UserError(f"client={each!r}: no client; write its number or the name of its site, such as client=3")
+        if isinstance(each, str) and each.isdecimal() and each not in _sites(folder):
+            raise UserError(f"client={each!r}: a number in quotes, and no site is called so; write client={each}")
+        found.append(each if isinstance(each, str) else int(each))
+    return found
+
+
+def _sites(folder: Path) -> set[str | None]:
+    known = Run.load(folder).known()
+    return set() if known is None else {holding.name for holding in known[0].clients}
+
+
+def _words(given: object) -> list[str]:
+    example = 'concept="on the beach"'
+    return [given] if isinstance(given, str) else _texts("concept", given, example)
+
+
+def _ids(given: object) -> Path | list[str]:
+    if isinstance(given, Path):
+        return given
+    if isinstance(given, str):
+        raise UserError(f"samples={given!r}: one text is no list; write samples=[{given!r}]")
+    return _texts("samples", given, 'samples=["train-000003"], or a Path of a file with one id a line')
+
+
+def _texts(name: str, given: object, example: str) -> list[str]:
+    found = _listed(name, given, example)
+    for each in found:
+        if not isinstance(each, str):
+            raise UserError(f"{name}={each!r}: not a text; write {example}")
+    return found
+
+
+def _listed(name: str, given: object, example: str) -> list[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
+        raise UserError(f"{name}={given!r}: cannot be read; write {example}")
+    return list(given)
+
+
+def _settings(given: object) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise UserError(f"settings={given!r}: write names and values, such as settings={{'training.rounds': 5}}")
+    return dict(given)

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, get_type_hints
 
 import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
+from typer.models import ArgumentInfo
 
-from ease.errors import UserError
+from ease import __version__
+from ease.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,15 +41,48 @@ class ExportFormat(StrEnum):
     onnx = "onnx"
 
 
-class Certificates(TyperGroup):
+def _explain_arguments(command: click.Command) -> None:
+    """Give arguments the words back that typer sets and click, from 8.5 on, overwrites."""
+    told = {} if command.callback is None else get_type_hints(command.callback, include_extras=True)
+    for each in command.params:
+        for info in getattr(told.get(each.name or ""), "__metadata__", ()):
+            if isinstance(each, TyperArgument) and isinstance(info, ArgumentInfo):
+                each.help = info.help
+
+
+class Commands(TyperGroup):
+    """Commands of which a misspelt one is answered with the one that was perhaps meant."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        for command in self.commands.values():
+            _explain_arguments(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click and typer each add a suggestion of their own, so that both are shown.
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            raise UserError(
+                f"{args[0]}: no such command{did_you_mean(args[0], self.commands)}; "
+                f"choose one of: {', '.join(self.commands)}"
+            )
+        return super().resolve_command(ctx, args)
+
+
+class Certificates(Commands):
     """`ease certificate RUN ...` issues one; other words after it say what else to do with one."""
 
     default = "issue"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and "--help" not in args[:1]:
+        if args and args[0] not in self.commands and args[0] != "--help" and not self._misspelt(args[0]):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+    def _misspelt(self, word: str) -> bool:
+        """Whether a word is rather a command than a run, which is a folder."""
+        return bool(did_you_mean(word, self.commands)) and not Path(word).exists()
 
 
 INTERRUPTED = 130
@@ -65,9 +100,9 @@ OUT_OF_MEMORY = (
 )
 
 app = typer.Typer(
+    cls=Commands,
     help="Federated unlearning for image-text models: train, forget, and show that it is forgotten.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -77,15 +112,20 @@ certificates = typer.Typer(
     help="Signed evidence of what was forgotten: `ease certificate RUN --request ID` issues it, `sign` adds to it.",
     no_args_is_help=True,
 )
-keys = typer.Typer(help="Keys that sign certificates.", no_args_is_help=True)
+keys = typer.Typer(cls=Commands, help="Keys that sign certificates.", no_args_is_help=True)
 app.add_typer(certificates, name="certificate")
 app.add_typer(keys, name="keys")
 requests = typer.Typer(
+    cls=Commands,
     help="Requests as people hand them in: who asked, until when, what it touches, and every step.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 app.add_typer(requests, name="request")
+cache = typer.Typer(
+    cls=Commands, help="Files that can be made again: what there is, and deleting it.", no_args_is_help=True
+)
+app.add_typer(cache, name="cache")
 
 Settings = Annotated[
     list[str] | None,
@@ -94,6 +134,21 @@ Settings = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"ease {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version and end.")
+    ] = False,
+) -> None:
+    """Federated unlearning for image-text models: train, forget, and show that it is forgotten."""
 
 
 @app.command()
@@ -617,6 +672,63 @@ def methods(
         _finish(MethodsSummary(), as_json)
 
 
+@app.command()
+def doctor(quiet: Quiet = False, as_json: Json = False, debug: Debug = False) -> None:
+    """Look at the installation, the machine and the cache, and try a small run: what works here, and what does not.
+
+    Exit code 0 if everything works, 1 if something does not.
+
+    Example: `ease doctor`
+    """
+    from ease.commands.doctor import doctor as examine
+
+    summary = examine(quiet or as_json)
+    _finish(summary, as_json)
+    if not summary.healthy:
+        raise typer.Exit(REFUTED)
+
+
+@cache.command("list")
+def cache_list(as_json: Json = False, debug: Debug = False) -> None:
+    """List what the cache holds: of what kind, how much, since when, and whether it is private.
+
+    Example: `ease cache list`
+    """
+    from ease.commands.cache import list_cache
+
+    _finish(list_cache(), as_json)
+
+
+@cache.command("clear")
+def cache_clear(
+    parts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PART]...", help="As `ease cache list` calls them; without one, all.")
+    ] = None,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="Only what was written so many days ago.")
+    ] = 0.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Delete cached files: the copies of pictures and captions too. What is needed again is made again.
+
+    Examples: `ease cache clear`, `ease cache clear pixels activations --older-than 30`
+    """
+    from ease.commands.cache import clear_cache
+
+    _finish(clear_cache(parts or [], older_than), as_json)
+
+
+def commands(group: click.Group | None = None, above: str = "") -> dict[str, click.Command]:
+    """Every command that does something, by the words that call it, such as `request add`."""
+    found: dict[str, click.Command] = {}
+    whole = group or cast(click.Group, typer.main.get_command(app))
+    for name, command in whole.commands.items():
+        words = f"{above} {name}".strip()
+        found |= commands(command, words) if isinstance(command, click.Group) else {words: command}
+    return found
+
+
 def _finish(summary: Summary, as_json: bool) -> None:
     """Print a command's result: a JSON object for machines, tables for people."""
     if as_json:
@@ -634,7 +746,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="ease", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         raise SystemExit(2) from None

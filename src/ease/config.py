@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ease.errors import UserError
+from ease.errors import UserError, did_you_mean
 
 LARGEST_TOML = 1 << 20
 """Bytes of the largest configuration that is parsed."""
@@ -88,7 +88,9 @@ def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
         parts = [str(part) for part in first["loc"] if unknown or str(part).replace("_", "").isalnum()]
         field = ".".join(parts) or "(whole file)"
         if unknown:
-            remedy = f"unknown key; known keys here: {', '.join(_known_keys(kind, first['loc'][:-1]))}"
+            known = _known_keys(kind, first["loc"][:-1])
+            meant = did_you_mean(parts[-1], known) or _elsewhere(kind, parts[-1])
+            remedy = f"unknown key{meant}; known keys here: {', '.join(known)}"
         else:
             message = first["msg"].removeprefix("Value error, ")
             remedy = f"{message[0].lower()}{message[1:]} (got {_short(first['input'])})"
@@ -124,6 +126,15 @@ def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[st
             continue
         kind = field.annotation
     return sorted(kind.model_fields)
+
+
+def _elsewhere(kind: type[BaseModel], key: str) -> str:
+    """The section that has such a key, where there is one: `rounds` is `training.rounds`."""
+    for name, field in kind.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel) and key in section.model_fields:
+            return f" (did you mean {name}.{key}?)"
+    return ""
 
 
 def to_toml(config: Config) -> str:

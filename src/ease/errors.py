@@ -1,5 +1,14 @@
 """Errors that a user can mend, and which the command line turns into one clear line."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word that was perhaps meant, as a remark in brackets; nothing where none is near."""
+    near = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
 
 class UserError(Exception):
     """A mistake the user can mend; the message names the file or field and the remedy."""

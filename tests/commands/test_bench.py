@@ -171,7 +171,9 @@ def test_a_sweep_of_an_unknown_method_is_refused_in_one_line(ease, tmp_path) -> 
     (tmp_path / "x.toml").write_text('title = "x"\nmethods = ["eese"]\n')
     result = ease("sweep", tmp_path / "x.toml", "--out", tmp_path / "tuned.toml")
     assert (
-        result.code == 2 and result.err.count("\n") == 1 and "eese: unknown method; choose one of: ease" in result.err
+        result.code == 2
+        and result.err.count("\n") == 1
+        and "eese: unknown method (did you mean ease?); choose one of: ease" in result.err
     )
 
 

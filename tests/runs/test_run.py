@@ -72,8 +72,14 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
-        (("trainin.rounds=2",), "--set: trainin: unknown key; known keys here: data, device"),
-        (("training.round=2",), "--set: training.round: unknown key; known keys here: aggregation, batch_size"),
+        (
+            ("trainin.rounds=2",),
+            r"--set: trainin: unknown key \(did you mean training\?\); known keys here: data, device",
+        ),
+        (
+            ("training.round=2",),
+            r"--set: training.round: unknown key \(did you mean rounds\?\); known keys here: aggregation, batch_size",
+        ),
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
         (
             ("partition.scheme=random",),

@@ -169,5 +169,7 @@ def test_an_experiment_needs_no_more_than_a_title() -> None:
 
 def test_an_unknown_method_is_refused_when_the_file_is_read(small_experiment) -> None:
     """Whoever reads it: `ease sweep` makes no plan."""
-    with pytest.raises(UserError, match=r"methods\.0\.method: eese: unknown method; choose one of: ease, fed_eraser"):
+    with pytest.raises(
+        UserError, match=r"methods\.0\.method: eese: unknown method \(did you mean ease\?\); choose one of"
+    ):
         load_experiment(small_experiment, ['methods=["eese"]'])

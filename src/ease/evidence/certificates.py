@@ -196,7 +196,7 @@ def installed_code() -> Code:
     for path in files:
         whole.update(f"{sha256(path)}  {path.relative_to(root).as_posix()}\n".encode())
     found = {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
-    return Code(version=_version("ease-unlearning"), sources_sha256=whole.hexdigest(), libraries=found)
+    return Code(version=ease.__version__, sources_sha256=whole.hexdigest(), libraries=found)
 
 
 def _version(package: str) -> str:

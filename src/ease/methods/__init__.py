@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ease.config import override, validate
-from ease.errors import UserError
+from ease.errors import UserError, did_you_mean
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
 from ease.methods.fed_eraser import FedEraser
@@ -64,8 +64,13 @@ def make_method(name: str, assignments: tuple[str, ...] = (), table: dict[str, A
     if name not in METHODS:
         if name in BROKEN:
             raise UserError(f"--method {name}: this plug-in cannot be used: {BROKEN[name]}")
-        raise UserError(f"--method {name}: unknown method; choose one of: {', '.join(sorted(METHODS))}")
+        raise UserError(f"--method {name}: {unknown_method(name)}")
     return validate(METHODS[name], override(dict(table or {}), assignments), f"method {name}")
+
+
+def unknown_method(name: str) -> str:
+    """What to say of a name that no method has."""
+    return f"unknown method{did_you_mean(name, METHODS)}; choose one of: {', '.join(sorted(METHODS))}"
 
 
 def plug_ins(found: Iterable[EntryPoint]) -> tuple[dict[str, type[Unlearner]], dict[str, str]]:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import ease
 from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
 from ease.data.config import DataConfig
@@ -240,7 +240,7 @@ def header(experiment: Experiment) -> BenchHeader:
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         commit=_commit(),
         versions={
-            "ease": version("ease-unlearning"),
+            "ease": ease.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
         },

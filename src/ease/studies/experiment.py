@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ease.config import Config, override, read_toml, validate
 from ease.errors import UserError
-from ease.methods import METHODS, make_method
+from ease.methods import METHODS, make_method, unknown_method
 from ease.methods.base import Unlearner
 from ease.runs.config import RunConfig, anchor_paths
 from ease.storage import digest
@@ -39,7 +39,7 @@ class Entry(Config):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in METHODS:
-            raise ValueError(f"{name}: unknown method; choose one of: {', '.join(sorted(METHODS))}")
+            raise ValueError(f"{name}: {unknown_method(name)}")
         return name
 
 

@@ -1,0 +1,232 @@
+"""What `ease doctor` does: look at the machine, the installation and the cache, and try everything once, small."""
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from packaging.requirements import Requirement
+from rich.console import RenderableType
+from rich.text import Text
+
+import ease
+from ease.commands.cache import CacheSummary, exposed_remedy, list_cache
+from ease.commands.forget import forget_run
+from ease.commands.train import train_run
+from ease.console import megabytes, plain, status
+from ease.errors import UserError
+from ease.methods import BROKEN, METHODS, make_method
+from ease.runs.config import load_config
+from ease.runs.run import Run
+from ease.storage import exclusive, sha256, write_atomic
+
+State = Literal["fine", "warning", "failed"]
+PACKAGE = "ease-unlearning"
+FEWEST_FREE = 1e9
+"""Bytes of free disk below which a run may not fit."""
+UNTOLD = ("dev", "site")
+"""Extras of those who change the code."""
+SELF_TEST = (
+    "data.train=24",
+    "data.validation=0",
+    "data.test=8",
+    "partition.clients=3",
+    "partition.scheme=iid",
+    "partition.classes=2",
+    "training.rounds=1",
+    "training.local_epochs=1",
+    "model.hidden=16",
+    "model.embedding=8",
+    "gallery=8",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    words: str
+
+
+@dataclass(frozen=True)
+class DoctorSummary:
+    """All that was found; healthy where nothing failed."""
+
+    findings: tuple[Finding, ...]
+    cache: CacheSummary | None
+
+    @property
+    def healthy(self) -> bool:
+        return all(each.state != "failed" for each in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        cache = None if self.cache is None else self.cache.as_json()
+        told = {"version": ease.__version__, "healthy": self.healthy}
+        return {**told, "findings": [asdict(each) for each in self.findings], "cache": cache}
+
+    def render(self) -> Iterator[RenderableType]:
+        styles = {"fine": "green", "warning": "yellow", "failed": "bold red"}
+        for each in self.findings:
+            yield Text.assemble((f"{each.state:8}", styles[each.state]), f"{each.name}: {plain(each.words)}")
+        yield "Everything works" if self.healthy else "Something does not work: see what failed above"
+
+
+def doctor(quiet: bool) -> DoctorSummary:
+    """Look at everything; a part that cannot be looked at has failed, and stops no other."""
+    looked = [
+        ("ease", _versions),
+        ("machine", _machine),
+        ("packages", _packages),
+        ("methods", _methods),
+        ("GPU", _gpu),
+        ("cache", _cache),
+        ("this folder", lambda: _place(Path.cwd())),
+        ("temporary folder", lambda: _place(Path(tempfile.gettempdir()))),
+        ("self-test", _self_test),
+    ]
+    with status("looking and trying", quiet):
+        findings = [each for name, look in looked for each in _looked(name, look)]
+    try:
+        cache = list_cache()
+    except UserError:
+        cache = None  # told above
+    return DoctorSummary(tuple(findings), cache)
+
+
+def _looked(name: str, look: Callable[[], Iterator[tuple[State, str]]]) -> list[Finding]:
+    try:
+        return [Finding(name, *found) for found in look()]
+    except Exception as error:  # whatever it is, it is what someone asks the doctor about
+        words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return [Finding(name, "failed", words)]
+
+
+def _versions() -> Iterator[tuple[State, str]]:
+    place = Path(ease.__file__).parent
+    yield "fine", f"{ease.__version__} in {place}; Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def _machine() -> Iterator[tuple[State, str]]:
+    threads = os.environ.get("OMP_NUM_THREADS")
+    told = f", OMP_NUM_THREADS={threads}" if threads else ""
+    yield (
+        "fine",
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} used{told}",
+    )
+
+
+def _packages() -> Iterator[tuple[State, str]]:
+    try:
+        wanted = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
+    except metadata.PackageNotFoundError:
+        yield "warning", f"{PACKAGE} was not installed by pip, so nothing says which packages it needs"
+        return
+    lacking = [_lack(each) for each in wanted if each.marker is None]
+    yield from (("failed", f"{each}; pip install --upgrade {PACKAGE}") for each in lacking if each)
+    if not any(lacking):
+        yield "fine", "all that are needed"
+    extras = sorted(set(metadata.metadata(PACKAGE).get_all("Provides-Extra") or ()) - {*UNTOLD})
+    there = {extra: not any(_lack(each) for each in _of(wanted, extra)) for extra in extras}
+    yield "fine", f"extras that can be used: {', '.join(name for name, whole in there.items() if whole) or 'none'}"
+    absent = [name for name, whole in there.items() if not whole]
+    if absent:
+        yield "fine", f'extras that are absent: {", ".join(absent)}; e.g. pip install "{PACKAGE}[{absent[0]}]"'
+
+
+def _of(wanted: list[Requirement], extra: str) -> list[Requirement]:
+    bare = {"extra": ""}
+    return [
+        each
+        for each in wanted
+        if each.marker and each.marker.evaluate({"extra": extra}) and not each.marker.evaluate(bare)
+    ]
+
+
+def _lack(wanted: Requirement) -> str:
+    """What is wrong with a package that is needed; nothing where it is there and new enough."""
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return f"{wanted.name} is missing"
+    fits = wanted.specifier.contains(version, prereleases=True)
+    return "" if fits else f"{wanted.name} is {version}, and {wanted.specifier} is needed"
+
+
+def _methods() -> Iterator[tuple[State, str]]:
+    yield "fine", f"{len(METHODS)} can be used"
+    yield from (("warning", f"plug-in {name}: {reason}") for name, reason in sorted(BROKEN.items()))
+
+
+def _gpu() -> Iterator[tuple[State, str]]:
+    if not torch.cuda.is_available():
+        yield "fine", "none is visible; everything runs on the CPU"
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.ones(8, device="cuda").sum().item()  # a driver that does not fit shows only now
+    yield "fine", f'{torch.cuda.get_device_name(0)}, {total / 1e9:.0f} GB; use it with device = "cuda"'
+
+
+def _cache() -> Iterator[tuple[State, str]]:
+    found = list_cache()
+    yield from _place(found.folder)
+    held = ", ".join(f"{part.name} {megabytes(part.bytes)}" for part in found.parts if part.files)
+    yield "fine", f"{megabytes(found.size)} ({held or 'empty'}); `ease cache clear` deletes it"
+    if found.exposed:
+        yield "warning", exposed_remedy(found)
+
+
+def _place(folder: Path) -> Iterator[tuple[State, str]]:
+    """Whether files can be written, replaced and locked there, and what space is left."""
+    with tempfile.TemporaryDirectory(prefix=".ease-doctor-", dir=folder) as inside:
+        for content in (b"first", b"second"):
+            write_atomic(Path(inside) / "file", content)
+        with exclusive(Path(inside) / "lock", f"{folder}: locks do not work here; use another disk"):
+            pass
+    free = shutil.disk_usage(folder).free
+    enough = free >= FEWEST_FREE
+    words = f"{folder} can be written, {megabytes(free)} are free"
+    yield ("fine", words) if enough else ("warning", f"{words}, which is little: a run may not fit")
+
+
+def _self_test() -> Iterator[tuple[State, str]]:
+    """Train the same twice, with a cache of its own, forget a client, and read back what was written."""
+    begun = time.monotonic()
+    config = load_config(None, SELF_TEST)
+    with tempfile.TemporaryDirectory(prefix="ease-doctor-") as temporary, _own_cache(Path(temporary) / "cache"):
+        runs = [Path(temporary) / name for name in ("first", "second")]
+        for run in runs:
+            train_run(config, run, quiet=True)
+        states = [sha256(run / "rounds" / "00001" / "state.safetensors") for run in runs]
+        if states[0] != states[1]:
+            yield "failed", "the same training gave two different models; tell us, with all that stands above"
+            return
+        answer = forget_run(runs[0], [1], [], None, make_method("ease"), quiet=True)
+        Run.load(runs[0]).history.verify_state(1)
+        model = sha256(answer.folder / "model.safetensors")
+    if model == states[0]:
+        yield "failed", "a client was to be forgotten, and the model did not change"
+        return
+    seconds = time.monotonic() - begun
+    yield "fine", f"trained twice to the same bytes, forgot a client, read it back, in {seconds:.1f} s"
+
+
+@contextmanager
+def _own_cache(folder: Path) -> Iterator[None]:
+    before = os.environ.get("EASE_CACHE")
+    os.environ["EASE_CACHE"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("EASE_CACHE")
+        if before is not None:
+            os.environ["EASE_CACHE"] = before

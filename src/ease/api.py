@@ -18,7 +18,7 @@ from ease.methods import make_method
 from ease.params import Params
 from ease.runs.answers import StoredAnswer, trained_of
 from ease.runs.config import RunConfig, anchor_paths
-from ease.runs.resolve import request_id
+from ease.runs.resolve import Wanted, request_id
 from ease.runs.run import Run
 
 
@@ -60,16 +60,18 @@ class TrainedRun(_Shows):
         client: int | Sequence[int] = (),
         concept: str | Sequence[str] = (),
         samples: Sequence[str] = (),
+        name: str = "",
+        threshold: float | None = None,
         method: str = "ease",
         settings: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> "Answer":
-        """Forget clients, a concept (words for a kind of pair) or single pairs by their ids."""
+        """Forget clients, concepts (words for what is in a pair), single pairs by their ids, or several of these."""
         clients = [client] if isinstance(client, int) else list(client)
-        classes = [concept] if isinstance(concept, str) else list(concept)
+        concepts = [concept] if isinstance(concept, str) else list(concept)
         unlearner = make_method(method, table=dict(settings or {}))
-        summary = forget_run(self.folder, clients, classes, list(samples) or None, unlearner, quiet)
-        return Answer(self.folder, summary)
+        wanted = Wanted(clients, (), concepts, list(samples) or None, name=name, threshold=threshold)
+        return Answer(self.folder, forget_run(self.folder, wanted, unlearner, quiet))
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ease.audit.band import Band
 from ease.audit.verdict import EVIDENCE, Measure
-from ease.requests.request import ClassRequest, ClientRequest
+from ease.requests.request import in_words
 from ease.runs.next_steps import next_steps
 from ease.runs.records import AnswerRecord, AuditRecord, BlockNotes, Price, RocPoints, SpectrumNotes
 from ease.runs.resolve import request_flags
@@ -155,12 +155,7 @@ def answer_section(
 
 def asked(record: AnswerRecord) -> str:
     """The request in words."""
-    request = record.request
-    if isinstance(request, ClientRequest):
-        return f"Forgetting client{'s' if len(request.clients) > 1 else ''} {', '.join(map(str, request.clients))}"
-    if isinstance(request, ClassRequest):
-        return f"Forgetting class{'es' if len(request.classes) > 1 else ''} {', '.join(map(str, request.classes))}"
-    return f"Forgetting {len(request.ids)} single pairs"
+    return f"Forgetting {in_words(record.request)}"
 
 
 def _label(measure: Measure) -> str:

@@ -43,7 +43,7 @@ def test_a_quick_look_from_python(tmp_path: Path, small) -> None:
 def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> None:
     with pytest.raises(ease.UserError, match="no such client"):
         run.forget(client=99, quiet=True)
-    with pytest.raises(ease.UserError, match="one of"):
+    with pytest.raises(ease.UserError, match="name what to forget"):
         run.forget(quiet=True)
     with pytest.raises(ease.UserError, match="no training pairs"):
         run.forget(samples=["nobody"], quiet=True)

@@ -32,7 +32,7 @@ from ease.params import Params
 from ease.runs.answers import StoredAnswer, trained_of
 from ease.runs.config import RunConfig, anchor_paths
 from ease.runs.records import PairRecord
-from ease.runs.resolve import request_id
+from ease.runs.resolve import Wanted, request_id
 from ease.runs.run import Run
 
 
@@ -88,11 +88,13 @@ class TrainedRun(_Shows):
         client: int | str | Sequence[int | str] = (),
         concept: str | Sequence[str] = (),
         samples: Path | Sequence[str] = (),
+        name: str = "",
+        threshold: float | None = None,
         method: str = "ease",
         settings: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> "Answer":
-        """Forget clients, a concept (words for a kind of pair) or single pairs by their ids.
+        """Forget clients, concepts (words for what is in a pair), single pairs by their ids, or several of these.
 
         >>> run.forget(client=1, method="finetune", quiet=True).name
         'client-1/finetune'
@@ -105,12 +107,12 @@ class TrainedRun(_Shows):
             ...
         ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
         """
-        clients, classes, ids = _clients(client, self.folder), _words(concept), _ids(samples)
+        clients, concepts, ids = _clients(client, self.folder), _words(concept), _ids(samples)
         if not isinstance(method, str):
             raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
         unlearner = make_method(method, table=_settings(settings))
-        summary = forget_run(self.folder, clients, classes, ids or None, unlearner, quiet)
-        return Answer(self.folder, summary)
+        wanted = Wanted(clients, (), concepts, ids or None, name=name, threshold=threshold)
+        return Answer(self.folder, forget_run(self.folder, wanted, unlearner, quiet))
 
 
 @dataclass(frozen=True, repr=False)

@@ -135,6 +135,21 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only th
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
+Concepts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="WORDS", help='Words for what is in the pairs, such as "in the snow". Repeatable.'),
+]
+Classes = Annotated[
+    list[str] | None, typer.Option("--class", metavar="N", help="A pseudo-class by its number. Repeatable.")
+]
+Threshold = Annotated[
+    float | None,
+    typer.Option(min=-1, max=1, help="How near pairs must be to the words (cosine); by default found from captions."),
+]
+RequestName = Annotated[
+    str, typer.Option(metavar="NAME", help="What to call a request by words or ids; by default a name is made.")
+]
+
 
 def _tell_version(asked: bool) -> None:
     if asked:
@@ -193,13 +208,16 @@ def forget(
     client: Annotated[
         list[str] | None, typer.Option(help="A client that withdraws: its number or the name of its site. Repeatable.")
     ] = None,
-    class_: Annotated[
-        list[str] | None,
-        typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
-    ] = None,
+    concept: Concepts = None,
+    class_: Classes = None,
     samples: Annotated[Path | None, typer.Option(help="File with the ids of pairs, one a line.")] = None,
     canaries: Annotated[
         bool, typer.Option("--canaries", help="The canaries that were planted (data.canaries), wherever they are.")
+    ] = False,
+    threshold: Threshold = None,
+    name: RequestName = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Forget nothing: show whose pairs these are, and list their ids.")
     ] = False,
     method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
     settings: Settings = None,
@@ -207,16 +225,24 @@ def forget(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Forget clients, a class or single pairs, and write the new model and its record into the run.
+    """Forget clients, concepts, single pairs or all of these together; the new model and its record go into the run.
 
-    Examples: `ease forget runs/first --client 3`, `ease forget runs/first --class "on the beach"`,
-    `ease forget runs/first --samples ids.txt --set replay=0.5`
+    Examples: `ease forget runs/first --client 3`, `ease forget runs/first --concept "on the beach" --dry-run`,
+    `ease forget runs/first --client 3 --samples ids.txt --name farewell`
     """
-    from ease.commands.forget import forget_run
     from ease.methods import make_method
+    from ease.runs.resolve import Wanted
 
     unlearner = make_method(method, tuple(settings or ()))
-    _finish(forget_run(run, client or [], class_ or [], samples, unlearner, quiet or as_json, canaries), as_json)
+    wanted = Wanted(client or [], class_ or [], concept or [], samples, canaries, name, threshold)
+    if dry_run:
+        from ease.commands.preview import preview_run
+
+        _finish(preview_run(run, wanted, unlearner, quiet or as_json), as_json)
+        return
+    from ease.commands.forget import forget_run
+
+    _finish(forget_run(run, wanted, unlearner, quiet or as_json), as_json)
 
 
 @app.command()
@@ -246,17 +272,17 @@ By = Annotated[str | None, typer.Option(help="Who does so; by default the user o
 def request_add(
     run: RunFolder,
     client: Annotated[list[str] | None, typer.Option(help="A client that withdraws. Repeatable.")] = None,
-    class_: Annotated[
-        list[str] | None,
-        typer.Option("--class", metavar="TEXT", help="Words for a kind of pair, or its number. Repeatable."),
-    ] = None,
+    concept: Concepts = None,
+    class_: Classes = None,
     samples: Annotated[Path | None, typer.Option(help="File with the ids of pairs, one a line.")] = None,
     by: By = None,
     ground: Annotated[str, typer.Option(help='On what ground, e.g. "GDPR art. 17(1)(b)".')] = "",
     reason: Annotated[str, typer.Option(help="Why, in a few words.")] = "",
     priority: Annotated[int, typer.Option(help="Larger goes first.")] = 0,
     due: Annotated[str | None, typer.Option(metavar="DATE", help="Answer until then; by default in a month.")] = None,
-    id: Annotated[str | None, typer.Option(help="Its name; by default one that follows from its content.")] = None,
+    threshold: Threshold = None,
+    name: RequestName = "",
+    id: Annotated[str | None, typer.Option(help="Its number in the ledger; by default made from its content.")] = None,
     approve: Annotated[bool, typer.Option("--approve", help="Approve it at once.")] = False,
     method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
     settings: Settings = None,
@@ -270,10 +296,12 @@ def request_add(
     """
     from ease.commands.requests import add_request
     from ease.methods import make_method
+    from ease.runs.resolve import Wanted
 
     unlearner = make_method(method, tuple(settings or ()))
+    wanted = Wanted(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
     told = (by, ground, reason, priority, due, id, approve)
-    _finish(add_request(run, client or [], class_ or [], samples, unlearner, *told, quiet or as_json), as_json)
+    _finish(add_request(run, wanted, unlearner, *told, quiet or as_json), as_json)
 
 
 @requests.command("list")

@@ -197,6 +197,13 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
+def duration(seconds: float) -> str:
+    """A rough time, as people say it."""
+    if seconds < 120:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def status(text: str, quiet: bool) -> AbstractContextManager[object]:
     """A spinner while something takes a moment."""
     return nullcontext() if quiet else errors.status(escape(plain(text)))

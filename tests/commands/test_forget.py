@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from ease.commands.train import train_run
-from ease.data.scenes import lexicon
 from ease.federation.fedavg import participants
 from ease.federation.loop import Loop
 from ease.methods import METHODS
+from ease.runs.concepts import content, says_all
 from ease.runs.config import load_config
-from ease.runs.resolve import MATCH, class_cosines
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import read_json
@@ -49,16 +48,18 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(ease) -> Callable[..., None]:
-    """A command must be refused: code 2, one line that holds all parts, nothing printed, the run as it was."""
+    """A command must be refused: code 2, one line that holds all parts, no result, the run as it was."""
 
     def check(folder: Path, arguments: list[object], *parts: str) -> None:
         before = fingerprint(folder)
         result = ease("forget", folder, *arguments)
         assert result.code == 2, result
         assert result.out == "" and "Traceback" not in result.err
-        assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
+        first, _, rest = result.err.partition("\n")
+        err = rest if first.startswith("forgetting ") else result.err  # what only the work finds out comes after it
+        assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
         for part in parts:
-            assert part in result.err, result.err
+            assert part in err, err
         assert fingerprint(folder) == before
 
     return check
@@ -144,12 +145,82 @@ def test_what_is_shown_does_not_change_what_is_stored(ease, run: Path) -> None:
     assert all("forget/recall@1" in entry["metrics"] for entry in quiet["rounds"])
 
 
-def test_a_class_can_be_named_in_words(ease, run: Path) -> None:
+def test_words_name_the_pairs_that_say_them(ease, run: Path) -> None:
     world = World.open(Run.load(run).config)
-    word = max(lexicon(), key=lambda word: class_cosines(world.server, word).max())
-    result = ease("forget", run, "--class", word, "--method", "finetune", "--json")
-    expected = int(class_cosines(world.server, word).argmax())
-    assert json.loads(result.out)["request"] == {"scope": "class", "classes": [expected], "text": word}
+    word = "green"
+    saying = {
+        pair_id
+        for shard in world.shards
+        for pair_id, place in zip(shard.train_ids, shard.train, strict=True)
+        if any(says_all(caption, content(word)) for caption in world.evaluator.pairs.captions[place])
+    }
+    assert saying, "choose another word"
+    for flag in ("--concept", "--class"):
+        result = ease("forget", run, flag, word, "--method", "finetune", "--json")
+        summary = json.loads(result.out)
+        assert saying <= set(summary["request"]["ids"]) and summary["request"]["words"] == [word]
+        assert summary["id"].startswith(f"{word}-") and f"“{word}” (" in summary["meaning"]
+        shown = ease("forget", run, flag, word, "--method", "finetune")
+        assert f"“{word}”" in shown.out and "answered already" in shown.err
+    ease("report", run, "--quiet")
+    assert f"Forgetting “{word}”" in (run / "report.html").read_text()
+
+
+def test_one_request_may_mix_clients_classes_words_and_ids(ease, run: Path, tmp_path: Path) -> None:
+    world = World.open(Run.load(run).config)
+    holding = world.server.membership.clients
+    single = holding[0].train_ids[0]
+    mixed = ["--client", 2, "--class", 1, "--samples", ids_file(tmp_path, single)]
+    summary = json.loads(ease("forget", run, *mixed, "--method", "finetune", "--json").out)
+    of_class = {e for h in holding for e, label in zip(h.train_ids, h.train_classes, strict=True) if label == 1}
+    assert set(summary["request"]["ids"]) == {*holding[2].train_ids, *of_class, single}
+    assert summary["meaning"].startswith("client 2, class 1, 1 single pair (")
+    assert summary["id"].startswith("client-2-class-1-")
+    shown = ease("forget", run, "--client", 2, "--samples", ids_file(tmp_path, single), "--name", "farewell")
+    assert shown.code == 0 and (run / "requests" / "farewell" / "ease" / "record.json").is_file()
+    assert ease("audit", run, "--request", "farewell", "--quick").code == 0
+
+
+def test_a_name_belongs_to_one_request(ease, refused, run: Path, tmp_path: Path) -> None:
+    ids = World.open(Run.load(run).config).shards[0].train_ids
+    first = ["--samples", ids_file(tmp_path, ids[0]), "--name", "mine", "--method", "finetune"]
+    assert ease("forget", run, *first).code == 0
+    assert "answered already, 20" in ease("forget", run, *first).err
+    refused(run, ["--samples", ids_file(tmp_path, ids[1]), "--name", "mine"], "--name mine: another request has this")
+    refused(run, ["--client", 1, "--name", "one"], "this request is called client-1 already")
+    for name in ("client-1", "class-2-3", "sample-0123456789", "../up", "", " "):
+        parts = [f"--name {name!r}"] if "." in name or name == " " else [f"--name {name}"]
+        if name:
+            refused(run, ["--samples", ids_file(tmp_path, ids[1]), "--name", name], *parts)
+
+
+def test_a_dry_run_shows_whose_pairs_go_and_changes_nothing_else(ease, run: Path, tmp_path: Path) -> None:
+    before, word = fingerprint(run), "green"
+    told = json.loads(ease("forget", run, "--concept", word, "--dry-run", "--json").out)
+    shown = ease("forget", run, "--concept", word, "--dry-run")
+    assert shown.code == 0 and "Nothing was forgotten" in shown.out and f"“{word}”: " in shown.out
+    assert sum(told["touches"]["clients"].values()) == len(told["ids"]) == told["touches"]["named"]
+    near = [miss["id"] for miss in told["matches"][0]["near_misses"]]
+    after = fingerprint(run)
+    previews = {name for name in after if name.startswith("previews")}
+    assert {name: value for name, value in after.items() if name not in previews} == before
+    listed, page = map(Path, told["files"])
+    assert {f"previews/{told['id']}/{path.name}" for path in (listed, page)} <= previews
+    assert page.read_text().count("<img") == len(told["ids"]) + len(near) and page.stat().st_mode & 0o077 == 0
+    # The list can be edited and used: one line deleted, one near miss taken in.
+    lines = listed.read_text().splitlines()
+    assert f"# {near[0]}\t# " in listed.read_text()
+    edited = [line.replace(f"# {near[0]}", near[0]) for line in lines if not line.startswith(told["ids"][0])]
+    again = ease("forget", run, "--samples", ids_file(tmp_path, *edited), "--method", "finetune", "--json")
+    assert set(json.loads(again.out)["request"]["ids"]) == {*told["ids"][1:], near[0]}
+
+
+def test_one_line_comes_before_the_work(ease, run: Path) -> None:
+    world = World.open(Run.load(run).config)
+    count, total = len(world.shards[1].train_ids), sum(len(shard.train_ids) for shard in world.shards)
+    line = ease("forget", run, "--client", 1, "--method", "finetune").err.splitlines()[0]
+    assert line.startswith(f"forgetting {count} of {total} training pairs, client 1; of client 1 ({count}); e.g. “")
+    assert "; about " in line and ease("forget", run, "--client", 1, "--method", "finetune", "--quiet").err == ""
 
 
 def test_training_goes_on_after_a_request(ease, run: Path) -> None:
@@ -191,8 +262,13 @@ def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str],
         (["--client", "-1"], ["--client -1: no such client"]),
         (["--client", "one"], ["--client", "one"]),
         (["--class", "9"], ["--class 9: no such pseudo-class", "0 to 2"]),
-        ([], ["one of --client, --class, --samples or --canaries"]),
-        (["--client", "1", "--class", "1"], ["one of --client, --class, --samples or --canaries"]),
+        ([], ["name what to forget with --client, --concept, --class, --samples or --canaries"]),
+        (["--client", "1", "--canaries"], ["--canaries is a request of its own"]),
+        (["--client", "1", "--threshold", "0.3"], ["--threshold says how near pairs must be"]),
+        (["--concept", ""], ["--concept '': there are no words"]),
+        (["--class", ""], ["--concept '': there are no words"]),
+        (["--concept", "aardvark"], ["--concept 'aardvark': no caption has “aardvark”", "use such words"]),
+        (["--client", "1", "--class", "9"], ["--class 9: no such pseudo-class"]),
         (["--client", "0", "--client", "1", "--client", "2"], ["names all training data"]),
         (["--class", "0", "--class", "1", "--class", "2"], ["names all training data"]),
         (["--client", "1", "--method", "magic"], ["--method magic: unknown method", ", ".join(sorted(METHODS))]),
@@ -209,15 +285,6 @@ def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str],
 )
 def test_a_wrong_request_is_one_line_and_changes_nothing(refused, run: Path, arguments, parts) -> None:
     refused(run, arguments, *parts)
-
-
-def test_words_that_fit_no_class_show_the_nearest(refused, run: Path) -> None:
-    world = World.open(Run.load(run).config)
-    word = min(lexicon(), key=lambda word: class_cosines(world.server, word).max())
-    cosines = class_cosines(world.server, word)
-    assert cosines.max() < MATCH, "choose another word"
-    nearest = f"the nearest is {cosines.argmax()} (cosine {cosines.max():.2f}"
-    refused(run, ["--class", word], f"--class {word!r}: fits no pseudo-class well", nearest, "use other words")
 
 
 def test_a_single_photo_is_forgotten(ease, run: Path, tmp_path: Path) -> None:
@@ -249,7 +316,8 @@ def test_a_client_that_never_took_part_is_one_line(refused, small, tmp_path: Pat
     train_run(config, tmp_path / "run", quiet=True)
     drawn = {client for number in (1, 2) for client in participants([0, 1, 2], config.training, config.seed, number)}
     absent = min({0, 1, 2} - drawn)
-    refused(tmp_path / "run", ["--client", absent], f"client {absent} never took part", "nothing of it to excise")
+    parts = (f"client {absent} never took part", "nothing of it to excise")
+    refused(tmp_path / "run", ["--client", absent], *parts)
 
 
 UPDATE, STATE = "rounds/00001/updates.bin", "rounds/00002/state.safetensors"

@@ -16,7 +16,7 @@ from PIL import Image
 from ease.audit.band import Band
 from ease.audit.config import AuditConfig
 from ease.audit.verdict import Measure, Verdict
-from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, data_address, own_ranks, report_run
+from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, own_ranks, report_run
 from ease.console import as_text
 from ease.errors import UserError
 from ease.methods.finetune import Finetune
@@ -28,6 +28,7 @@ from ease.runs.forget import forget
 from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Price, Role, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.show.sheet import data_address
 from ease.storage import read_json, sha256, write_json
 from ease.studies.bench import header
 from ease.studies.experiment import Experiment
@@ -92,7 +93,7 @@ def test_in_a_collapsed_model_every_rank_is_the_middle() -> None:
 def test_a_picture_travels_in_its_address() -> None:
     pixels = np.zeros((300, 200, 3), dtype=np.uint8)
     pixels[..., 0] = 200
-    kind, _, text = data_address(pixels).partition(",")
+    kind, _, text = data_address(pixels, EDGE).partition(",")
     shown = Image.open(io.BytesIO(base64.b64decode(text)))
     assert kind == "data:image/jpeg;base64" and shown.size == (EDGE * 2 // 3, EDGE)
     assert np.abs(np.asarray(shown, dtype=int).mean((0, 1)) - (200, 0, 0)).max() < 4

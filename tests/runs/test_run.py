@@ -17,7 +17,6 @@ from ease.config import to_toml
 from ease.errors import UserError
 from ease.federation.loop import Loop
 from ease.runs.config import RunConfig, load_config
-from ease.runs.resolve import class_cosines, match_class
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import LEFTOVER, read_json, write_json
@@ -160,26 +159,6 @@ def test_shards_cover_the_training_pairs_and_no_others(world: World) -> None:
 def test_classes_of_training_pairs_are_the_classes_they_were_dealt_by(world: World) -> None:
     for shard in world.shards:
         np.testing.assert_array_equal(world.evaluator.classes_of(shard.train), shard.train_classes)
-
-
-def test_a_descriptor_finds_the_class_it_describes(world: World) -> None:
-    texts = [
-        caption
-        for position in world.evaluator.pairs.indices("train")[:20]
-        for caption in world.evaluator.pairs.captions[position]
-    ]
-    cosines = np.stack([class_cosines(world.server, text) for text in texts])
-    assert cosines.shape == (len(texts), 3) and (np.abs(cosines) <= 1).all()
-    best = max(range(len(texts)), key=lambda index: cosines[index].max())
-    assert match_class(world.server, texts[best]) == cosines[best].argmax()
-
-
-def test_a_descriptor_that_fits_no_class_is_refused_with_the_nearest(world: World, monkeypatch) -> None:
-    monkeypatch.setattr("ease.runs.resolve.MATCH", 1.1)
-    with pytest.raises(
-        UserError, match=r"--class 'boat': fits no pseudo-class well; the nearest is \d \(cosine -?0\.\d"
-    ):
-        match_class(world.server, "boat")
 
 
 # --- training ---

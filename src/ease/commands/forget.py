@@ -9,14 +9,24 @@ import numpy as np
 from rich.console import RenderableType
 
 from ease.audit.alignment import alignment_residual
+from ease.commands.preview import look, tell
 from ease.commands.train import TrainSummary, tell_threads, train_run
 from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
-from ease.requests.request import Request
-from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, open_world, release, trained_of
+from ease.requests.request import ClientRequest, Request, in_words
+from ease.runs.answers import (
+    StoredAnswer,
+    answer_of,
+    check_named,
+    continuation,
+    find_answer,
+    open_world,
+    release,
+    trained_of,
+)
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget, go_on
@@ -24,7 +34,7 @@ from ease.runs.head import Release
 from ease.runs.prospects import audit_prospects
 from ease.runs.quick import QuickCheck, check_answer
 from ease.runs.records import AnswerRecord, SpectrumNotes
-from ease.runs.resolve import check_request, parse_request, planted_ids, request_id
+from ease.runs.resolve import Wanted, check_request, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.studies.scenarios import Scenario, scenario_config, scenario_request
@@ -49,10 +59,17 @@ class ForgetSummary:
     why_no_check: str = ""
     prospects: str = ""
     """Why an audit would be refused, where it would."""
+    answered: str = ""
+    """When it was answered, if that was before."""
 
     def as_json(self) -> dict[str, Any]:
         stored = self.record.model_dump(mode="json")
-        named = {"id": request_id(self.request), "folder": str(self.folder), "before": self.before}
+        named = {
+            "id": request_id(self.request),
+            "meaning": in_words(self.request),
+            "folder": str(self.folder),
+            "before": self.before,
+        }
         looked = {"check": self.check.model_dump(mode="json")} if self.check else {}
         told = {"why_no_check": self.why_no_check, "prospects": self.prospects}
         return {**stored, **named, **looked, **{key: text for key, text in told.items() if text}}
@@ -62,7 +79,13 @@ class ForgetSummary:
             yield spectrum_table(self.record.spectrum)
         metrics, method = self.record.metrics, self.record.method_name
         rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
-        title = f"Request {request_id(self.request)}: recall in percent (galleries of {metrics['gallery']:.0f} pairs)"
+        if self.answered:
+            yield labelled("answered already", f"{self.answered}; this is that answer, nothing was computed again")
+        meaning = "" if isinstance(self.request, ClientRequest) else f", {in_words(self.request)}"
+        title = (
+            f"Request {request_id(self.request)}{meaning}: recall in percent "
+            f"(galleries of {metrics['gallery']:.0f} pairs)"
+        )
         yield table(title, ["", "forget R@1/5/10", "retain R@1/5/10", "test R@1/5/10"], rows)
         yield (
             f"{metrics['cost/seconds']:.1f} s; {megabytes(metrics['cost/bytes_down'])} sent, "
@@ -154,28 +177,22 @@ def bars(cosines: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
 
 
-def forget_run(
-    folder: Path,
-    clients: Sequence[str | int],
-    classes: Sequence[str],
-    samples: Path | Sequence[str] | None,
-    method: Unlearner,
-    quiet: bool,
-    canaries: bool = False,
-) -> ForgetSummary:
-    """Answer a request on a finished run; `canaries` stands for the ids of all that were planted."""
+def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> ForgetSummary:
+    """Answer a request on a finished run."""
     run = Run.load(folder)
     trained_of(run)  # refuses an unfinished training before the long work begins
+    method.check(run.config.training)
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
-        if canaries and samples:
-            raise UserError("--canaries stands for ids, as --samples does: give one of the two")
-        ids = planted_ids(world) if canaries else samples
-        request = parse_request(world.server, clients, classes, ids)
+        resolved = parse_request(world, wanted)
+        request = resolved.request
         if request in world.gone:  # answered once more, by another method: from where the first answer began
             world = open_world(run, request)
         check_request(world, request)
+        check_named(run, request)
+        seen = look(run, world, resolved, method)
+    tell(seen, quiet)
     answer(run, world, request, method, quiet)
     stored = answer_of(run, request, method)
     before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
@@ -183,7 +200,14 @@ def forget_run(
         check, why = _looked_at(run, world, stored, request, method)
     prospects = "" if isinstance(method, Retrain) else audit_prospects(world, request)
     return ForgetSummary(
-        stored.folder, request, stored.record(), before, check=check, why_no_check=why, prospects=prospects
+        stored.folder,
+        request,
+        stored.record(),
+        before,
+        check=check,
+        why_no_check=why,
+        prospects=prospects,
+        answered=seen.answered,
     )
 
 

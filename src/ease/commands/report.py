@@ -1,7 +1,5 @@
 """What `ease report` does: gather the records of a run, and a few of its pairs, into one page."""
 
-import base64
-import io
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from rich.console import RenderableType
 from torch import Tensor
 
@@ -30,6 +27,7 @@ from ease.seeding import generator
 from ease.show.answer import Pair, ReportedAnswer
 from ease.show.overview import extent_of
 from ease.show.page import Contents, page
+from ease.show.sheet import data_address
 from ease.storage import write_atomic
 
 MOST_RANKED = 500
@@ -182,7 +180,7 @@ def _illustrated(
     moved, resisted = order[:MOVED], order[MOVED:][::-1][:RESISTED]
     pairs = [
         Pair(
-            image=data_address(world.evaluator.pairs.pixels[forget[i]]),
+            image=data_address(world.evaluator.pairs.pixels[forget[i]], EDGE),
             caption=world.evaluator.pairs.captions[forget[i]][0],
             ranks={name: float(values[i]) for name, values in ranks.items()},
             resisted=held,
@@ -205,12 +203,3 @@ def own_ranks(image: Tensor, text: Tensor) -> np.ndarray:
     own = scores.diagonal()[:, None]
     ties = (scores == own).sum(1) - 1
     return (1 + (scores > own).sum(1) + ties / 2).numpy()
-
-
-def data_address(pixels: np.ndarray) -> str:
-    """A small JPEG as text, so that the page needs no other file."""
-    picture = Image.fromarray(np.asarray(pixels))
-    picture.thumbnail((EDGE, EDGE))
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

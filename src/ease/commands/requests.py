@@ -1,7 +1,7 @@
 """What `ease request` and `ease work` do: hand requests in, look at them, decide, and answer what waits."""
 
 import getpass
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,10 +20,10 @@ from ease.ledger.store import Draft, Entry, Event, Ledger, now
 from ease.ledger.work import Finished, Steps, work
 from ease.methods import make_method
 from ease.methods.base import Unlearner
-from ease.requests.request import Request
-from ease.runs.answers import open_world
+from ease.requests.request import Request, in_words
+from ease.runs.answers import check_named, open_world
 from ease.runs.purge import Pass
-from ease.runs.resolve import parse_request, request_id
+from ease.runs.resolve import Wanted, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.tombstones import read_tombstones
 
@@ -49,7 +49,7 @@ class EntrySummary:
         if self.added is False:
             yield f"{entry.id} is in the ledger already; nothing was added"
         overdue = " (OVERDUE)" if entry.overdue(now()) else ""
-        yield labelled("request", f"{entry.id}: {request_id(entry.request)} by {entry.method['method']}")
+        yield labelled("request", f"{entry.id}: {in_words(entry.request)} by {entry.method['method']}")
         yield labelled(
             "asked by", f"{entry.asked_by}, {_day(entry.submitted)}; answer until {_day(entry.deadline)}{overdue}"
         )
@@ -94,7 +94,7 @@ class LedgerSummary:
         rows = [
             [
                 each.id,
-                request_id(each.request),
+                in_words(each.request),
                 each.state + (" (OVERDUE)" if each.overdue(time) else ""),
                 each.why[:60],
                 str(each.priority),
@@ -174,9 +174,7 @@ def someone(name: str | None) -> str:
 
 def add_request(
     folder: Path,
-    clients: Sequence[str | int],
-    classes: Sequence[str],
-    samples: Path | Sequence[str] | None,
+    wanted: Wanted,
     method: Unlearner,
     by: str | None,
     ground: str,
@@ -190,8 +188,9 @@ def add_request(
     """Hand a request in; it is resolved now, so that what is approved is what will be done."""
     run = Run.load(folder)
     deadline = None if due is None else _date(due)
+    method.check(run.config.training)
     with status("preparing data and backbone", quiet):
-        request = _resolved(run, clients, classes, samples)
+        request = _resolved(run, wanted)
     draft = Draft(request, method.model_dump(mode="json"), someone(by), ground, reason, priority, deadline, id)
     if refusal := outlook(run, request, method).refusal:
         raise UserError(f"the request {refusal}" if refusal.startswith(("matches", "names")) else refusal)
@@ -202,10 +201,9 @@ def add_request(
     return _shown(run, entry.id, added)
 
 
-def _resolved(
-    run: Run, clients: Sequence[str | int], classes: Sequence[str], samples: Path | Sequence[str] | None
-) -> Request:
-    found = parse_request(open_world(run).server, clients, classes, samples)
+def _resolved(run: Run, wanted: Wanted) -> Request:
+    found = parse_request(open_world(run), wanted).request
+    check_named(run, found)
     return read_tombstones(run.folder).renamed(found)  # what was purged is not written down again
 
 

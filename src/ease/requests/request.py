@@ -1,10 +1,10 @@
-"""What is to be forgotten: whole clients, pseudo-classes or single pairs."""
+"""What is to be forgotten: whole clients, pseudo-classes, or pairs by their ids, however those were found."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ease.config import Config
 from ease.data.membership import Holding
@@ -32,9 +32,51 @@ class SampleRequest(Config):
 
     scope: Literal["sample"] = "sample"
     ids: tuple[str, ...]
+    name: str = ""
+    """What people call it; also the name of its folder."""
+    words: tuple[str, ...] = ()
+    """Concepts that were looked for; the pairs that fit are among the ids."""
+    threshold: float | None = None
+    """How near to the words a pair had to be, where the user said so."""
+    clients: tuple[int, ...] = ()
+    """Clients that were named beside them; all their pairs are among the ids."""
+    classes: tuple[int, ...] = ()
+    """Pseudo-classes that were named beside them; all their pairs are among the ids."""
+    singles: int = 0
+    """How many pairs were named one by one, where other things were named too."""
+
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """How the ids were found only where there is something to tell: a plain list stays what it was, to the byte."""
+        usual = {name: field.default for name, field in type(self).model_fields.items() if name not in ("scope", "ids")}
+        return {key: value for key, value in dump(self).items() if key not in usual or getattr(self, key) != usual[key]}
 
 
 Request = Annotated[ClientRequest | ClassRequest | SampleRequest, Field(discriminator="scope")]
+
+
+def in_words(request: Request) -> str:
+    """The request as a person would say it."""
+    if isinstance(request, ClientRequest):
+        return _named("client", request.clients)
+    if isinstance(request, ClassRequest):
+        said = request.text.replace(", ", "")
+        return _named("class", request.classes) + (f" (“{request.text}”)" if said and not said.isdecimal() else "")
+    pairs = _count(len(request.ids), "pair")
+    parts = [_named("client", request.clients)] if request.clients else []
+    parts += [_named("class", request.classes)] if request.classes else []
+    parts += [f"“{words}”" for words in request.words]
+    parts += [_count(request.singles, "single pair")] if request.singles else []
+    return f"{', '.join(parts)} ({pairs})" if parts else _count(len(request.ids), "single pair")
+
+
+def _named(kind: str, numbers: Sequence[int]) -> str:
+    plural = {"client": "clients", "class": "classes"}[kind]
+    return f"{kind if len(numbers) == 1 else plural} {', '.join(map(str, numbers))}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def forget_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
@@ -74,8 +116,13 @@ def combined(requests: Sequence[Request]) -> Request:
         asked = [each for each in requests if isinstance(each, ClassRequest)]
         classes = {label for each in asked for label in each.classes}
         return ClassRequest(classes=tuple(sorted(classes)), text=", ".join(each.text for each in asked if each.text))
-    ids = {pair_id for each in requests if isinstance(each, SampleRequest) for pair_id in each.ids}
-    return SampleRequest(ids=tuple(sorted(ids)))
+    listed = [each for each in requests if isinstance(each, SampleRequest)]
+    return SampleRequest(
+        ids=tuple(sorted({pair_id for each in listed for pair_id in each.ids})),
+        words=tuple(dict.fromkeys(words for each in listed for words in each.words)),
+        clients=tuple(sorted({client for each in listed for client in each.clients})),
+        classes=tuple(sorted({label for each in listed for label in each.classes})),
+    )
 
 
 def remaining(request: Request, holdings: Iterable[Holding], gone: Iterable[Request]) -> Request:
@@ -96,4 +143,6 @@ def remaining(request: Request, holdings: Iterable[Holding], gone: Iterable[Requ
         return request.model_copy(update={"clients": tuple(each for each in request.clients if each in clients)})
     if isinstance(request, ClassRequest):
         return request.model_copy(update={"classes": tuple(each for each in request.classes if each in classes)})
-    return request.model_copy(update={"ids": tuple(each for each in request.ids if each in ids)})
+    left = tuple(each for each in request.ids if each in ids)
+    # Another list is another request, and has no right to the name.
+    return request if left == request.ids else request.model_copy(update={"ids": left, "name": ""})

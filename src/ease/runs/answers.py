@@ -4,19 +4,23 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
 from ease.methods.foundation import Foundation
 from ease.params import Params
-from ease.requests.request import Request
+from ease.requests.request import Request, SampleRequest, in_words
 from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.tombstones import read_tombstones
 from ease.runs.world import World
-from ease.storage import digest, remove_leftovers, sha256
+from ease.storage import digest, read_json, remove_leftovers, sha256
+
+_REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 
 FOUNDATION = "foundation.safetensors"
 
@@ -201,6 +205,19 @@ def check_current(run: Run, stored: StoredAnswer) -> None:
         f"{stored.folder}: this answer began from a model that the run has been trained beyond; delete the folder "
         "and run `ease forget` again"
     )
+
+
+def check_named(run: Run, request: Request) -> None:
+    """Refuse a name under which another request was answered: its folder holds what was done for that one."""
+    if not isinstance(request, SampleRequest) or not request.name:
+        return
+    asked = read_tombstones(run.folder).renamed(request)
+    for path in sorted((run.folder / "requests" / request.name).glob("*/request.json")):
+        found = _REQUESTS.validate_python(read_json(path).get("request"))
+        if found not in (request, asked):
+            raise UserError(
+                f"--name {request.name}: another request has this name ({in_words(found)}); choose another name"
+            )
 
 
 def answer_of(run: Run, request: Request, method: Unlearner) -> StoredAnswer:

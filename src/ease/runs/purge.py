@@ -288,6 +288,9 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
     for name in ("shadows", "exports"):
         if (folder / name).exists():
             yield Line(what=name, why="models that may hold the pairs, made again when they are needed")
+    for name in ("previews", "searches"):
+        if (folder / name).exists():
+            yield Line(what=name, why="shows pictures, captions and ids of pairs; made again when someone looks")
     for path in sorted(folder.rglob("report.html")):
         yield Line(what=path.relative_to(folder).as_posix(), why="may show the pictures; ease report writes it again")
     for client in release.request.clients if isinstance(release.request, ClientRequest) else ():
@@ -350,5 +353,5 @@ def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
     yield Line(what="classes.safetensors", why="centres of pseudo-classes, each a mean over many pairs")
     yield Line(what="ledger.sqlite", why="who asked for what and when; ids of pairs stand as salted marks")
     yield Line(what="initial.safetensors", why="saw no one's pairs")
-    yield Line(what=f"name of requests/{request_id(release.request)}", why="for single pairs a hash of all their ids")
+    yield Line(what=f"name of requests/{request_id(release.request)}", why="words, a chosen name or a hash of ids")
     yield Line(what="copies, backups, exports elsewhere, the photographs", why="no command reaches them")

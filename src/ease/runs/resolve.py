@@ -1,21 +1,24 @@
 """From what people name (clients, words, ids) to a request that this run can answer, or a refusal that says why."""
 
+import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
-from ease.runs.world import Server, World
+from ease.runs.concepts import Match, match_concept
+from ease.runs.world import World
 from ease.storage import digest, read_bytes
 
 LARGEST_LIST = 1 << 28
 """Bytes of the largest list of ids that is read."""
-MATCH = 0.15
-"""Least cosine of a class descriptor with a pseudo-class."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
+TAKEN = re.compile(r"(client|class)-[0-9]|sample-[0-9a-f]{10}")
+COMMENT = re.compile(r"\t#.*|^# .*|^#$")
+"""In a list of ids: behind a tab, or a whole line. An id may begin with # all the same."""
 
 
 def request_id(request: Request) -> str:
@@ -24,7 +27,14 @@ def request_id(request: Request) -> str:
         return "client-" + "-".join(map(str, request.clients))
     if isinstance(request, ClassRequest):
         return "class-" + "-".join(map(str, request.classes))
-    return "sample-" + digest(sorted(request.ids))[:10]
+    if request.name:
+        return request.name
+    told = [f"client-{number}" for number in request.clients] + [f"class-{number}" for number in request.classes]
+    told += request.words
+    if not told:
+        return "sample-" + digest(sorted(request.ids))[:10]
+    said = re.sub("[^a-z0-9]+", "-", " ".join(told).lower()).strip("-")[:40].strip("-") or "concept"
+    return f"{said}-{digest(sorted(request.ids))[:6]}"
 
 
 def request_flags(request: Request) -> str:
@@ -33,7 +43,11 @@ def request_flags(request: Request) -> str:
         return " ".join(f"--client {number}" for number in request.clients)
     if isinstance(request, ClassRequest):
         return " ".join(f"--class {number}" for number in request.classes)
-    return "--samples ids.txt"
+    flags = [f"--client {number}" for number in request.clients] + [f"--class {number}" for number in request.classes]
+    flags += [f"--concept {shlex.quote(words)}" for words in request.words]
+    flags += [] if request.threshold is None else [f"--threshold {request.threshold:g}"]
+    flags += ["--samples ids.txt"] if request.singles or not flags else []
+    return " ".join([*flags, *([f"--name {request.name}"] if request.name else [])])
 
 
 def named_ids(membership: Membership, request: Request) -> list[str]:
@@ -48,16 +62,8 @@ def named_ids(membership: Membership, request: Request) -> list[str]:
 
 def check_request(world: World, request: Request) -> None:
     """Refuse a request that names nothing, something unknown, what is gone already, or everything."""
-    members, classes = world.server.membership, len(world.server.centroids)
-    if isinstance(request, ClientRequest):
-        clients = [holding.client for holding in members.clients]
-        unknown = sorted(set(request.clients) - set(clients))
-        if unknown:
-            raise UserError(f"--client {unknown[0]}: no such client; this run has {_those(members)}")
-    if isinstance(request, ClassRequest):
-        unknown = sorted(set(request.classes) - set(range(classes)))
-        if unknown:
-            raise UserError(f"--class {unknown[0]}: no such pseudo-class; this run has 0 to {classes - 1}")
+    members = world.server.membership
+    _check_known(world, request)
     if isinstance(request, SampleRequest):
         known = {pair_id for holding in members.clients for pair_id in holding.train_ids}
         strange = sorted(set(request.ids) - known)
@@ -74,6 +80,19 @@ def check_request(world: World, request: Request) -> None:
         raise UserError("everything that the request names is gone already: this run has forgotten it before")
     if len(named - gone) == left:
         raise UserError("the request names all training data: nothing would be retained; delete the run instead")
+
+
+def _check_known(world: World, request: Request) -> None:
+    """Refuse clients and classes that this run does not have."""
+    members, classes = world.server.membership, len(world.server.centroids)
+    if isinstance(request, ClientRequest):
+        unknown = sorted(set(request.clients).difference(holding.client for holding in members.clients))
+        if unknown:
+            raise UserError(f"--client {unknown[0]}: no such client; this run has {_those(members)}")
+    if isinstance(request, ClassRequest):
+        unknown = sorted(set(request.classes) - set(range(classes)))
+        if unknown:
+            raise UserError(f"--class {unknown[0]}: no such pseudo-class; this run has 0 to {classes - 1}")
 
 
 def _those(members: Membership) -> str:
@@ -103,44 +122,76 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) < 19
 
 
-def class_cosines(server: Server, text: str) -> np.ndarray:
-    """Cosine of a descriptor with each pseudo-class, by the text half of its centroid [classes]."""
-    tower, first = server.backbone.text, server.model.text.first
-    with torch.no_grad():
-        states, mask = tower.prefix(server.backbone.tokenize([text]).to(server.device), first)
-        query = tower(states, mask, first)[0].cpu().double().numpy()
-    halves = server.centroids[:, -len(query) :]
-    centre = halves.mean(axis=0)  # what all classes have in common tells none of them apart
-    halves, query = halves - centre, query / max(np.linalg.norm(query), 1e-12) - centre
-    return halves @ query / (np.linalg.norm(halves, axis=1) * np.linalg.norm(query) + 1e-12)
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be forgotten, as a person names it; several kinds of things together are one request."""
+
+    clients: Sequence[str | int] = ()
+    classes: Sequence[str] = ()
+    """Numbers of pseudo-classes; words are taken for concepts."""
+    concepts: Sequence[str] = ()
+    samples: Path | Sequence[str] | None = None
+    """A file of ids, or the ids."""
+    canaries: bool = False
+    name: str = ""
+    threshold: float | None = None
 
 
-def match_class(server: Server, text: str) -> int:
-    """The pseudo-class a descriptor names; one that fits none well is refused with the nearest."""
-    cosines = class_cosines(server, text)
-    best = int(cosines.argmax())
-    if cosines[best] < MATCH:
-        raise UserError(
-            f"--class {text!r}: fits no pseudo-class well; the nearest is {best} (cosine {cosines[best]:.2f}, "
-            f"at least {MATCH} is needed); use other words or --class {best}"
-        )
-    return best
+@dataclass(frozen=True)
+class Resolved:
+    """The request that someone meant, and how its words were understood."""
+
+    request: Request
+    matches: tuple[Match, ...] = ()
 
 
-def parse_request(
-    server: Server, clients: Sequence[str | int], classes: Sequence[str], samples: Path | Sequence[str] | None
-) -> Request:
-    """The request the options name: exactly one kind of thing is forgotten at a time."""
-    if sum(map(bool, (clients, classes, samples))) != 1:
-        raise UserError("name what to forget with one of --client, --class, --samples or --canaries")
-    if clients:
-        return ClientRequest(clients=find_clients(server.membership, clients))
-    if classes:
-        found = {int(text) if _is_number(text) else match_class(server, text) for text in classes}
-        return ClassRequest(classes=tuple(sorted(found)), text=", ".join(classes))
-    assert samples is not None  # counted above
-    ids = read_ids(samples) if isinstance(samples, Path) else set(samples)
-    return SampleRequest(ids=tuple(sorted(ids)))
+def parse_request(world: World, wanted: Wanted) -> Resolved:
+    """From names, words and ids to a request. Several kinds of things become the list of all their pairs."""
+    numbers = tuple(sorted({int(text) for text in wanted.classes if _is_number(text)}))
+    concepts = [*wanted.concepts, *(text for text in wanted.classes if not _is_number(text))]
+    kinds = [bool(each) for each in (wanted.clients, numbers, concepts, wanted.samples, wanted.canaries)]
+    if not any(kinds):
+        raise UserError("name what to forget with --client, --concept, --class, --samples or --canaries, or several")
+    if wanted.threshold is not None and not concepts:
+        raise UserError("--threshold says how near pairs must be to the words of --concept: give some")
+    clients = find_clients(world.server.membership, wanted.clients)
+    whole: tuple[Request, ...] = (ClientRequest(clients=clients),) if clients else ()
+    whole += (ClassRequest(classes=numbers, text=", ".join(wanted.classes)),) if numbers else ()
+    for each in whole:
+        _check_known(world, each)
+    if wanted.canaries and sum(kinds) > 1:
+        raise UserError("--canaries is a request of its own: they are no data, and are measured by themselves")
+    if wanted.name:
+        check_name(wanted.name)
+    if sum(kinds) == 1 and whole:
+        if wanted.name:
+            raise UserError(
+                f"--name {wanted.name}: this request is called {request_id(whole[0])} already; leave it out"
+            )
+        return Resolved(whole[0])
+    listed = read_ids(wanted.samples) if isinstance(wanted.samples, Path) else set(wanted.samples or ())
+    listed |= set(planted_ids(world)) if wanted.canaries else set()
+    matches = tuple(match_concept(world, words, wanted.threshold) for words in dict.fromkeys(concepts))
+    ids = listed | {pair_id for match in matches for pair_id in match.ids}
+    ids |= {pair_id for each in whole for pair_id in named_ids(world.server.membership, each)}
+    request = SampleRequest(
+        ids=tuple(sorted(ids)),
+        name=wanted.name,
+        words=tuple(match.words for match in matches),
+        threshold=wanted.threshold,
+        clients=clients,
+        classes=numbers,
+        singles=len(listed) if matches or whole else 0,
+    )
+    return Resolved(request, matches)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that could be mistaken for that of another request, or that no folder can have."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"--name {name!r}: use up to 60 letters, digits, hyphens and dots, the first a letter or digit")
+    if TAKEN.match(name):
+        raise UserError(f"--name {name}: such names are those of clients, classes and unnamed lists; choose another")
 
 
 def planted_ids(world: World) -> list[str]:
@@ -155,7 +206,8 @@ def planted_ids(world: World) -> list[str]:
 def read_ids(path: Path) -> set[str]:
     """The ids of a file, one a line."""
     try:
-        ids = {line.strip() for line in read_bytes(path, LARGEST_LIST).decode().splitlines()} - {""}
+        lines = read_bytes(path, LARGEST_LIST).decode().splitlines()
+        ids = {COMMENT.sub("", line).strip() for line in lines} - {""}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--samples {path}: cannot be read as a list of ids, one a line ({error})") from error
     if not ids:

@@ -36,7 +36,7 @@ class Tombstones(Config):
         """The same request, purged ids by their marks."""
         if not isinstance(request, SampleRequest):
             return request
-        return SampleRequest(ids=tuple(sorted(self._mark_of(pair_id) for pair_id in request.ids)))
+        return request.model_copy(update={"ids": tuple(sorted(self._mark_of(pair_id) for pair_id in request.ids))})
 
     def _mark_of(self, pair_id: str) -> str:
         return self.mark(pair_id) if self.mark(pair_id) in self.ids else pair_id

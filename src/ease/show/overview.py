@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ease.audit.verdict import Reason, Verdict
 from ease.data.membership import Membership
-from ease.requests.request import ClassRequest, ClientRequest, Request, forget_mask
+from ease.requests.request import ClassRequest, ClientRequest, Request, forget_mask, in_words
 from ease.runs.next_steps import next_steps
 from ease.runs.records import AnswerRecord, AuditRecord
 
@@ -51,7 +51,7 @@ def asked(request: Request, extent: Extent | None = None) -> str:
         if any(letter.isalpha() for letter in request.text):
             return f"Forgetting “{request.text}”"
         return f"Forgetting class{'es' if len(request.classes) > 1 else ''} {', '.join(map(str, request.classes))}"
-    return "Forgetting 1 single pair" if len(request.ids) == 1 else f"Forgetting {len(request.ids)} single pairs"
+    return f"Forgetting {in_words(request)}"
 
 
 def whose(request: Request, extent: Extent) -> str:

@@ -88,7 +88,7 @@ class Ease(Unlearner):
     0.1."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        self._check_contraction(trained.training)
+        self.check(trained.training)
         trained.history.verify_state(0)
         clients = retained_clients(request, federation)
         before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
@@ -149,7 +149,7 @@ class Ease(Unlearner):
         default = 1.0 if self.lock == "subspace" and self.lock_side == "server" else 0.1
         return default if self.lock_strength is None else self.lock_strength
 
-    def _check_contraction(self, training: TrainingConfig) -> None:
+    def check(self, training: TrainingConfig) -> None:
         """Refuse a lock that would oscillate instead of contracting."""
         if self.lock == "subspace" and self.lock_side == "server":
             if self._strength > 1:

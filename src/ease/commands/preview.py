@@ -1,0 +1,239 @@
+"""What `ease forget --dry-run` does: show what a request names, with captions and pictures, and list its ids."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import RenderableType
+
+from ease.commands.train import tell_threads
+from ease.console import duration, errors, labelled, plain, status, table
+from ease.ledger.outlook import Outlook, outlook
+from ease.methods.base import Unlearner
+from ease.requests.request import ClassRequest, Request, in_words
+from ease.runs.answers import StoredAnswer, answer_of, open_world, trained_of
+from ease.runs.concepts import Match, class_words
+from ease.runs.resolve import Resolved, Wanted, check_request, named_ids, parse_request, request_id
+from ease.runs.run import Run
+from ease.runs.world import World
+from ease.seeding import generator
+from ease.show.sheet import Card, Row, data_address, sheet
+from ease.storage import write_atomic
+
+FOLDER = "previews"
+SHOWN = 3
+"""Example captions on the terminal."""
+MOST_CARDS = 60
+LONGEST_CAPTION = 72
+PRIVATE = "These are pictures and captions of the run's own data: for your eyes, and not to be passed on."
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A request before anything is done for it."""
+
+    run: Path
+    request: Request
+    ids: tuple[str, ...]
+    """Pairs that are named."""
+    outlook: Outlook
+    names: Mapping[int, str]
+    """Client -> as people call it."""
+    examples: tuple[str, ...]
+    matches: tuple[Match, ...]
+    meaning: str
+    """The request in words, pseudo-classes with the words that tell them apart."""
+    captions: Mapping[str, str]
+    """A caption of each pair that is named or nearly so, where its files are there."""
+    answered: str = ""
+    """When it was answered, if it was."""
+    files: tuple[Path, ...] = ()
+    """The list of ids and the sheet of pictures, where they were written."""
+
+    def line(self) -> str:
+        """All of it in one line, to be said before the work begins."""
+        if self.answered:
+            return f"answered already, {self.answered}: {self.meaning}; nothing is computed again"
+        held = ", ".join(f"{self.names[client]} ({count})" for client, count in self.outlook.clients.items())
+        seen = f"; e.g. “{shortened(self.examples[0])}”" if self.examples else ""
+        time = "" if self.outlook.seconds is None else f"; about {duration(self.outlook.seconds)}"
+        return (
+            f"forgetting {self.outlook.fresh} of {self.outlook.left} training pairs, {self.meaning}; of client "
+            f"{held}{seen}{time}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": request_id(self.request),
+            "request": self.request.model_dump(mode="json"),
+            "meaning": self.meaning,
+            "ids": list(self.ids),
+            "touches": self.outlook.as_json(),
+            "examples": list(self.examples),
+            "matches": [
+                {
+                    "words": match.words,
+                    "ids": list(match.ids),
+                    "saying": sorted(match.saying),
+                    "threshold": match.threshold,
+                    "near_misses": [{"id": each, "cosine": match.scores[each]} for each in match.near],
+                }
+                for match in self.matches
+            ],
+            "answered": self.answered,
+            "files": [str(path) for path in self.files],
+        }
+
+    def render(self) -> Iterator[RenderableType]:
+        yield labelled("would forget", f"{self.meaning}; called {request_id(self.request)}")
+        for match in self.matches:
+            yield labelled("matched", match.told())
+        rows = [[self.names[client], str(count)] for client, count in self.outlook.clients.items()]
+        title = f"{self.outlook.fresh} of {self.outlook.left} training pairs"
+        yield table(title, ["client", "pairs to forget"], rows)
+        for caption in self.examples:
+            yield labelled("for example", f"“{shortened(caption)}”")
+        for match in self.matches:
+            for each in match.near[:SHOWN]:
+                said = f"{each} “{shortened(self.captions.get(each, ''))}” ({match.scores[each]:.2f})"
+                yield labelled("near miss", said)
+        if self.answered:
+            yield labelled("answered already", self.answered)
+        elif self.outlook.seconds is not None:
+            yield labelled(
+                "would take", f"about {duration(self.outlook.seconds)}, {self.outlook.share:.0%} of retraining"
+            )
+        yield "Nothing was forgotten."
+        if self.files:
+            listed, pictures = self.files
+            yield labelled("pictures", f"{pictures} (private)")
+            yield labelled("ids", f"{listed}; edit the list and use it: ease forget {self.run} --samples {listed}")
+
+
+def shortened(caption: str) -> str:
+    caption = plain(caption)
+    return caption if len(caption) <= LONGEST_CAPTION else f"{caption[: LONGEST_CAPTION - 1].rstrip()}…"
+
+
+def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Preview:
+    """A request as it would be answered now."""
+    request, members = resolved.request, world.server.membership
+    ids = tuple(named_ids(members, request))
+    places = {pair_id: place for place, pair_id in enumerate(world.evaluator.pairs.ids)}
+    near = [each for match in resolved.matches for each in match.near]
+    captions = {each: world.evaluator.pairs.captions[places[each]][0] for each in (*ids, *near) if each in places}
+    for match in resolved.matches:
+        captions |= match.captions
+    there = [each for each in ids if each in captions]
+    rng = generator(world.config.seed, "examples")
+    chosen = sorted(rng.permutation(len(there))[:SHOWN].tolist())
+    meaning = in_words(request)
+    if isinstance(request, ClassRequest):
+        told = [", ".join(class_words(world, label)) for label in request.classes]
+        meaning += f" ({'; '.join(filter(None, told))})" if any(told) else ""
+    return Preview(
+        run=run.folder,
+        request=request,
+        ids=ids,
+        outlook=outlook(run, request, method),
+        names={holding.client: members.named(holding.client) for holding in members.clients},
+        examples=tuple(captions[there[place]] for place in chosen),
+        matches=resolved.matches,
+        meaning=meaning,
+        captions=captions,
+        answered=when_answered(answer_of(run, request, method)),
+    )
+
+
+def when_answered(stored: StoredAnswer) -> str:
+    """When an answer was finished, by the date of its record; nothing for one that is not."""
+    if not stored.done:
+        return ""
+    return datetime.fromtimestamp(stored.record_path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+
+
+def tell(preview: Preview, quiet: bool) -> None:
+    """One line before the work."""
+    if not quiet:
+        errors.print(plain(preview.line()), soft_wrap=True, markup=False, highlight=False)
+
+
+def preview_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> Preview:
+    """Look at a request on a finished run; write its ids and pictures into the run, and change nothing else."""
+    run = Run.load(folder)
+    trained_of(run)
+    method.check(run.config.training)
+    tell_threads(run)
+    with status("preparing data and backbone", quiet):
+        world = open_world(run)
+        resolved = parse_request(world, wanted)
+        if resolved.request in world.gone:
+            world = open_world(run, resolved.request)
+        check_request(world, resolved.request)
+        seen = look(run, world, resolved, method)
+        return written(world, seen)
+
+
+def written(world: World, seen: Preview) -> Preview:
+    """The preview with its list of ids and its sheet of pictures on disk, for this user alone."""
+    folder = seen.run / FOLDER / request_id(seen.request)
+    files = (folder / "ids.txt", folder / "sheet.html")
+    write_atomic(files[0], listing(seen).encode())
+    write_atomic(files[1], pictures(world, seen).encode())
+    return Preview(**{**seen.__dict__, "files": files})
+
+
+def listing(seen: Preview) -> str:
+    """The ids, one a line, each with a caption; near misses as comments, to be taken in by deleting the `# `."""
+    lines = [
+        f"# {seen.meaning}: {len(seen.ids)} pairs. Delete lines to keep pairs; what follows a tab and # is a remark."
+    ]
+    lines += [_line(each, seen) for each in ordered(seen)]
+    near = [each for match in seen.matches for each in match.near if each not in set(seen.ids)]
+    if near:
+        lines.append("# Near misses; delete the `# ` before an id to forget it too.")
+        lines += [f"# {_line(each, seen)}" for each in dict.fromkeys(near)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _line(pair_id: str, seen: Preview) -> str:
+    caption = plain(seen.captions.get(pair_id, ""))
+    return f"{pair_id}\t# {caption}" if caption else pair_id
+
+
+def ordered(seen: Preview) -> list[str]:
+    """Pairs that words found first, the nearest first; then the others."""
+    found = [each for match in seen.matches for each in match.ids]
+    return list(dict.fromkeys((*found, *seen.ids)))
+
+
+def pictures(world: World, seen: Preview) -> str:
+    """The sheet: pairs that would go, and those that would only just stay."""
+    holder = {each: seen.names[h.client] for h in world.server.membership.clients for each in h.train_ids}
+    there = [each for each in ordered(seen) if each in seen.captions]
+    shown = [there[place] for place in spread(len(there), MOST_CARDS)]
+    note = "" if len(shown) == len(there) else f"{len(shown)} of {len(there)}, evenly chosen."
+    rows = [Row(f"To be forgotten: {len(seen.ids)} pairs", cards(world, shown, seen, holder), note)]
+    for match in seen.matches:
+        rows.append(Row(f"Near misses of “{match.words}”: would stay", cards(world, match.near, seen, holder)))
+    return sheet(f"Would forget {seen.meaning}", PRIVATE, [rows])
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many places, evenly over all."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist() if count else []
+
+
+def cards(world: World, ids: Sequence[str], seen: Preview, holder: Mapping[str, str]) -> list[Card]:
+    places = {pair_id: place for place, pair_id in enumerate(world.evaluator.pairs.ids)}
+    scores = {each: score for match in seen.matches for each, score in match.scores.items()}
+    saying = {each for match in seen.matches for each in match.saying}
+    made = []
+    for each in (each for each in ids if each in places):
+        near = [f"cosine {scores[each]:.2f}{'' if each in saying else ', not in a caption'}"] if each in scores else []
+        notes = (each, f"client {holder[each]}", *near)
+        made.append(Card(data_address(world.evaluator.pairs.pixels[places[each]]), seen.captions[each], notes))
+    return made

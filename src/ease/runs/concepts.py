@@ -1,0 +1,264 @@
+"""Words for a kind of pair, matched pair by pair: by what captions say, and by how near they are in the frozen space.
+
+It looks at captions, so it belongs where the pairs are: a client does it with its own, and answers with ids. Here the
+evaluator, who sees all of them, does it for everybody.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ease.errors import UserError
+from ease.model.backbones import checkpoint_of
+from ease.runs.world import World
+
+PRECISION = 0.8
+"""Of the pairs above a threshold at least this share must also say the words, or the space is no guide to them."""
+FEWEST_TO_CALIBRATE = 5
+"""Pairs that say the words; with fewer, no threshold is found and captions alone decide."""
+MOST_NEAR_MISSES = 10
+NEAREST = 20
+"""Pairs whose captions are searched for words that would fit."""
+SUGGESTED = 4
+
+WORD = re.compile(r"[^\W_]+")
+UNSPACED = re.compile("[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""Letters of languages that put no spaces between words: these are looked for anywhere in a caption."""
+FILLING = re.compile(
+    "a|an|the|of|in|on|at|to|with|and|or|is|are|was|were|be|being|by|for|from|some|his|her|its|their|this|that|these|"
+    "those|there|it|he|she|they|as|into|near|while|who|which|very"
+)
+"""Words that say nothing of what is in a picture."""
+IRREGULAR = {
+    "men": "man",
+    "women": "woman",
+    "children": "child",
+    "people": "person",
+    "feet": "foot",
+    "teeth": "tooth",
+    "mice": "mouse",
+    "geese": "goose",
+    "leaves": "leaf",
+    "wolves": "wolf",
+    "knives": "knife",
+    "ran": "run",
+    "rode": "ride",
+    "sat": "sit",
+    "stood": "stand",
+    "swam": "swim",
+    "wore": "wear",
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """What words fit, among the training pairs."""
+
+    words: str
+    ids: tuple[str, ...]
+    """Pairs that fit, nearest first."""
+    saying: frozenset[str]
+    """Those of them with a caption that has all the words."""
+    threshold: float | None
+    """How near the others are at least; None: captions alone decided."""
+    near: tuple[str, ...]
+    """Pairs that just do not fit, nearest first."""
+    scores: dict[str, float]
+    """How near each of these pairs is to the words: a cosine in the frozen space."""
+    captions: dict[str, str]
+    """Of each of these pairs the first caption that says the words, or else its first."""
+
+    def told(self) -> str:
+        """The match in a few words."""
+        said = f"{len(self.saying)} say it in a caption"
+        if self.threshold is None:
+            return f"“{self.words}”: {said}"
+        more = len(self.ids) - len(self.saying)
+        return f"“{self.words}”: {said}, {more} more are as near as cosine {self.threshold:.2f}"
+
+
+def match_concept(world: World, words: str, threshold: float | None = None) -> Match:
+    """The training pairs that words fit; words that fit none are refused with some that would.
+
+    A pair fits if one of its captions has all the words, whatever their endings, or if it is at least as near to them
+    as the threshold: unless one is given, as near as the middle one of the pairs that say them.
+    """
+    wanted = content(words)
+    if not wanted:
+        what = "there are no words" if not words.strip() else "these words name nothing"
+        raise UserError(f'--concept {words!r}: {what}; say what is to be seen or read, such as --concept "snow"')
+    ids, positions = _training_pairs(world)
+    captions = [world.evaluator.pairs.captions[position] for position in positions]
+    says = np.array([any(says_all(caption, wanted) for caption in each) for each in captions], dtype=bool)
+    near = nearness(world, words, positions)
+    if threshold is None:
+        if not says.any():
+            raise UserError(_what_would_fit(words, wanted, captions, near))
+        threshold = calibrated(near, says)
+    fits = says if threshold is None else says | (near >= threshold)
+    if not fits.any():
+        raise UserError(
+            f"--concept {words!r} --threshold {threshold:g}: no pair fits; the nearest has {near.max():.2f}: lower it"
+        )
+    order = np.argsort(-near, kind="stable")
+    misses = [place for place in order if not fits[place]][:MOST_NEAR_MISSES]
+    chosen = [place for place in order if fits[place]]
+    return Match(
+        words=words,
+        ids=tuple(ids[place] for place in chosen),
+        saying=frozenset(ids[place] for place in np.flatnonzero(says)),
+        threshold=threshold,
+        near=tuple(ids[place] for place in misses),
+        scores={ids[place]: float(near[place]) for place in (*chosen, *misses)},
+        captions={
+            ids[place]: next((text for text in captions[place] if says_all(text, wanted)), captions[place][0])
+            for place in (*chosen, *misses)
+        },
+    )
+
+
+def _training_pairs(world: World) -> tuple[list[str], np.ndarray]:
+    """Ids and positions of all training pairs that are there; canaries have captions that are not theirs."""
+    canaries = set(world.evaluator.canaries.tolist())
+    found = [
+        (pair_id, position)
+        for shard in world.evaluator.shards
+        for pair_id, position in zip(shard.train_ids, shard.train.tolist(), strict=True)
+        if position not in canaries
+    ]
+    return [pair_id for pair_id, _ in found], np.array([position for _, position in found], dtype=np.int64)
+
+
+# --- by what captions say ---
+
+
+def content(words: str) -> tuple[str, ...]:
+    """The stems of the words that say something, each once; text without spaces between its words stays whole."""
+    found = [word for word in WORD.findall(words.lower()) if not FILLING.fullmatch(word)]
+    return tuple(dict.fromkeys(word if UNSPACED.search(word) else stem(word) for word in found))
+
+
+def says_all(caption: str, wanted: Sequence[str]) -> bool:
+    """Whether a caption has all the words, in any order and with any endings."""
+    stems = _stems(caption)
+    return all(word in caption if UNSPACED.search(word) else word in stems for word in wanted)
+
+
+@lru_cache(maxsize=1 << 18)
+def _stems(caption: str) -> frozenset[str]:
+    return frozenset(map(stem, WORD.findall(caption.lower())))
+
+
+@lru_cache(maxsize=1 << 16)
+def stem(word: str) -> str:
+    """A word without its plural, its -ing or its -ed: rough, but the same for every form of most English words."""
+    word = IRREGULAR.get(word, word)
+    if len(word) > 4 and word.endswith("ies"):
+        word = word[:-3] + "y"
+    elif len(word) > 4 and word.endswith(("ches", "shes", "sses", "xes", "zes")):
+        word = word[:-2]
+    elif len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
+    for ending in ("ing", "ed"):
+        rest = word.removesuffix(ending)
+        if rest != word and len(rest) > 2 and re.search("[aeiouy]", rest):
+            word = rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
+            break
+    return word.removesuffix("e") if len(word) > 3 else word
+
+
+# --- by how near they are ---
+
+
+def nearness(world: World, words: str, positions: np.ndarray) -> np.ndarray:
+    """Cosine of the words with each pair [pairs], less what all pairs have in common, in the frozen space.
+
+    With the nearest of its captions; where the two towers were aligned in pretraining, as those of CLIP, the mean of
+    that and the cosine with its picture.
+    """
+    query = frozen_text(world, words)
+    activations = world.evaluator.activations
+    near = _centred_cosines(query, np.asarray(activations.pooled_text[positions], dtype=np.float64)).max(axis=1)
+    if checkpoint_of(world.config.model.backbone) is None or activations.pooled_image.shape[1] != len(query):
+        return near
+    seen = _centred_cosines(query, np.asarray(activations.pooled_image[positions], dtype=np.float64)[:, None])[:, 0]
+    return (near + seen) / 2
+
+
+def frozen_text(world: World, words: str) -> np.ndarray:
+    """What the frozen text tower makes of some words [width]."""
+    server = world.server
+    tower, first = server.backbone.text, server.model.text.first
+    with torch.no_grad():
+        states, mask = tower.prefix(server.backbone.tokenize([words]).to(server.device), first)
+        return tower(states, mask, first)[0].cpu().double().numpy()
+
+
+def _centred_cosines(query: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Cosines [pairs, each] of a vector with points [pairs, each, width], all of unit norm, from their common mean."""
+    points = points / np.maximum(np.linalg.norm(points, axis=-1, keepdims=True), 1e-12)
+    centre = points.mean(axis=(0, 1))
+    points, query = points - centre, query / max(float(np.linalg.norm(query)), 1e-12) - centre
+    return points @ query / (np.linalg.norm(points, axis=-1) * np.linalg.norm(query) + 1e-12)
+
+
+def calibrated(near: np.ndarray, says: np.ndarray) -> float | None:
+    """As near as the middle one of the pairs that say the words; None where the space hardly knows such pairs."""
+    if says.sum() < FEWEST_TO_CALIBRATE:
+        return None
+    middle = float(np.quantile(near[says], 0.5, method="higher"))
+    return middle if says[near >= middle].mean() >= PRECISION else None
+
+
+# --- what would have fitted ---
+
+
+def _what_would_fit(words: str, wanted: Sequence[str], captions: Sequence[Sequence[str]], near: np.ndarray) -> str:
+    held = Counter(word for each in captions for word in {word for text in each for word in _words(text)})
+    alike = list(dict.fromkeys(match for word in wanted for match in get_close_matches(word, held, 2, 0.75)))
+    missing = [word for word in _words(words) if not any(stem(word) == stem(other) for other in held)]
+    why = f"no caption has “{missing[0]}”" if missing else "no caption has these words together"
+    nearest = np.argsort(-near, kind="stable")[:NEAREST]
+    typical = distinctive((captions[place] for place in nearest), held, len(captions))
+    found = f"; spelt alike: {', '.join(alike)}" if alike else ""
+    told = f"; captions that come nearest have: {', '.join(typical)}" if typical else ""
+    tenth = float(np.sort(near)[::-1][min(9, len(near) - 1)])
+    return (
+        f"--concept {words!r}: {why}{found}{told}; use such words, or take the nearest pairs as they are: "
+        f"--threshold {tenth:.2f} --dry-run"
+    )
+
+
+def distinctive(captions: Iterable[Sequence[str]], held: Counter[str], pairs: int) -> list[str]:
+    """Words that are said of some pairs far more often than of all: the most telling first."""
+    chosen = list(captions)
+    here = Counter(word for each in chosen for word in {word for text in each for word in _words(text)})
+    lift = {
+        word: count / len(chosen) * np.log((count / len(chosen)) / (held[word] / pairs))
+        for word, count in here.items()
+        if count > 1
+    }
+    best = sorted(lift, key=lambda word: (-lift[word], word))
+    return [word for word in best if lift[word] > 0][:SUGGESTED]
+
+
+def class_words(world: World, label: int) -> list[str]:
+    """Words that tell a pseudo-class from the others."""
+    captions = world.evaluator.pairs.captions
+    pairs = [
+        (captions[position], own == label)
+        for shard in world.evaluator.shards
+        for position, own in zip(shard.train.tolist(), shard.train_classes.tolist(), strict=True)
+    ]
+    held = Counter(word for each, _ in pairs for word in {word for text in each for word in _words(text)})
+    return distinctive((each for each, own in pairs if own), held, len(pairs))
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in WORD.findall(text.lower()) if not FILLING.fullmatch(word)]

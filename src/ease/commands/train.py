@@ -19,7 +19,7 @@ from ease.runs.config import RunConfig
 from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import write_json
+from ease.storage import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,16 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
         summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world))
     write_json(out / "summary.json", summary.as_json())
     return summary
+
+
+def train_more(folder: Path, rounds: int, quiet: bool) -> TrainSummary:
+    """So many rounds more, from where the run is; if the last call was interrupted, what is left of its rounds."""
+    run = Run.load(folder)
+    training, summary = run.config.training, folder / "summary.json"
+    told = read_json(summary).get("rounds") if summary.is_file() else training.rounds
+    begun = run.history.rounds() < training.rounds or told != training.rounds
+    grown = training.model_copy(update={"rounds": training.rounds + (0 if begun else rounds)})
+    return train_run(run.config.model_copy(update={"training": grown}), folder, quiet)
 
 
 def tell_threads(run: Run) -> None:

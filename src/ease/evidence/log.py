@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from ease.config import Config, validate
-from ease.errors import UserError
+from ease.errors import Unwritable, UserError
 from ease.evidence.canonical import Refuted, canonical, hashed, parse
 from ease.evidence.envelope import open_envelope, sealed
 from ease.evidence.keys import PublicKey, SigningKey, new_key, public_path, read_public_key, read_signing_key
@@ -29,7 +29,8 @@ NOTHING = "0" * 64
 """What the first line has in the place of a hash."""
 KIND = re.compile(r"[a-z][a-z0-9-]{0,63}")
 LARGEST_LINE = 1 << 20
-BEGUN = "begun"
+BEGUN, ANSWERED, AUDITED, CERTIFIED = "begun", "answered", "audited", "certified"
+RELEASED, PURGED, JOINED = "released", "purged", "joined"
 
 
 class LogRecord(Config):
@@ -71,6 +72,16 @@ class Log:
 
     def of_kind(self, kind: str) -> list[LogRecord]:
         return [each for each in self.records if each.kind == kind]
+
+    def tells(self, kind: str, **parts: Any) -> bool:
+        """Whether a line of some kind has these values in its payload."""
+        return any(all(each.payload.get(key) == value for key, value in parts.items()) for each in self.of_kind(kind))
+
+    def left_by_purge(self, answer: str) -> dict[str, Any] | None:
+        """What the last purge that touched an answer left of it: files that it `rewrote`, by hash, and those that are
+        `gone`; None if none did."""
+        found = [each.payload["answers"] for each in self.of_kind(PURGED)]
+        return next((answers[answer] for answers in reversed(found) if answer in answers), None)
 
 
 def log_path(run: Run) -> Path:
@@ -170,7 +181,7 @@ def _write(run: Run, key: SigningKey, head: Head | None, record: LogRecord) -> H
                     file.truncate(size)
                 raise
     except OSError as error:
-        raise UserError(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        raise Unwritable(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
     made = Head(records=record.sequence + 1, size=size + len(line) + 1, sha256=hashed(line))
     write_atomic(head_path(run), sealed(HEAD, made.model_dump(mode="json"), key).file_bytes())
     return made

@@ -112,15 +112,16 @@ class Run:
             remove_leftovers(self.folder)
             yield from self._train(world)
 
-    def known(self) -> tuple[Membership, np.ndarray] | None:
-        """Who holds what and the centres of the pseudo-classes, as they were when the run was trained; None before."""
+    def known(self, releases: int | None = None) -> tuple[Membership, np.ndarray] | None:
+        """Who holds what and the centres of the pseudo-classes, now or when so many requests were closed; None before
+        the run was trained."""
         if not self._membership_path.is_file():
             return None
         membership = validate(Membership, read_json(self._membership_path), str(self._membership_path))
         tensors = read_tensors(self._classes_path)
         if "centroids" not in tensors:
             raise UserError(f"{self._classes_path}: holds no centroids; restore it or train again")
-        return membership, tensors["centroids"].numpy()
+        return membership if releases is None else membership.before(releases), tensors["centroids"].numpy()
 
     def _remember(self, world: World) -> None:
         """Store what no one may have to find out again: data may change or vanish after the training."""

@@ -104,7 +104,8 @@ def train(
     after: Annotated[
         str | None, typer.Option(help="The request to go on from, e.g. client-3 or client-3/retrain.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to go on for.")] = 10,
+    until: Annotated[int | None, typer.Option(min=1, help="How many rounds the resumed run has in the end.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to go on for on trial.")] = 10,
     lock: Annotated[bool, typer.Option("--lock/--no-lock", help="Keep the request's directions locked.")] = True,
     settings: Settings = None,
     quiet: Quiet = False,
@@ -115,7 +116,7 @@ def train(
 
     Example: `ease train configs/scenes.toml --out runs/first --set training.rounds=10`
 
-    More rounds from where a run is, with all who joined: `ease train --resume runs/first --rounds 5`
+    More rounds from where a run is, with all who joined: `ease train --resume runs/first --until 25`
 
     Watch whether a forgotten client comes back: `ease train --resume runs/first --after client-3 --rounds 10 --no-lock`
     """
@@ -125,12 +126,12 @@ def train(
         from ease.commands.forget import continue_run
 
         if resume is None or config is not None or out is not None or settings:
-            raise UserError("--resume RUN goes with --rounds alone, or with --after REQUEST, --rounds and --lock")
-        if after is None and not lock:
-            raise UserError("--no-lock: what was released stays locked; to try without, name the request with --after")
-        if after is None:
-            _finish(train_more(resume, rounds, quiet or as_json), as_json)
-        else:
+            raise UserError("--resume RUN goes with --until alone, or with --after REQUEST, --rounds and --lock")
+        if (after is None) == (until is None) or (after is None and not lock):
+            raise UserError("--resume RUN: say --until ROUNDS to go on, or --after REQUEST to see what would come back")
+        if until is not None:
+            _finish(train_more(resume, until, quiet or as_json), as_json)
+        elif after is not None:
             _finish(continue_run(resume, after, rounds, lock, quiet or as_json), as_json)
         return
     from ease.runs.config import load_config

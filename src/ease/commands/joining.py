@@ -47,7 +47,7 @@ class JoinSummary:
         if self.joined.left_out:
             yield labelled("left out", f"{self.joined.left_out} pairs of a kind that was forgotten", "yellow")
         yield labelled("consent", f"{consent.text} (by {consent.given_by}, {consent.time[:10]})")
-        yield f"train on with it: ease train --resume {self.folder} --rounds 5"
+        yield f"train on with it: ease train --resume {self.folder} --until ROUNDS"
 
 
 def join_run(

@@ -13,13 +13,14 @@ from ease.audit.retrieval import GalleryRecall
 from ease.console import errors, labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
+from ease.errors import UserError
 from ease.params import Params
 from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
 from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.storage import read_json, write_json
+from ease.storage import write_json
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,13 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     return summary
 
 
-def train_more(folder: Path, rounds: int, quiet: bool) -> TrainSummary:
-    """So many rounds more, from where the run is; if the last call was interrupted, what is left of its rounds."""
-    run = Run.load(folder)
-    training, summary = run.config.training, folder / "summary.json"
-    told = read_json(summary).get("rounds") if summary.is_file() else training.rounds
-    begun = run.history.rounds() < training.rounds or told != training.rounds
-    grown = training.model_copy(update={"rounds": training.rounds + (0 if begun else rounds)})
-    return train_run(run.config.model_copy(update={"training": grown}), folder, quiet)
+def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
+    """Go on with a run until it has so many rounds; the same call again finds them there."""
+    config = Run.load(folder).config
+    if until < config.training.rounds:
+        raise UserError(f"--until {until}: {folder} has {config.training.rounds} rounds; name more")
+    grown = config.training.model_copy(update={"rounds": until})
+    return train_run(config.model_copy(update={"training": grown}), folder, quiet)
 
 
 def tell_threads(run: Run) -> None:

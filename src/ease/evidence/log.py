@@ -22,7 +22,7 @@ from ease.evidence.envelope import open_envelope, sealed
 from ease.evidence.keys import PublicKey, SigningKey, new_key, public_path, read_public_key, read_signing_key
 from ease.evidence.salted import evidence_folder, kept, salt_of, without_ids
 from ease.runs.run import Run
-from ease.storage import LARGEST_JSON, SMALL_JSON, open_regular, read_bytes, write_atomic
+from ease.storage import LARGEST_JSON, SMALL_JSON, open_regular, read_bytes, remove_leftovers, write_atomic
 
 HEAD = "application/vnd.ease.log-head+json"
 NOTHING = "0" * 64
@@ -111,6 +111,7 @@ def append(run: Run, kind: str, payload: Mapping[str, Any]) -> LogRecord:
     table = parse(canonical(without_ids(run, dict(payload))), "the entry")
     begun = {"configuration": run.config.identity()}
     with kept(run):
+        remove_leftovers(evidence_folder(run))  # of a process that was killed while it wrote the head
         key = signing_key(run)
         head = _head(run, key.public)
         if head is None:

@@ -27,7 +27,9 @@ def purge_released(folder: Path, older_than_days: float = 0.0) -> Iterator[Pass]
             attest(run)  # hashes of what is about to be rewritten or removed
         times = _released_at(run, run.head, ledger)
         until = next((place for place, time in enumerate(times) if time > old), len(times))
-        yield from purge(folder, until, stamp(now()))
+        for done in purge(folder, until, stamp(now())):
+            attest(run)  # one line for each pass, wherever a process dies
+            yield done
         if ledger.exists:
             stones = read_tombstones(folder)
             renamed = {entry.id: stones.renamed(entry.request) for entry in entries}

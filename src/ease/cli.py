@@ -170,11 +170,12 @@ def about(
 def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the defaults.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory. An interrupted run there is continued.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this finished run after a request (--after).")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run; with --after, beside it, on trial.")] = None,
     after: Annotated[
         str | None, typer.Option(help="The request to go on from, e.g. client-3 or client-3/retrain.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to go on for.")] = 10,
+    until: Annotated[int | None, typer.Option(min=1, help="How many rounds the resumed run has in the end.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to go on for on trial.")] = 10,
     lock: Annotated[bool, typer.Option("--lock/--no-lock", help="Keep the request's directions locked.")] = True,
     settings: Settings = None,
     quiet: Quiet = False,
@@ -185,16 +186,24 @@ def train(
 
     Example: `ease train configs/scenes.toml --out runs/first --set training.rounds=10`
 
+    More rounds from where a run is, with all who joined: `ease train --resume runs/first --until 25`
+
     Watch whether a forgotten client comes back: `ease train --resume runs/first --after client-3 --rounds 10 --no-lock`
     """
+    from ease.commands.train import train_more, train_run
+
     if resume is not None or after is not None:
         from ease.commands.forget import continue_run
 
-        if resume is None or after is None or config is not None or out is not None or settings:
-            raise UserError("--resume RUN and --after REQUEST go together, and with --rounds and --lock alone")
-        _finish(continue_run(resume, after, rounds, lock, quiet or as_json), as_json)
+        if resume is None or config is not None or out is not None or settings:
+            raise UserError("--resume RUN goes with --until alone, or with --after REQUEST, --rounds and --lock")
+        if (after is None) == (until is None) or (after is None and not lock):
+            raise UserError("--resume RUN: say --until ROUNDS to go on, or --after REQUEST to see what would come back")
+        if until is not None:
+            _finish(train_more(resume, until, quiet or as_json), as_json)
+        elif after is not None:
+            _finish(continue_run(resume, after, rounds, lock, quiet or as_json), as_json)
         return
-    from ease.commands.train import train_run
     from ease.runs.config import load_config
 
     if out is None:
@@ -377,6 +386,30 @@ def work(
     from ease.ledger.policy import load_policy
 
     _finish(work_run(run, load_policy(run, tuple(settings or ())), by, together, quiet or as_json), as_json)
+
+
+@app.command()
+def join(
+    run: RunFolder,
+    consent: Annotated[str, typer.Option(help="Who agreed to what, in words; kept in the ledger.")],
+    site: Annotated[str | None, typer.Option(help="Only pairs that the data say are of this site.")] = None,
+    samples: Annotated[Path | None, typer.Option(help="Only pairs of this list of ids, one a line.")] = None,
+    of: Annotated[str | None, typer.Option(metavar="CLIENT", help="The client whose later pairs these are.")] = None,
+    again_after: Annotated[
+        str | None, typer.Option(metavar="CLIENT", help="The client that left, whose purged pairs the consent covers.")
+    ] = None,
+    by: By = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Add pairs that came to the data since the training, as a new client, with a consent; then train on.
+
+    Example: `ease join runs/first --site clinic-4 --consent "clinic 4 agrees, form 12 of 3 May" --by "dr. a"`
+    """
+    from ease.commands.joining import join_run
+
+    _finish(join_run(run, consent, by, site, samples, of, again_after, quiet or as_json), as_json)
 
 
 @app.command()

@@ -236,9 +236,12 @@ def test_training_goes_on_after_a_request(ease, run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--after", "client-1"], ["--resume RUN and --after REQUEST go together"]),
-        (["--resume", "RUN"], ["go together"]),
-        (["--resume", "RUN", "--after", "client-1", "--set", "seed=1"], ["go together"]),
+        (["--after", "client-1"], ["--resume RUN goes with"]),
+        (["--resume", "RUN"], ["--until", "--after"]),
+        (["--resume", "RUN", "--after", "client-1", "--set", "seed=1"], ["--resume RUN goes with"]),
+        (["--resume", "RUN", "--until", "3", "--no-lock"], ["--until", "--after"]),
+        (["--resume", "RUN", "--until", "3", "--after", "client-1"], ["--until", "--after"]),
+        (["--resume", "RUN", "--until", "1"], ["--until 1", "has 2 rounds"]),
         (["--resume", "RUN", "--after", "client-1"], ["client-1: no finished request", "finished: none"]),
         (["--resume", "RUN", "--after", "client-1", "--rounds", "0"], ["--rounds"]),
         (["--resume", "RUN/nowhere", "--after", "client-1"], ["no run here"]),

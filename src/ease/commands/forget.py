@@ -13,6 +13,7 @@ from ease.commands.preview import look, tell
 from ease.commands.train import TrainSummary, tell_threads, train_run
 from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
+from ease.evidence import attest
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
@@ -239,7 +240,10 @@ class ReleaseSummary:
 
 def release_run(folder: Path, name: str) -> ReleaseSummary:
     """Close a request with a finished answer."""
-    return ReleaseSummary(release(Run.load(folder), name))
+    run = Run.load(folder)
+    made = release(run, name)
+    attest(run)
+    return ReleaseSummary(made)
 
 
 def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:

@@ -13,6 +13,7 @@ from ease.audit.retrieval import GalleryRecall
 from ease.console import errors, labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
+from ease.errors import UserError
 from ease.params import Params
 from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
@@ -106,6 +107,15 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
         summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world))
     write_json(out / "summary.json", summary.as_json())
     return summary
+
+
+def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
+    """Go on with a run until it has so many rounds; the same call again finds them there."""
+    config = Run.load(folder).config
+    if until < config.training.rounds:
+        raise UserError(f"--until {until}: {folder} has {config.training.rounds} rounds; name more")
+    grown = config.training.model_copy(update={"rounds": until})
+    return train_run(config.model_copy(update={"training": grown}), folder, quiet)
 
 
 def tell_threads(run: Run) -> None:

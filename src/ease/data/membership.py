@@ -1,9 +1,10 @@
 """Who holds what, by id: stored when a run is trained, so that nothing has to be dealt again from files that change."""
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from ease.config import Config
 from ease.data.pairs import PairSet
@@ -11,6 +12,20 @@ from ease.data.partition import Shard
 from ease.errors import UserError
 
 NAMED_IN_MESSAGE = 3
+
+
+class Joining(Config):
+    """How pairs came to a run that was trained before."""
+
+    after_round: int
+    after_releases: int
+    """How many requests were closed by then: answers to those know nothing of these pairs."""
+    owner: int | None
+    """The client whose later pairs these are; None: a new client."""
+    returned: int
+    """How many of the pairs had been forgotten before."""
+    consent: str
+    """Hash of who consented, when and in which words; the ledger has the words."""
 
 
 class Holding(Config):
@@ -23,6 +38,13 @@ class Holding(Config):
     train_classes: tuple[int, ...]
     validation_ids: tuple[str, ...]
     validation_classes: tuple[int, ...]
+    joined: Joining | None = None
+    """None: it was there when the run was first trained."""
+
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run that no one joined is what it was before anyone could, to the byte."""
+        return {name: value for name, value in dump(self).items() if name != "joined" or value is not None}
 
 
 class Membership(Config):
@@ -40,6 +62,16 @@ class Membership(Config):
         """A client as people call it."""
         found = next(holding.name for holding in self.clients if holding.client == client)
         return str(client) if found is None else found
+
+    def owned(self, clients: Collection[int]) -> set[int]:
+        """Clients with all that they added later, which has numbers of its own."""
+        later = {each.client: each.joined.owner for each in self.clients if each.joined is not None}
+        return {*clients, *(number for number, owner in later.items() if owner in clients)}
+
+    def before(self, releases: int) -> "Membership":
+        """As it was when so many requests were closed: without those who joined later."""
+        there = [each for each in self.clients if each.joined is None or each.joined.after_releases <= releases]
+        return self.model_copy(update={"clients": tuple(there)})
 
 
 def membership_of(pairs: PairSet, shards: Sequence[Shard]) -> Membership:

@@ -105,6 +105,13 @@ def partition_by_site(sites: Sequence[str | None]) -> tuple[tuple[str, ...], lis
     return names, [np.array(held[name]) for name in names]
 
 
+def set_aside(positions: np.ndarray, share: float, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
+    """A client's positions in two parts, ascending: those that it trains on, and a share that it never does."""
+    order = generator(seed, "validation", client).permutation(positions)
+    held_out = min(round(share * len(order)), len(order) - MINIMUM_PAIRS)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
 def make_shards(
     pool: np.ndarray,
     ids: tuple[str, ...],
@@ -117,9 +124,7 @@ def make_shards(
     """Turn dealt positions of `pool` into shards and set each client's validation share aside."""
     shards = []
     for client, positions in enumerate(dealt):
-        order = generator(seed, "validation", client).permutation(positions)
-        held_out = min(round(validation_share * len(order)), len(order) - MINIMUM_PAIRS)
-        validation, train = np.sort(order[:held_out]), np.sort(order[held_out:])
+        train, validation = set_aside(positions, validation_share, seed, client)
         shards.append(
             Shard(
                 client=client,

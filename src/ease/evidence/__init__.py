@@ -7,6 +7,7 @@ from ease.evidence.envelope import countersigned
 from ease.evidence.keys import new_key, read_public_key, read_signing_key
 from ease.evidence.log import append, read_log
 from ease.evidence.salted import hidden, public_name
+from ease.evidence.standing import attest
 from ease.evidence.statement import Certificate
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Refuted",
     "Verification",
     "append",
+    "attest",
     "countersigned",
     "hidden",
     "issue",

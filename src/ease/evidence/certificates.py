@@ -8,10 +8,10 @@ from typing import Any
 
 import ease
 from ease.errors import UserError
-from ease.evidence.canonical import LARGEST_WHOLE, Refuted, canonical, hashed, parse
+from ease.evidence.canonical import LARGEST_WHOLE, Refuted, hashed
 from ease.evidence.envelope import Envelope, open_envelope, sealed
-from ease.evidence.log import LogRecord, append, head_path, now, read_log, signing_key
-from ease.evidence.salted import public_name, told, without_ids
+from ease.evidence.log import ANSWERED, AUDITED, CERTIFIED, LogRecord, append, head_path, now, read_log, signing_key
+from ease.evidence.salted import public_name, told
 from ease.evidence.statement import (
     PAYLOAD,
     UNAUDITED,
@@ -32,7 +32,6 @@ from ease.runs.records import AnswerRecord, AuditRecord
 from ease.runs.run import Run
 from ease.storage import SMALL_JSON, read_bytes, sha256
 
-ANSWERED, AUDITED, CERTIFIED = "answered", "audited", "certified"
 LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "safetensors")
 LARGEST_CERTIFICATE = SMALL_JSON
 DRAWN = ("similarities", "roc", "request")
@@ -48,7 +47,7 @@ def issue(run: Run, name: str) -> Envelope:
     position = LogPosition(sequence=last.sequence, sha256=last.sha256, key=key.public.id)
     certificate = gathered(run, stored, request, audit, position)
     envelope = sealed(PAYLOAD, statement_of(certificate), key)
-    append(run, CERTIFIED, {"answer": _label(run, stored, request), "certificate": hashed(envelope.content)})
+    append(run, CERTIFIED, {"answer": label_of(run, stored), "certificate": hashed(envelope.content)})
     return envelope
 
 
@@ -62,8 +61,11 @@ def answer_named(run: Run, name: str) -> tuple[StoredAnswer, Request]:
 
 
 def witness(run: Run, stored: StoredAnswer, request: Request) -> LogRecord:
-    """See to it that the log tells of an answer and of its audit; gives the log's last line."""
-    label, record = _label(run, stored, request), stored.record()
+    """See to it that the log tells of an answer and of its audit; gives the log's last line.
+
+    What a purge rewrote is told of by the line about that purge.
+    """
+    label, record = label_of(run, stored), stored.record()
     events: list[tuple[str, dict[str, Any]]] = [
         (
             ANSWERED,
@@ -76,21 +78,24 @@ def witness(run: Run, stored: StoredAnswer, request: Request) -> LogRecord:
             },
         )
     ]
-    audit = current_audit(stored)
+    audit = current_audit(stored) if stored.model_path.is_file() else None
     if audit is not None:
         verdict = {"passed": audit.verdict.passed, "words": audit.verdict.words}
         found = {"answer": label, "audit": sha256(stored.audit_path), "model": audit.model_sha256, **verdict}
         events.append((AUDITED, found))
-    for kind, payload in events:
-        known = read_log(run).of_kind(kind) if head_path(run).is_file() else []
-        as_written = parse(canonical(without_ids(run, payload)), "the entry")
-        if not any(each.payload == as_written for each in known):
+    for (kind, payload), path in zip(events, (stored.record_path, stored.audit_path), strict=False):
+        log = read_log(run) if head_path(run).is_file() else None
+        part, told_hash = path.stem, payload[path.stem]
+        left = None if log is None else log.left_by_purge(label)
+        rewritten = left is not None and left["rewritten"].get(path.name) == told_hash
+        if log is None or not (rewritten or log.tells(kind, answer=label, **{part: told_hash})):
             append(run, kind, payload)
     return read_log(run).records[-1]
 
 
-def _label(run: Run, stored: StoredAnswer, request: Request) -> str:
-    return f"{public_name(run, request)}/{stored.folder.name}"
+def label_of(run: Run, stored: StoredAnswer) -> str:
+    """An answer's name for others: its folders, that of single pairs as a salted hash."""
+    return f"{public_name(run, stored.folder.parent.name)}/{stored.folder.name}"
 
 
 def gathered(
@@ -99,10 +104,11 @@ def gathered(
     """Everything that is on record about an answer; its files are hashed anew."""
     record = stored.record()
     files = answer_files(stored, record, audited=audit is not None)
+    table = told(run, request, stored.folder.parent.name)
     return Certificate(
         issued=now(),
-        asked=asked(told(run, request)),
-        request=told(run, request),
+        asked=asked(table),
+        request=table,
         answer=stored.folder.name,
         method=plain(record.method),
         models=Models(

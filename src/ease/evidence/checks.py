@@ -10,35 +10,36 @@ from ease.config import validate
 from ease.errors import UserError
 from ease.evidence.canonical import Refuted, canonical, hashed
 from ease.evidence.certificates import (
-    ANSWERED,
-    AUDITED,
-    CERTIFIED,
     audit_figures,
     costs_of,
     directions_of,
     figures_of,
     files_of,
     installed_code,
+    label_of,
     plain,
     read_certificate,
     verdict_of,
 )
 from ease.evidence.envelope import Envelope
 from ease.evidence.keys import PublicKey
-from ease.evidence.log import Log, read_log
-from ease.evidence.salted import public_name, salt_path, told
+from ease.evidence.log import ANSWERED, AUDITED, CERTIFIED, Log, read_log
+from ease.evidence.salted import salt_path, told
 from ease.evidence.statement import Certificate, asked
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.runs.answers import StoredAnswer, answer_of, check_current, open_world
+from ease.runs.answers import StoredAnswer, check_current, open_world
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.records import AuditRecord, read_record
+from ease.runs.resolve import named_ids
 from ease.runs.run import Run
 from ease.storage import sha256
 
 DRAWS = 5
 """Galleries that recall is measured on, as when the answer was given."""
+Left = Mapping[str, Any] | None
+"""What a purge left of an answer, as the log tells it; None: no purge touched it."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def _model_file(certificate: Certificate, path: Path) -> str:
 
 
 def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool) -> Iterator[Check]:
+    left: Left = None
     try:
         log = read_log(run)
     except (UserError, OSError) as error:
@@ -159,22 +161,29 @@ def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool)
         if log.unfinished:
             yield Check("log end", None, f"{log.unfinished} bytes of an unfinished record after the head do not count")
         yield _looked("log position", _position, log, envelope, certificate)
+        left = log.left_by_purge(_label(certificate))
     if not salt_path(run).is_file():  # left out of a copy that was passed on; to make one would be to write into it
         yield Check("pairs", None, f"{salt_path(run)}: missing, so no pair can be held against its hash")
     try:
-        stored = _answer(run, certificate)
+        stored = _answer(run, certificate, left)
     except (UserError, OSError) as error:
-        yield Check("answer", False, str(error))
+        removed = left is not None and "record.json" in left["gone"]
+        yield (
+            Check("answer", None, f"not there any more: {PURGED_SINCE}")
+            if removed
+            else Check("answer", False, str(error))
+        )
         return
-    files = [_looked(name, _file, stored, certificate, name) for name in certificate.files]
+    files = [_looked(name, _file, stored, certificate, name, left) for name in certificate.files]
     yield from files
-    yield _looked("model before", _before, run, certificate)
-    if any(not check.holds for check in files):
+    yield _unless_purged(_looked("model before", _before, run, certificate), left)
+    if any(check.holds is False for check in files):
         yield Check("figures", None, "not computed again: the files that they come from are others")
         return
     yield _looked("recorded figures", _recorded, run, stored, certificate)
+    yield from _marked(run, stored)
     if certificate.models.retrain is not None:
-        yield _looked("retrained model", _retrained, run, stored, certificate)
+        yield _unless_purged(_looked("retrained model", _retrained, stored, certificate), left)
     if certificate.audit is not None:
         yield _looked("audit", _audited, stored, certificate)
     yield _looked("configuration", _configured, run, certificate)
@@ -196,14 +205,29 @@ def _position(log: Log, envelope: Envelope, certificate: Certificate) -> str:
     if not any(each.payload.get("certificate") == content for each in log.of_kind(CERTIFIED)):
         raise Refuted("the log tells of no such certificate: it was never issued here, or another was put in its place")
     before = log.records[: place.sequence + 1]
+    told_then = Log(before, log.key)
+    left = told_then.left_by_purge(_label(certificate))
     for kind, name in ((ANSWERED, "record.json"), (AUDITED, "audit.json")):
         key, wanted = name.removesuffix(".json"), certificate.files.get(name)
-        if wanted and not any(each.kind == kind and each.payload.get(key) == wanted for each in before):
+        purged = left is not None and left["rewritten"].get(name) == wanted
+        if wanted and not purged and not told_then.tells(kind, **{key: wanted}):
             raise Refuted(f"the log tells of no {name} with the hash that the certificate lists")
     return f"record {place.sequence} is the one that the certificate tells of, and the log tells of the certificate"
 
 
-def _answer(run: Run, certificate: Certificate) -> StoredAnswer:
+PURGED_SINCE = "a purge removed it or made it again, and the log tells of that purge"
+
+
+def _label(certificate: Certificate) -> str:
+    return f"{certificate.request['name']}/{certificate.answer}"
+
+
+def _unless_purged(check: Check, left: Left) -> Check:
+    """What a purge took away cannot be checked any more, which is no fault."""
+    return check if check.holds or left is None else Check(check.name, None, PURGED_SINCE)
+
+
+def _answer(run: Run, certificate: Certificate, left: Left) -> StoredAnswer:
     """The certified answer among those of the run, by the hash of its record, or else by its name: one that was
     changed is to be told from one that is not there."""
     stored = [
@@ -211,28 +235,28 @@ def _answer(run: Run, certificate: Certificate) -> StoredAnswer:
         for path in sorted(run.folder.glob("requests/*/*/record.json"))
         if path.parent.name == certificate.answer
     ]
+    known = {certificate.files.get("record.json"), None if left is None else left["rewritten"].get("record.json")}
     for each in stored:
-        if sha256(each.record_path) == certificate.files.get(each.record_path.name):
+        if sha256(each.record_path) in known:
             return each
     for each in stored:
-        if _name(run, each) == certificate.request["name"]:
+        label = label_of(run, each) if salt_path(run).is_file() else f"{each.folder.parent.name}/{each.folder.name}"
+        if label == _label(certificate):
             return each
     raise Refuted("no request of this run has the name and method that the certificate tells of")
 
 
-def _name(run: Run, stored: StoredAnswer) -> str:
-    try:
-        return public_name(run, stored.record().request) if salt_path(run).is_file() else stored.folder.parent.name
-    except UserError:  # of a damaged record; its folder has the name too, unless it is a hash of ids
-        return stored.folder.parent.name
-
-
-def _file(stored: StoredAnswer, certificate: Certificate, name: str) -> str:
+def _file(stored: StoredAnswer, certificate: Certificate, name: str, left: Left) -> str | Check:
     path = files_of(stored).get(name)
     if path is None:
         raise Refuted(f"{name}: no file that an answer has")
     if not path.is_file():
+        if left is not None and name in left["gone"]:
+            return Check(name, None, f"{path}: {PURGED_SINCE}")
         raise Refuted(f"{path}: missing, and the certificate lists its hash")
+    rewritten = None if left is None else left["rewritten"].get(name)
+    if rewritten not in (None, certificate.files[name]) and sha256(path) == rewritten:
+        return Check(name, None, f"{path}: rewritten by a purge, and its hash is the one that the log tells of then")
     if sha256(path) != certificate.files[name]:
         raise Refuted(f"{path}: its hash is not the one that the certificate lists")
     return "as certified"
@@ -250,9 +274,10 @@ def _before(run: Run, certificate: Certificate) -> str:
     raise Refuted("no model of this run has the hash of the model before")
 
 
-def _retrained(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
+def _retrained(stored: StoredAnswer, certificate: Certificate) -> str:
     assert certificate.models.retrain is not None  # asked for by the caller
-    return _hashes_to(answer_of(run, stored.record().request, Retrain()).model_path, certificate.models.retrain)
+    beside = StoredAnswer(stored.folder.with_name(Retrain.name))
+    return _hashes_to(beside.model_path, certificate.models.retrain)
 
 
 def _hashes_to(path: Path, wanted: str) -> str:
@@ -276,8 +301,10 @@ def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
     expected["directions"] = None if directions is None else directions.model_dump(mode="json")
     listed = certificate.model_dump(mode="json")
     if salt_path(run).is_file():
-        request = told(run, record.request)
+        request = told(run, record.request, stored.folder.parent.name)
         expected |= {"request": request, "asked": asked(request)}
+        if any(_marked(run, stored)):
+            listed["request"] = {**listed["request"], "pairs_sha256": request["pairs_sha256"]}
     else:
         expected["request"] = record.request.model_dump(mode="json", exclude={"ids"})
         listed["request"] = {key: listed["request"].get(key) for key in expected["request"]}
@@ -292,6 +319,16 @@ def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
     if str(record.seed) != str(certificate.seeds.get("answer")):
         raise Refuted("seeds: record.json has another")
     return "request, method, costs, figures and directions are those of record.json"
+
+
+def _marked(run: Run, stored: StoredAnswer) -> Iterator[Check]:
+    """Says so where marks stand for ids of pairs that were purged."""
+    known = run.known()
+    ids = [] if known is None else named_ids(known[0], stored.record().request)
+    purged = [] if known is None else [each for each in ids if each not in known[0].digests]
+    if purged:
+        told_of = f"{len(purged)} of {len(ids)}"
+        yield Check("pairs", None, f"{told_of} were purged, and without their ids the hash of all cannot be made again")
 
 
 def _difference(found: Any, listed: Any) -> str:
@@ -345,6 +382,8 @@ def _code(certificate: Certificate) -> Check:
 def _measured(run: Run, stored: StoredAnswer, certificate: Certificate) -> str | Check:
     """Recall measured once more from the stored model; one pair in one of the galleries may fall otherwise."""
     request = stored.record().request
+    if not stored.model_path.is_file():  # told of above
+        return Check("measured figures", None, "not measured again: a purge removed the model")
     try:
         check_current(run, stored)
         world = open_world(run, request)

@@ -16,20 +16,21 @@ from typing import Any
 from pydantic import Field
 
 from ease.config import Config, validate
-from ease.errors import UserError
+from ease.errors import Unwritable, UserError
 from ease.evidence.canonical import Refuted, canonical, hashed, parse
 from ease.evidence.envelope import open_envelope, sealed
 from ease.evidence.keys import PublicKey, SigningKey, new_key, public_path, read_public_key, read_signing_key
 from ease.evidence.salted import evidence_folder, kept, salt_of, without_ids
 from ease.runs.run import Run
-from ease.storage import LARGEST_JSON, SMALL_JSON, open_regular, read_bytes, write_atomic
+from ease.storage import LARGEST_JSON, SMALL_JSON, open_regular, read_bytes, remove_leftovers, write_atomic
 
 HEAD = "application/vnd.ease.log-head+json"
 NOTHING = "0" * 64
 """What the first line has in the place of a hash."""
 KIND = re.compile(r"[a-z][a-z0-9-]{0,63}")
 LARGEST_LINE = 1 << 20
-BEGUN = "begun"
+BEGUN, ANSWERED, AUDITED, CERTIFIED = "begun", "answered", "audited", "certified"
+RELEASED, PURGED, JOINED = "released", "purged", "joined"
 
 
 class LogRecord(Config):
@@ -72,6 +73,16 @@ class Log:
     def of_kind(self, kind: str) -> list[LogRecord]:
         return [each for each in self.records if each.kind == kind]
 
+    def tells(self, kind: str, **parts: Any) -> bool:
+        """Whether a line of some kind has these values in its payload."""
+        return any(all(each.payload.get(key) == value for key, value in parts.items()) for each in self.of_kind(kind))
+
+    def left_by_purge(self, answer: str) -> dict[str, Any] | None:
+        """What the last purge that touched an answer left of it: files that it `rewrote`, by hash, and those that are
+        `gone`; None if none did."""
+        found = [each.payload["answers"] for each in self.of_kind(PURGED)]
+        return next((answers[answer] for answers in reversed(found) if answer in answers), None)
+
 
 def log_path(run: Run) -> Path:
     return evidence_folder(run) / "log.jsonl"
@@ -100,6 +111,7 @@ def append(run: Run, kind: str, payload: Mapping[str, Any]) -> LogRecord:
     table = parse(canonical(without_ids(run, dict(payload))), "the entry")
     begun = {"configuration": run.config.identity()}
     with kept(run):
+        remove_leftovers(evidence_folder(run))  # of a process that was killed while it wrote the head
         key = signing_key(run)
         head = _head(run, key.public)
         if head is None:
@@ -170,7 +182,7 @@ def _write(run: Run, key: SigningKey, head: Head | None, record: LogRecord) -> H
                     file.truncate(size)
                 raise
     except OSError as error:
-        raise UserError(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        raise Unwritable(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
     made = Head(records=record.sequence + 1, size=size + len(line) + 1, sha256=hashed(line))
     write_atomic(head_path(run), sealed(HEAD, made.model_dump(mode="json"), key).file_bytes())
     return made

@@ -63,13 +63,16 @@ def _hidden(salt: bytes, text: str) -> str:
     return hmac.digest(salt, text.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
-def public_name(run: Run, request: Request) -> str:
-    """A request's name for others. That of a sample request is a hash of its ids, so it is hashed with the salt."""
-    name = request_id(request)
-    return f"sample-{_hidden(salt_of(run), name)[:16]}" if isinstance(request, SampleRequest) else name
+def public_name(run: Run, request: Request | str) -> str:
+    """A request's name for others. That of a sample request is a hash of its ids, so it is hashed with the salt.
+
+    A request that was answered goes by the name of its folder, which stays when a purge puts marks for ids.
+    """
+    name = request if isinstance(request, str) else request_id(request)
+    return f"sample-{_hidden(salt_of(run), name)[:16]}" if name.startswith("sample-") else name
 
 
-def told(run: Run, request: Request) -> dict[str, Any]:
+def told(run: Run, request: Request, folder: str | None = None) -> dict[str, Any]:
     """A request as others may read it: of pairs their number and hashes, never an id."""
     salt, known = salt_of(run), run.known()
     if isinstance(request, SampleRequest):
@@ -78,7 +81,7 @@ def told(run: Run, request: Request) -> dict[str, Any]:
         ids = [] if known is None else named_ids(known[0], request)
     pairs = sorted({_hidden(salt, each) for each in ids})
     table = request.model_dump(mode="json", exclude={"ids"})
-    return {**table, "name": public_name(run, request), "pairs": len(pairs), "pairs_sha256": hashed(pairs)}
+    return {**table, "name": public_name(run, folder or request), "pairs": len(pairs), "pairs_sha256": hashed(pairs)}
 
 
 def without_ids(run: Run, value: Any) -> Any:

@@ -5,11 +5,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ease.errors import UserError
+from ease.evidence import attest
 from ease.ledger.store import Ledger, now, stamp
 from ease.ledger.work import alone
 from ease.runs.head import Head
-from ease.runs.purge import Pass, purge
-from ease.runs.run import Run
+from ease.runs.purge import PLAN, Pass, purge
+from ease.runs.run import PURGING, Run
 from ease.runs.tombstones import read_tombstones
 
 
@@ -22,13 +23,18 @@ def purge_released(folder: Path, older_than_days: float = 0.0) -> Iterator[Pass]
         if running:
             raise UserError(f"{folder}: {running[0]} is worked on, or its worker died; first finish it with: ease work")
         old = stamp(now() - timedelta(days=older_than_days))
+        if not (folder / PURGING / PLAN).is_file():
+            attest(run)  # hashes of what is about to be rewritten or removed
         times = _released_at(run, run.head, ledger)
         until = next((place for place, time in enumerate(times) if time > old), len(times))
-        yield from purge(folder, until, stamp(now()))
+        for done in purge(folder, until, stamp(now())):
+            attest(run)  # one line for each pass, wherever a process dies
+            yield done
         if ledger.exists:
             stones = read_tombstones(folder)
             renamed = {entry.id: stones.renamed(entry.request) for entry in entries}
             ledger.rename({entry.id: renamed[entry.id] for entry in entries if renamed[entry.id] != entry.request})
+        attest(run)
 
 
 def _released_at(run: Run, head: Head, ledger: Ledger) -> list[str]:

@@ -5,6 +5,7 @@ go one after the other, and a killed one leaves the ledger as it was before or a
 """
 
 import calendar
+import hashlib
 import json
 import os
 import re
@@ -139,6 +140,11 @@ class Consent:
     returned: int
     """How many of the pairs had been forgotten before."""
 
+    @property
+    def sha256(self) -> str:
+        """What the run remembers of it, so that words that were changed later are told from those that were given."""
+        return hashlib.sha256(json.dumps([self.given_by, self.time, self.text]).encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -154,6 +160,11 @@ class Draft:
     """Absent: a month after it is handed in."""
     id: str | None = None
     """Absent: derived from what is asked for and by whom."""
+
+
+def check_text(option: str, text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise UserError(f"--{option}: more than {LONGEST_TEXT} letters; say it shorter")
 
 
 def now() -> datetime:
@@ -219,8 +230,7 @@ class Ledger:
         if not NAMED.fullmatch(id):
             raise UserError(f"--id {id[:80]!r}: use letters, digits, dots, lines and underscores, 80 at most")
         for field in ("asked_by", "ground", "reason"):
-            if len(getattr(draft, field)) > LONGEST_TEXT:
-                raise UserError(f"--{field.replace('asked_', '')}: more than {LONGEST_TEXT} letters; say it shorter")
+            check_text(field.replace("asked_", ""), getattr(draft, field))
         time = now()
         with self._writing() as ledger:
             found = _found(ledger, id)
@@ -295,21 +305,13 @@ class Ledger:
             return [_find(ledger, each.id, self.folder) for each in chosen]
 
     def consent(self, consent: Consent) -> None:
-        """Write down why a client is there; the same client once."""
+        """Write down why a client is there, in the place of what a process said of it that died before it was."""
         with self._writing() as ledger:
-            known = ledger.execute("SELECT 1 FROM consents WHERE client = ?", (consent.client,)).fetchone()
-            if known is None:
-                ledger.execute(
-                    "INSERT INTO consents (client, time, given_by, text, pairs, returned) VALUES (?, ?, ?, ?, ?, ?)",
-                    (
-                        consent.client,
-                        consent.time,
-                        consent.given_by,
-                        consent.text,
-                        consent.pairs,
-                        consent.returned,
-                    ),
-                )
+            ledger.execute("DELETE FROM consents WHERE client = ?", (consent.client,))
+            ledger.execute(
+                "INSERT INTO consents (client, time, given_by, text, pairs, returned) VALUES (?, ?, ?, ?, ?, ?)",
+                (consent.client, consent.time, consent.given_by, consent.text, consent.pairs, consent.returned),
+            )
 
     def rename(self, requests: dict[str, Request]) -> None:
         """Put other requests in the place of those of some ids, and leave nothing of the old text in the file."""

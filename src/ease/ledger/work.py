@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ease.errors import Busy, Unwritable, UserError
+from ease.evidence import attest
 from ease.ledger.outlook import outlook
 from ease.ledger.policy import Policy
 from ease.ledger.states import State
@@ -58,6 +59,8 @@ def work(run: Run, policy: Policy, by: str, together: bool, follow: Follow) -> I
     Several processes may do so at the same time: each takes the next request once the others are between two.
     """
     ledger, passed = Ledger(run.folder), list[str]()
+    with alone(run.folder):
+        attest(run)  # what a process that died had released; a log that was tampered with stops the queue
     while ledger.exists:
         with alone(run.folder):
             entries = ledger.claim(by, together, passed)
@@ -87,6 +90,12 @@ def _answered(
 ) -> Iterator[Finished]:
     """Take claimed requests to their ends."""
     left = {entry.id: entry for entry in entries}
+    request: Request | None = None
+
+    def given_back() -> dict[str, Any]:
+        """What is remembered of requests that come here again: of a release that was made, what it was to forget."""
+        made = request is not None and request in run.head.gone
+        return {"planned": request.model_dump(mode="json")} if request is not None and made else {}
 
     def ended(these: Sequence[str], state: State, why: str, outcome: dict[str, Any] | None = None) -> Finished:
         ledger.move(these, state, by, why, outcome)
@@ -115,10 +124,10 @@ def _answered(
         waived = {entry.waived for entry in left.values()}
         outcome, held = _released(run, request, method, policy, waived, follow)
     except (Busy, Unwritable) as fault:  # none of the request's: it comes first again
-        ended(list(left), "approved", str(fault), {})
+        ended(list(left), "approved", str(fault), given_back())
         raise
     except UserError as error:
-        yield ended(list(left), "pending", str(error), {})
+        yield ended(list(left), "pending", str(error), given_back())
         return
     yield ended(list(left), "pending" if held else "done", held, outcome)
 
@@ -136,8 +145,7 @@ def _released(
 ) -> tuple[dict[str, Any], str]:
     """Answer a request and release the answer, or say why it is held; what is done already is not done again.
 
-    Evidence of a release belongs at the end of this function: the model is the run's head by then, and should the
-    process die before the ledger says `done`, it comes here again.
+    The log tells of a release before the ledger says `done`: should the process die between, it comes here again.
     """
     stored = answer_of(run, request, method)
     name = stored.folder.relative_to(run.folder / "requests").as_posix()
@@ -165,5 +173,6 @@ def _released(
             )
             return {**outcome, "held": True}, why
         release(run, name)
+    attest(run)
     place = next(number for number, each in enumerate(run.head.releases, start=1) if each.request == request)
     return {**outcome, "release": place}, ""

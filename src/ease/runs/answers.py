@@ -16,7 +16,7 @@ from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
-from ease.runs.tombstones import read_tombstones
+from ease.runs.tombstones import Tombstones, read_tombstones
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
 
@@ -130,15 +130,16 @@ def start_hash(run: Run, request: Request | None = None) -> str:
     return trained.history.record(trained.training.rounds)["sha256"]["state.safetensors"]
 
 
-def open_world(run: Run, request: Request | None = None) -> World:
+def open_world(run: Run, request: Request | None = None, stones: Tombstones | None = None) -> World:
     """The world of a run as it is now, or as it was when a request that is closed since was answered.
 
-    What some finished answer forgot may have vanished from disk.
+    What some finished answer forgot may have vanished from disk. What `stones` bar is not read; by default those of
+    the run.
     """
     head = run.head if request is None else run.head.before(request)
-    known = run.known()
+    known = run.known(len(head.releases))
     forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
-    stones = read_tombstones(run.folder)
+    stones = stones or read_tombstones(run.folder)
     return World.open(run.config, known, forgotten, stones.bars if stones.ids else None).without(*head.gone)
 
 

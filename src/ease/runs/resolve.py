@@ -104,9 +104,9 @@ def _those(members: Membership) -> str:
 
 
 def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, ...]:
-    """Clients by the names of their sites or by their numbers, each once."""
+    """Clients by the names of their sites or by their numbers, each once and with all that it added later."""
     by_name = {holding.name: holding.client for holding in members.clients if holding.name is not None}
-    found = set()
+    found = set[int]()
     for name in named:
         if name in by_name:
             found.add(by_name[str(name)])
@@ -114,7 +114,7 @@ def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, 
             found.add(int(name))
         else:
             raise UserError(f"--client {name}: no such client; this run has {_those(members)}")
-    return tuple(sorted(found))
+    return tuple(sorted(members.owned(found)))
 
 
 def _is_number(text: str) -> bool:

@@ -96,7 +96,11 @@ class Run:
     def _write_config(self) -> None:
         """Say what is trained here; whoever calls holds the run, so that one who is refused changes nothing."""
         write_json(self.folder / "run.json", {"format": FORMAT, "config": self.config.model_dump(mode="json")})
-        write_atomic(self.folder / "config.toml", to_toml(self.config).encode())
+        write_atomic(self._config_path, to_toml(self.config).encode())
+
+    def _tells_config(self) -> bool:
+        """Whether the file for people says the same: a process may have died between the two."""
+        return self._config_path.is_file() and self._config_path.read_bytes() == to_toml(self.config).encode()
 
     @property
     def history(self) -> History:
@@ -112,15 +116,16 @@ class Run:
             remove_leftovers(self.folder)
             yield from self._train(world)
 
-    def known(self) -> tuple[Membership, np.ndarray] | None:
-        """Who holds what and the centres of the pseudo-classes, as they were when the run was trained; None before."""
+    def known(self, releases: int | None = None) -> tuple[Membership, np.ndarray] | None:
+        """Who holds what and the centres of the pseudo-classes, now or when so many requests were closed; None before
+        the run was trained."""
         if not self._membership_path.is_file():
             return None
         membership = validate(Membership, read_json(self._membership_path), str(self._membership_path))
         tensors = read_tensors(self._classes_path)
         if "centroids" not in tensors:
             raise UserError(f"{self._classes_path}: holds no centroids; restore it or train again")
-        return membership, tensors["centroids"].numpy()
+        return membership if releases is None else membership.before(releases), tensors["centroids"].numpy()
 
     def _remember(self, world: World) -> None:
         """Store what no one may have to find out again: data may change or vanish after the training."""
@@ -140,6 +145,10 @@ class Run:
     @property
     def _membership_path(self) -> Path:
         return self.folder / "membership.json"
+
+    @property
+    def _config_path(self) -> Path:
+        return self.folder / "config.toml"
 
     @property
     def _classes_path(self) -> Path:
@@ -205,7 +214,7 @@ class Run:
             )
         if Run.plan(self.folder, self.config).config != self.config:
             raise UserError(f"{self.folder}: another process trains more rounds here; run the same command again")
-        if Run.load(self.folder).config != self.config or not (self.folder / "config.toml").is_file():
+        if Run.load(self.folder).config != self.config or not self._tells_config():
             self._write_config()
         here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
         sound = checked(here.federation, config.training)

@@ -1,0 +1,334 @@
+"""Kills `ease` processes with signal 9 while they train, forget, audit, work, purge and join, and compares the ends.
+
+python benchmarks/kills.py --kills 100
+
+Each trial begins from the state before one command, kills it up to three times, lets it end, and compares every file
+of the run with those that an undisturbed process left, less what depends on the clock. When to kill is drawn by lot as
+a number of operations on files: the process tells of each through a pipe, and another process sends the signal from
+outside, so that it arrives anywhere between that operation and the next ones. By default processes are copies of one
+that has done its imports; `--fresh` starts a new interpreter each time.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.bitflips import TINY, Told, inside
+
+from ease.cli import main as ease_main
+from ease.evidence import new_key, read_log
+from ease.ledger.store import NAME as LEDGER
+from ease.ledger.store import Ledger
+from ease.runs.run import Run
+from ease.runs.tombstones import NAME as TOMBSTONES
+from ease.runs.tombstones import Tombstones, as_json
+from ease.storage import LEFTOVER, write_atomic, write_json
+
+WORLD = (*TINY, "partition.clients=3", "data.train=30", "data.validation=8")
+SETTINGS = tuple(word for each in WORLD for word in ("--set", each))
+AUDIT = ("audit", "run", "--request", "client-1", "--shadows", "4", "--retrains", "2", "--pool", "16", "--workers", "1")
+ADD = ("request", "add", "run", "--approve", "--quiet")
+STAGES: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
+    "train": ((), ("train", "--out", "run", *SETTINGS, "--quiet")),
+    "forget": ((), ("forget", "run", "--client", "1", "--quiet")),
+    "audit": ((("forget", "run", "--client", "1", "--method", "retrain", "--quiet"),), (*AUDIT, "--quiet")),
+    "work": (
+        ((*ADD, "--client", "1", "--id", "c"), (*ADD, "--samples", "ids.txt", "--id", "s")),
+        ("work", "run", "--set", "hold.retain_points=100", "--quiet"),
+    ),
+    "purge": ((), ("purge", "run", "--quiet")),
+    "join": ((), ("join", "run", "--samples", "new.txt", "--consent", "yes", "--by", "ada", "--quiet")),
+    "train on": ((), ("train", "--resume", "run", "--until", "3", "--quiet")),
+}
+"""What is done before, undisturbed, and the command that is killed; each goes on from where the one before ended."""
+MOST_KILLS = 3
+"""In one trial."""
+WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+
+class Trial(NamedTuple):
+    stage: str
+    kills: int
+    fault: str
+    """What was other than without kills; nothing when all was the same."""
+
+
+class Begun(NamedTuple):
+    """Where a command begins, what it comes to and in how many operations."""
+
+    folder: Path
+    expected: dict[str, Any]
+    operations: int
+
+
+def command(*arguments: str) -> None:
+    sys.argv = ["ease", *arguments]
+    try:
+        ease_main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+def watched(told: int, folder: Path, work: Callable[[], object]) -> Callable[[], object]:
+    """The same work, which writes a byte to a pipe before each operation that changes a file in a folder."""
+
+    def tell() -> None:
+        os.write(told, b".")
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in WATCHED or not isinstance(arguments[0], str | os.PathLike):
+            return
+        writes = event != "open" or (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if writes and Path(arguments[0]).absolute().is_relative_to(folder):
+            tell()
+
+    def telling() -> None:
+        fsync = os.fsync
+        os.fsync = lambda descriptor: (tell(), fsync(descriptor))[1]  # type: ignore[assignment]
+        sys.addaudithook(hook)
+        work()
+
+    return telling
+
+
+FRESH = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from benchmarks.kills import command, watched
+watched(int(sys.argv[2]), Path(sys.argv[3]), lambda: command(*sys.argv[4:]))()
+"""
+
+
+def run_and_kill(
+    folder: Path, arguments: Sequence[str], after: int | None, delay: float, fresh: bool
+) -> tuple[Told, int]:
+    """A command in a process of its own, killed after so many operations: how it ended, and how many it told of."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as said:
+        process = (_fresh if fresh else _copied)(folder, arguments, reading, writing, said.fileno())
+        os.close(writing)
+        seen = 0
+        while told := os.read(reading, 1):
+            seen += len(told)
+            if seen == after:
+                time.sleep(delay)
+                os.kill(process, signal.SIGKILL)  # ours until it is waited for, so no other process can be meant
+        os.close(reading)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        said.seek(0)
+        return Told(code, said.read().decode(errors="replace")), seen
+
+
+def _copied(folder: Path, arguments: Sequence[str], reading: int, writing: int, said: int) -> int:
+    """A copy of this process, which spares the imports."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            os.close(reading)
+            for stream in (1, 2):
+                os.dup2(said, stream)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            with inside(folder):
+                watched(writing, folder / "run", lambda: command(*arguments))()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return process
+
+
+def _fresh(folder: Path, arguments: Sequence[str], reading: int, writing: int, said: int) -> int:
+    """A new interpreter."""
+    root, run = str(Path(__file__).parents[1]), str(folder / "run")
+    process = subprocess.Popen(
+        [sys.executable, "-c", FRESH, root, str(writing), run, *arguments],
+        cwd=folder,
+        env={**os.environ, "EASE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+        pass_fds=(writing,),
+        stdout=said,
+        stderr=said,
+    )
+    return process.pid
+
+
+# --- what a run came to ---
+
+CLOCK = {"seal", "time", "resumed", "consent", "record", "audit"}
+"""Keys of JSON whose values depend on the clock or on being interrupted, or are hashes of files that do."""
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: timeless(each)
+            for key, each in value.items()
+            if key not in CLOCK and "seconds" not in key and "memory" not in key
+        }
+    return [timeless(each) for each in value] if isinstance(value, list) else value
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file of a run by its bytes; JSON, the ledger and the log by what they say, less what the clock says."""
+    run, found = folder / "run", dict[str, Any]()
+    for path in sorted(run.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or path.name.startswith((".", LEDGER)) or path.parent.name == "evidence":
+            continue
+        found[name] = timeless(json.loads(path.read_bytes())) if path.suffix == ".json" else path.read_bytes()
+        if path.name == "summary.json":  # what was sent again after a kill is counted again
+            found[name] = found[name]["rounds"]
+    if (run / LEDGER).is_file():
+        ledger = Ledger(run)
+        found["ledger"] = [
+            (each.id, each.state, each.why, each.request, timeless(each.outcome)) for each in ledger.entries()
+        ]
+        found["consents"] = [(each.client, each.given_by, each.text, each.pairs) for each in ledger.consents()]
+    if (run / "evidence" / "head.json").is_file():
+        records = read_log(Run.load(run)).records
+        found["log"] = [(each.kind, timeless(_without_rewritten(each.payload))) for each in records]
+    found["unfinished"] = [path.name for path in run.rglob(f"{LEFTOVER}*")]
+    return found
+
+
+def _without_rewritten(payload: dict[str, Any]) -> dict[str, Any]:
+    """Hashes of records that a purge rewrote depend on the clock, as the records do; that they are there does not."""
+    answers = payload.get("answers")
+    if not isinstance(answers, dict):
+        return payload
+    return {
+        **payload,
+        "answers": {key: {**each, "rewritten": sorted(each["rewritten"])} for key, each in answers.items()},
+    }
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    names = [name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name)]
+    return f"other than without kills: {', '.join(names[:5])}" if names else ""
+
+
+# --- trials ---
+
+
+def prepared(folder: Path, fresh: bool, stages: Sequence[str]) -> dict[str, Begun]:
+    """Go through all commands undisturbed, and keep where each begins and what it comes to."""
+    work, begun = folder / "here", dict[str, Begun]()
+    evidence = work / "run" / "evidence"
+    work.mkdir()
+    for name, (before, arguments) in STAGES.items():
+        with inside(work), redirect_stdout(io.StringIO()):
+            for each in before:
+                command(*each)
+        if name == "forget":  # secrets that would be drawn at random are there before anything hangs on them
+            new_key(evidence / "signing.key")
+            write_atomic(evidence / "salt", b"00" * 32)
+            write_json(work / "run" / TOMBSTONES, as_json(Tombstones(salt="00" * 16)))
+        kept = Path(shutil.copytree(work, folder / "before" / name))
+        with inside(work), redirect_stdout(io.StringIO()):
+            command(*arguments)  # here, so that copies of this process have its imports
+        whole = contents(work)
+        operations = 0
+        if name in stages:
+            shutil.rmtree(work)
+            shutil.copytree(kept, work)
+            told, operations = run_and_kill(work, arguments, None, 0.0, fresh)
+            assert told.code == 0, told.said
+            assert not difference(contents(work), whole), (name, difference(contents(work), whole))
+        begun[name] = Begun(kept, whole, operations)
+        if name == "train":
+            members = json.loads((work / "run" / "membership.json").read_text())
+            (work / "ids.txt").write_text("\n".join(members["clients"][0]["train_ids"][:2]))
+            (work / "new.txt").write_text("\n".join(members["validation"]))
+    return begun
+
+
+def trials(
+    folder: Path, kills: int, seed: int, fresh: bool, stages: Sequence[str], keep: Path | None = None
+) -> Iterator[Trial]:
+    """Kill so often; runs that came to something else are kept in a folder, if one is named."""
+    begun, draw, done = prepared(folder, fresh, stages), random.Random(seed), 0
+    work = folder / "here"
+    while done < kills:
+        for name in stages:
+            before, expected, operations = begun[name]
+            shutil.rmtree(work)
+            shutil.copytree(before, work)
+            struck, ended = 0, None
+            for _ in range(min(MOST_KILLS, kills - done)):
+                after, delay = draw.randrange(1, operations + 1), draw.random() * 0.005
+                ended, _ = run_and_kill(work, STAGES[name][1], after, delay, fresh)
+                if ended.code != -signal.SIGKILL:
+                    break  # it had ended before the signal came
+                struck += 1
+            if ended is None or ended.code == -signal.SIGKILL:
+                ended, _ = run_and_kill(work, STAGES[name][1], None, 0.0, fresh)
+            done += struck
+            fault = f"exit code {ended.code}: {ended.said.strip()[-400:]}" if ended.code else ""
+            fault = fault or difference(contents(work), expected)
+            if fault and keep is not None:
+                shutil.copytree(work, keep / f"{name}-{done}")
+            yield Trial(name, struck, fault)
+            if done >= kills:
+                return
+
+
+def table(found: Sequence[Trial]) -> str:
+    rows = ["| killed | times | ends | equal to an undisturbed one |", "|---|---|---|---|"]
+    kills, ends, equal = Counter[str](), Counter[str](), Counter[str]()
+    for each in found:
+        for row in (each.stage, "all"):
+            kills[row] += each.kills
+            ends[row] += 1
+            equal[row] += not each.fault
+    order = [*(name for name in STAGES if kills[name]), "all"]
+    return "\n".join([*rows, *(f"| {row} | {kills[row]} | {ends[row]} | {equal[row]} |" for row in order)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="start a new interpreter for each process")
+    parser.add_argument("--keep", type=Path, help="folder for runs that came to something else")
+    parser.add_argument("--stages", nargs="*", choices=list(STAGES), default=list(STAGES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for each in trials(Path(folder).resolve(), args.kills, args.seed, args.fresh, args.stages, args.keep):
+            found.append(each)
+            print(
+                f"{sum(one.kills for one in found)} {each.stage}: killed {each.kills} times {each.fault}",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(table(found))
+    if any(each.fault for each in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -598,6 +598,34 @@ def sweep(
 
 
 @app.command()
+def node(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of the run; the same as the server's.")] = None,
+    id: Annotated[int, typer.Option("--id", min=0, help="The client this is the node of.")] = 0,
+    folder: Annotated[
+        Path | None, typer.Option(help="Its own disk: what it was sent and keeps; by default beside the socket.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="Where it listens; by default in the folder of the federation.")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="TOML file: which objectives, how often, in what company.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="A group of this machine that may speak to it, too.")] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Work for one client, beside its data, until stopped: jobs come in as bytes over a Unix socket.
+
+    Example: `ease node site.toml --id 3 --socket /run/ease/3.sock --policy policy.toml`
+    """
+    from ease.commands.federation import run_node
+    from ease.runs.config import load_config
+
+    run_node(load_config(config, tuple(settings or ())), id, folder, socket, policy, group, quiet)
+
+
+@app.command()
 def methods(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the manual's page, with all settings.")] = False,
     as_json: Json = False,

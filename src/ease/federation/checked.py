@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ease.errors import Diverged, UserError
+from ease.errors import Disconnected, Diverged, UserError
 from ease.federation.expected import answer_fault
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.journal import Journal
@@ -59,6 +59,8 @@ class Checked(Wrapped):
         try:
             for update in within(self.deadline, lambda: self.inner.run(params, job, clients)):
                 found.setdefault(update.client, []).append(update)
+        except Disconnected:
+            raise
         except Exception:  # whose error it was shows when each is asked alone
             pass
         return found
@@ -71,6 +73,8 @@ class Checked(Wrapped):
                 answers = list(within(self.deadline, lambda: self.inner.run(params, job, [client])))
             except TimeoutError:
                 return refusal(client, f"it did not answer within {self.deadline:g} s")
+            except Disconnected:
+                raise
             except Exception as error:
                 reason = f"it failed with {type(error).__name__}: {error}"
                 continue

@@ -11,9 +11,10 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.cohort import Cohort
+from ease.federation.flower import Flower
 from ease.federation.kept import kept_of
 from ease.federation.loop import Loop
-from ease.federation.remote import Remote, Sockets, node_socket
+from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.model.dual_encoder import DualEncoder
 from ease.requests.request import Request
 
@@ -56,5 +57,9 @@ def remote_engine(
     deadline: float | None,
 ) -> Remote:
     """Clients of the federation in `folder`: by the sockets of their nodes, or anywhere behind a Flower server."""
-    line = Sockets({client: node_socket(folder, client) for client in holdings})
+    line: Line
+    if kind == "flower":
+        line = Flower(folder)
+    else:
+        line = Sockets({client: node_socket(folder, client) for client in holdings})
     return Remote(line, holdings, held, run_name, gone, backbone, deadline)

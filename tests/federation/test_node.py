@@ -2,9 +2,13 @@
 
 import copy
 import hashlib
+import os
 import re
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -20,7 +24,7 @@ from ease.federation.checked import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.metered import Metered
-from ease.federation.node import Node, Policy, listen, pairs_hash, serve
+from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.remote import Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
@@ -470,3 +474,111 @@ def test_present_tells_who_is_there(world: World, site: Callable[..., Site]) -> 
     data = started.nodes[1].answer(encode(Ask(kind="hello", client=1, nonce="0" * 32, run=RUN)))
     told = decode_present(data)
     assert (told.client, told.jobs, told.busy, told.threads) == (1, 0, False, torch.get_num_threads())
+
+
+# --- real processes ---
+
+
+class Killing(Sockets):
+    """A line that kills a node, as kill -9 does, while it has a message of some kind before it."""
+
+    def __init__(self, paths, process: "subprocess.Popen[bytes]", client: int, mark: bytes):
+        super().__init__(paths)
+        object.__setattr__(self, "victim", (process, client, mark))
+
+    def exchange(self, messages, seconds):
+        process, client, mark = self.victim
+        if mark in messages.get(client, b"") and process.poll() is None:
+            process.send_signal(signal.SIGSTOP)  # so that it cannot be done before
+            threading.Timer(0.3, process.kill).start()
+        return super().exchange(messages, seconds)
+
+
+@pytest.fixture
+def processes(small: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[[int], "subprocess.Popen[bytes]"]]:
+    """Starts the node of a client as a process; it listens when this returns."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(client: int) -> "subprocess.Popen[bytes]":
+        path = node_socket(tmp_path / "federation", client)
+        settings = [part for each in (*small, *UNEQUAL) for part in ("--set", each)]
+        run = [sys.executable, "-c", "from ease.cli import main; main()", "node", "--quiet", *settings]
+        started.append(subprocess.Popen([*run, "--id", str(client), "--socket", str(path)]))
+        hello = encode(Ask(kind="hello", client=client, nonce="0" * 32, run=RUN))
+        while isinstance(spoken(path, hello, time.monotonic() + 60), str):
+            assert started[-1].poll() is None
+            time.sleep(0.2)
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_is_named_and_its_request_waits_for_it(
+    processes: Callable[[int], "subprocess.Popen[bytes]"],
+    small_config: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "federation"
+    here = small_config(*UNEQUAL, "engine=loop")
+    there = small_config(*UNEQUAL, "engine=nodes", f"federation={folder}")
+    nodes = {client: processes(client) for client in (0, 1, 2)}
+    # In the second round of the training, client 1.
+    run = Run.create(tmp_path / "killed", there)
+    world = run.hosted(open_world(run))
+    world.federation.line = Killing(world.federation.line.paths, nodes[1], 1, b'"round":2')  # type: ignore[attr-defined]
+    records = {}
+    for record in run.train(world):
+        records[record["round"]] = record
+        if record["round"] == 2:
+            nodes[1] = processes(1)
+    assert {number: list(record["rejected"]) for number, record in records.items()} == {1: [], 2: ["1"], 3: []}
+    assert "its node went away" in records[2]["rejected"]["1"]
+    # In a replay, client 0, of a run that nothing happened to.
+    runs = {}
+    for name, config in (("here", here), ("there", there)):
+        runs[name] = Run.create(tmp_path / name, config)
+        list(runs[name].train(open_world(runs[name])))
+    ids = [holding.train_ids[0] for holding in runs["here"].known()[0].clients[:2]]
+    request, world = SampleRequest(ids=tuple(ids)), runs["there"].hosted(open_world(runs["there"]))
+    world.federation.line = Killing(world.federation.line.paths, nodes[0], 0, b'"objective":"replay"')  # type: ignore[attr-defined]
+    with pytest.raises(
+        UserError, match=r"1 of 2 clients gave a sound answer and 2 are needed \(client 0: its node went"
+    ):
+        list(forget(runs["there"], world, request, make_method("ease"), False))
+    assert not list((tmp_path / "there").glob("requests/*/*/record.json"))  # it is not done, and no one says so
+    processes(0)
+    found = {
+        name: [hashed(step.state) for step, _ in forget(each, open_world(each), request, make_method("ease"), False)]
+        for name, each in runs.items()
+    }
+    assert found["here"] == found["there"] and found["here"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_reaches_neither_the_node_nor_what_it_keeps(site: Callable[..., Site]) -> None:
+    """What an app bundle can do at worst, when Flower runs as a user of its own and the socket is not for its group."""
+    started = site()
+    private_folder(started.folder / "0")
+    (started.folder / "0" / "photo").write_bytes(b"photo")
+    for parent in (started.folder, *started.folder.parents[:-2]):
+        parent.chmod(0o755)
+    path = node_socket(started.folder, 0)
+    kept = started.folder / "0"
+    hostile = f"""
+import os, socket
+os.setgid(65534); os.setuid(65534)
+line = socket.socket(socket.AF_UNIX)
+for attempt, where in ((os.listdir, {str(kept)!r}), (open, {str(kept / "photo")!r}), (line.connect, {str(path)!r})):
+    try:
+        attempt(where)
+    except PermissionError:
+        print("refused")
+    else:
+        print("reached")
+"""
+    told = subprocess.run([sys.executable, "-I", "-c", hostile], capture_output=True, text=True, timeout=60)
+    assert told.stdout.split() == ["refused"] * 3, told

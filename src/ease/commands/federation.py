@@ -4,9 +4,10 @@ import grp
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,8 +21,8 @@ from ease.console import labelled, megabytes, table
 from ease.errors import Disconnected, UserError
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
 from ease.federation.flower import SERVER, Flower
-from ease.federation.launch import FlowerServer, free_port, start_supernode, stop
-from ease.federation.node import Node, Policy, listen, serve
+from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
+from ease.federation.node import Node, Policy, listen, private_folder, serve
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.ledger.states import OPEN
 from ease.ledger.store import Ledger, now
@@ -34,6 +35,8 @@ WATCHING = 5.0
 SLOW = 300.0
 """Seconds in which a node must have read its data."""
 NO_RUN = "0" * 32
+RETURNING = 3.0
+"""Seconds after which a node that was turned away tries again."""
 
 
 # --- a node ---
@@ -83,6 +86,7 @@ def run_node(
     """Answer jobs for one client until the process is ended; with an upstream, also start Flower's end."""
     path = path or node_socket(config.federation_folder, client)
     folder = folder or path.with_suffix("")
+    private_folder(folder)
     line = listen(path, _group(group))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with ExitStack() as ending:
@@ -90,11 +94,32 @@ def run_node(
         ending.callback(line.close)
         node = make_node(config, client, folder, policy, quiet)
         if upstream is not None:
-            supernode = start_supernode(folder, client, path, upstream.server, upstream.key, upstream.certificate)
-            ending.callback(stop, supernode)
+            ending.enter_context(connected(upstream, folder, client, path))
         if not quiet:
             print(f"client {client}: {len(node.shard.train)} pairs; listening at {path}", file=sys.stderr, flush=True)
         serve(node, line)
+
+
+@contextmanager
+def connected(upstream: Upstream, folder: Path, client: int, path: Path) -> Iterator[None]:
+    """Flower's end, started again whenever it ends: as long as a key is not admitted, it is turned away."""
+    ended, running = threading.Event(), list["subprocess.Popen[bytes]"]()
+
+    def keep() -> None:
+        while not ended.is_set():
+            running[:] = [start_supernode(folder, client, path, upstream.server, upstream.key, upstream.certificate)]
+            running[0].wait()
+            ended.wait(RETURNING)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for process in running:
+            stop(process)
+        thread.join(RETURNING)
 
 
 def _version() -> str:
@@ -176,7 +201,7 @@ def run_up(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     clients, authority = range(config.partition.clients), Authority(folder / "keys")
     with ExitStack() as ending:
-        server = None
+        server, workers = None, list["subprocess.Popen[bytes]"]()
         if flower:
             if not insecure and not authority.certificate.is_file():
                 make_authority(authority.folder, ("localhost", "127.0.0.1"))
@@ -191,7 +216,9 @@ def run_up(
                 command += ["--server", f"127.0.0.1:{server.port}"]
                 keys = authority.folder / f"node-{client}", authority.certificate
                 command += [] if insecure else ["--key", str(keys[0]), "--ca", str(keys[1])]
-            ending.callback(stop, subprocess.Popen(command, stdin=subprocess.DEVNULL))
+            workers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
+            ending.callback(stop, workers[-1])
+        ending.callback(lambda: [worker.terminate() for worker in workers])  # all at once, before each is waited for
         _await_nodes(folder, clients, server)
         engine = "flower" if flower else "nodes"
         _tell(f"{len(clients)} nodes are up; in another shell:", quiet)
@@ -216,7 +243,7 @@ def _await_nodes(folder: Path, clients: Sequence[int], server: FlowerServer | No
 
 
 def _none(clients: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    return {client: () for client in clients}
+    return dict.fromkeys(clients, ())
 
 
 def _tell(line: str, quiet: bool) -> None:

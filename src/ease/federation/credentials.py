@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from pydantic import Field
 
 from ease.config import Config, validate
 from ease.errors import UserError
@@ -56,7 +57,7 @@ class Authority:
 class Admitted(Config):
     """Clients of a federation by their numbers, and the public key of each one's node in OpenSSH's form."""
 
-    clients: dict[str, str] = {}
+    clients: dict[str, str] = Field(default_factory=dict)
 
     def by_key(self) -> dict[str, int]:
         """Public key, as Flower tells it, in hex -> client."""

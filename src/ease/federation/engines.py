@@ -57,9 +57,6 @@ def remote_engine(
     deadline: float | None,
 ) -> Remote:
     """Clients of the federation in `folder`: by the sockets of their nodes, or anywhere behind a Flower server."""
-    line: Line
-    if kind == "flower":
-        line = Flower(folder)
-    else:
-        line = Sockets({client: node_socket(folder, client) for client in holdings})
+    sockets = {client: node_socket(folder, client) for client in holdings}
+    line: Line = Flower(folder) if kind == "flower" else Sockets(sockets)
     return Remote(line, holdings, held, run_name, gone, backbone, deadline)

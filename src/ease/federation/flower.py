@@ -62,7 +62,7 @@ class Flower:
             time.sleep(LOOK)
 
     def _identified(self) -> dict[int, int]:
-        """Client -> node. A key is bound to one client; without keys, which is for one machine alone, nodes are asked."""
+        """Client -> node. A key is bound to one client; without keys, as on one machine alone, nodes are asked."""
         nodes = self.nodes()
         if not is_insecure(self.folder):
             keys = read_admitted(self.folder).by_key()

@@ -1,5 +1,6 @@
-"""Flower's own programs, started with nothing that phones home: its server, its nodes, and the stub between them and us."""
+"""Flower's own programs, started so that nothing phones home: its server, its nodes, and the stub between."""
 
+import ctypes
 import ipaddress
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +33,11 @@ QUIET = {
 }
 """No telemetry, no look for updates, no installation at run time; and a shorter wait before an app is started."""
 CONNECTION = "ease"
-STARTING = 90.0
+STARTING = 180.0
 """Seconds in which a program of Flower must be up, on a busy machine."""
 ENDING = 10.0
+AT_ONCE = 4
+"""Programs of Flower that are started at the same time."""
 
 
 def flower_programs() -> Path:
@@ -72,8 +76,20 @@ def start(folder: Path, log: str, *command: str) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is ours to answer
+            preexec_fn=die_with_parent,
         )
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+DEATH_SIGNAL = 1
+"""The system's number for: tell me when my parent dies."""
+
+
+def die_with_parent() -> None:
+    """To be called in a new process: a parent that is killed leaves no one behind who holds its port."""
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
@@ -174,12 +190,13 @@ class FlowerServer:
         """Make the keys of admitted clients known to Flower, and those alone."""
         if self.insecure:
             return
-        for client, text in sorted(read_admitted(self.folder).clients.items()):
-            if text in self._registered:
-                continue
-            path = self.folder / "flower" / f"client-{client}.pub"
-            write_atomic(path, f"{text}\n".encode())
-            told = self._flwr("supernode", "register", str(path), CONNECTION)
+        new = {c: text for c, text in read_admitted(self.folder).clients.items() if text not in self._registered}
+        paths = {client: self.folder / "flower" / f"client-{client}.pub" for client in new}
+        for client, text in new.items():
+            write_atomic(paths[client], f"{text}\n".encode())
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            answers = pool.map(lambda path: self._flwr("supernode", "register", str(path), CONNECTION), paths.values())
+        for (client, text), told in zip(new.items(), answers, strict=True):
             if told.returncode and "already" not in told.stdout.lower() + told.stderr.lower():
                 raise UserError(f"client {client}: Flower does not take its key: {_last(told)}")
             self._registered.add(text)

@@ -226,6 +226,12 @@ def pairs_hash(ids: Sequence[str]) -> str:
     return digest("pairs", list(ids))
 
 
+def private_folder(folder: Path) -> None:
+    """A folder for its owner alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
 def listen(path: Path, group: int | None = None) -> socket.socket:
     """A socket that its owner alone may speak to, or also the members of one group."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,7 @@ class Remote:
     """Hash of the frozen weights that nodes must have."""
     deadline: float | None = None
     """Seconds from asking to the last answer of a round."""
+    remote = True
     together = True
     punctual = True
     """It keeps the deadline itself."""

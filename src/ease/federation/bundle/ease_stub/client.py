@@ -2,9 +2,10 @@
 
 import socket
 
-from ease_stub.pipe import receive, send, unwrapped, wrapped
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+
+from ease_stub.pipe import receive, send, unwrapped, wrapped
 
 app = ClientApp()
 

@@ -8,13 +8,15 @@ import queue
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ease_stub.pipe import packed, receive, send, unpacked, unwrapped, wrapped
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
+
+from ease_stub.pipe import packed, receive, send, unpacked, unwrapped, wrapped
 
 app = ServerApp()
 POLL_SECONDS = 0.2
@@ -149,8 +151,6 @@ def told(node: Any) -> dict[str, Any]:
 
 
 def close(line: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     line.close()

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check photos vit hf browser bench bench-quick clean
+.PHONY: demo test test-slow test-flower check photos vit hf browser bench bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -11,7 +11,11 @@ test: .venv/hf
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: .venv/hf
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not photos"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not photos and not engine"
+
+# Flower in an environment of its own: it needs no torch, and its pins are not ours.
+test-flower: .venv/ready .venv-flower/ready
+	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 600 $(BIN)/pytest -m engine
 
 check: .venv/ready
 	$(BIN)/ruff format --check src tests benchmarks recipes
@@ -61,5 +65,10 @@ bench-quick: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[browser]"
 	touch $@
 
+.venv-flower/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-flower
+	.venv-flower/bin/pip install --quiet --disable-pip-version-check flwr==1.41.0
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

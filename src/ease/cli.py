@@ -112,7 +112,7 @@ certificates = typer.Typer(
     help="Signed evidence of what was forgotten: `ease certificate RUN --request ID` issues it, `sign` adds to it.",
     no_args_is_help=True,
 )
-keys = typer.Typer(cls=Commands, help="Keys that sign certificates.", no_args_is_help=True)
+keys = typer.Typer(cls=Commands, help="Keys that sign certificates, and keys of a federation.", no_args_is_help=True)
 app.add_typer(certificates, name="certificate")
 app.add_typer(keys, name="keys")
 requests = typer.Typer(
@@ -592,7 +592,7 @@ def new_keys(
 
 @keys.callback()
 def about_keys() -> None:
-    """Keys that sign certificates."""
+    """Keys that sign certificates, and keys of a federation."""
 
 
 @app.command()
@@ -711,6 +711,162 @@ def sweep(
     from ease.commands.sweep import sweep_run
 
     _finish(sweep_run(source, out, budget, work, processes, tuple(settings or ()), quiet or as_json), as_json)
+
+
+@app.command()
+def node(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of the run; the same as the server's.")] = None,
+    id: Annotated[int, typer.Option("--id", min=0, help="The client this is the node of.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Where the data are on this machine, instead of data.path.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Connect to this server; without, a socket alone.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key of this node (`ease keys node`).")] = None,
+    ca: Annotated[Path | None, typer.Option(help="Certificate that the server is known by (ca.crt).")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no key, on this machine alone.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Its own disk: what it was sent and keeps; by default beside the socket.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="Where it listens; by default in the folder of the federation.")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="TOML file: which objectives, how often, in what company.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="A group of this machine that may speak to it, too.")] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Work for one client, beside its data, until stopped: jobs come in as bytes over a Unix socket.
+
+    Example: `ease node site.toml --id 3 --data /srv/photos --server fed.example.org:8000 --key node.key --ca ca.crt`
+    """
+    from ease.commands.federation import Upstream, run_node
+    from ease.runs.config import load_config
+
+    changes = (*(settings or ()), *((f"data.path={data}",) if data else ()))
+    if server is not None and not insecure and (key is None or ca is None):
+        raise UserError("--server: name the key of this node with --key and the server's certificate with --ca")
+    upstream = None if server is None else Upstream(server, None if insecure else key, None if insecure else ca)
+    run_node(load_config(config, changes), id, folder, socket, policy, group, upstream, quiet)
+
+
+FederationFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the federation.")]
+
+
+@app.command()
+def server(
+    folder: FederationFolder = Path("federation"),
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys, on this machine alone.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Keep the server of a federation up until stopped: nodes connect to it, and runs with engine = "flower" use it.
+
+    Example: `ease server federation --host 0.0.0.0 --port 8000`
+    """
+    from ease.commands.federation import run_server
+
+    run_server(folder, host, port, insecure, quiet)
+
+
+@app.command()
+def up(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the defaults.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=2, help="Clients; by default as the configuration says.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder of the federation.")] = Path("federation"),
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default a free one.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys.")] = False,
+    flower: Annotated[bool, typer.Option("--flower/--sockets", help="With Flower between, or sockets alone.")] = True,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Start a whole federation on this machine, for a first try: server, nodes and keys. Ctrl-C ends it.
+
+    Example: `ease up --nodes 3`
+    """
+    from ease.commands.federation import run_up
+    from ease.runs.config import load_config
+
+    changes = (*(settings or ()), *((f"partition.clients={nodes}",) if nodes else ()))
+    source = [*((str(config),) if config else ()), *(part for each in changes for part in ("--set", each))]
+    run_up(load_config(config, changes), source, folder.absolute(), port, insecure, flower, quiet)
+
+
+@app.command("status")
+def federation_status(
+    folder: FederationFolder = Path("federation"),
+    run: Annotated[Path | None, typer.Option(help="A run to tell of as well: its round, bytes and requests.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until stopped.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Tell how a federation stands: nodes, when they last worked, round, bytes, waiting requests and their deadlines.
+
+    Example: `ease status federation --run runs/first --watch`
+    """
+    import time
+
+    from ease.commands.federation import WATCHING, federation_status
+
+    _finish(federation_status(folder, run), as_json)
+    while watch:
+        time.sleep(WATCHING)
+        _finish(federation_status(folder, run), as_json)
+
+
+@keys.command("server")
+def server_keys(
+    folder: FederationFolder,
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address that nodes reach the server under. Repeatable.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make the certificate of a federation's server, and ca.crt, by which nodes know it.
+
+    Example: `ease keys server federation --host fed.example.org`
+    """
+    from ease.commands.federation import server_keys
+
+    _finish(server_keys(folder, list(dict.fromkeys([*(host or ()), "localhost", "127.0.0.1"]))), as_json)
+
+
+@keys.command("node")
+def node_key(
+    file: Annotated[Path, typer.Argument(help="Where the private key goes; the public one lies beside it, as .pub.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make the key of a client's node, at the client.
+
+    Example: `ease keys node node.key`
+    """
+    from ease.commands.federation import node_key
+
+    _finish(node_key(file), as_json)
+
+
+@keys.command("admit")
+def admit_key(
+    folder: FederationFolder,
+    file: Annotated[Path, typer.Argument(help="Public key of the client's node.")],
+    id: Annotated[int, typer.Option("--id", min=0, help="The client that it speaks for.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Let the node with this key speak as a client, at the server; no other key can.
+
+    Example: `ease keys admit federation node.key.pub --id 3`
+    """
+    from ease.commands.federation import admit_key
+
+    _finish(admit_key(folder, id, file), as_json)
 
 
 @app.command()

@@ -28,3 +28,7 @@ class Busy(UserError):
 
 class Unwritable(UserError):
     """A file that the disk did not take: the same command works once it does."""
+
+
+class Disconnected(UserError):
+    """The server's own line to all clients is gone, for which no client is to blame."""

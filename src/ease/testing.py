@@ -28,7 +28,6 @@ from ease.federation.codec import decode_job, decode_update, encode_job, encode_
 from ease.federation.engines import make_engine
 from ease.federation.history import UPDATES, History
 from ease.federation.journal import Journal
-from ease.federation.loop import Loop
 from ease.federation.metered import Cost, Metered
 from ease.federation.objectives import objective
 from ease.federation.protocol import Engine, Federation, LocalJob, Update, Wrapped, own_jobs
@@ -329,7 +328,7 @@ def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) 
     """Whatever it does not list is taken away or spoilt, and its states stay the same to the byte."""
     world, request, trained = stage.world, stage.requests[scope], stage.trained
     gone = {LEAVING} if scope == "client" and "leaving client" not in kind.needs else set()
-    federation: Loop = world.federation
+    federation: Engine = world.federation
     if gone or "forget data" not in kind.needs:
         activations = world.evaluator.activations if "forget data" in kind.needs else poisoned(world, request)
         shards = [shard for shard in world.shards if shard.client not in gone]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ease.errors import Diverged, UserError
+from ease.errors import Disconnected, Diverged, UserError
 from ease.federation.expected import answer_fault
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.journal import Journal
@@ -27,8 +27,11 @@ NAMED = 3
 
 def checked(engine: Federation, training: TrainingConfig, journal: Path | None = None, key: str = "") -> "Quorum":
     """An engine whose answers are checked, kept in a folder under a key where one is given, and counted."""
-    sound: Federation = Checked(engine, training.deadline)
-    return Quorum(sound if journal is None else Journal(sound, journal, key), training.quorum)
+    # An engine that keeps the deadline itself says in time who is late; waiting twice would ask those again.
+    sound: Federation = Checked(engine, None if getattr(engine, "punctual", False) else training.deadline)
+    # A process that has gone comes back: what only it can tell is waited for, and its request stays open until then.
+    patient = getattr(engine, "remote", False)
+    return Quorum(sound if journal is None else Journal(sound, journal, key), training.quorum, patient)
 
 
 class Checked(Wrapped):
@@ -58,6 +61,8 @@ class Checked(Wrapped):
         try:
             for update in within(self.deadline, lambda: self.inner.run(params, job, clients)):
                 found.setdefault(update.client, []).append(update)
+        except Disconnected:
+            raise
         except Exception:  # whose error it was shows when each is asked alone
             pass
         return found
@@ -70,6 +75,8 @@ class Checked(Wrapped):
                 answers = list(within(self.deadline, lambda: self.inner.run(params, job, [client])))
             except TimeoutError:
                 return refusal(client, f"it did not answer within {self.deadline:g} s")
+            except Disconnected:
+                raise
             except Exception as error:
                 reason = f"it failed with {type(error).__name__}: {error}"
                 continue
@@ -95,9 +102,11 @@ class Checked(Wrapped):
 class Quorum(Wrapped):
     """A federation that hands on sound answers alone; with too few of them it raises an error that names the rest."""
 
-    def __init__(self, inner: Federation, share: float):
+    def __init__(self, inner: Federation, share: float, patient: bool = False):
         super().__init__(inner)
         self.share = share
+        self.patient = patient
+        """Whether jobs on what is to be forgotten need the answers of all who are asked."""
         self._refused: dict[int, str] = {}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -109,7 +118,8 @@ class Quorum(Wrapped):
                 sound += 1
                 yield update
         self._refused |= refused
-        needed = math.ceil(self.share * len(clients))
+        everyone = self.patient and (bool(job.replays) or job.data == "forget")
+        needed = len(clients) if everyone else math.ceil(self.share * len(clients))
         if sound < needed:
             raise too_few(job, sound, len(clients), needed, refused)
 

@@ -1,6 +1,6 @@
-"""Which engine does the clients' work in this process: one of them made from its name."""
+"""Which engine does the clients' work, in this process or at nodes: one of them made from its name."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,11 +11,16 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.cohort import Cohort
+from ease.federation.flower import Flower
 from ease.federation.kept import kept_of
 from ease.federation.loop import Loop
+from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.model.dual_encoder import DualEncoder
+from ease.requests.request import Request
 
-EngineKind = Literal["auto", "loop", "cohort"]
+EngineKind = Literal["auto", "loop", "cohort", "nodes", "flower"]
+REMOTE = ("nodes", "flower")
+"""Whose clients are processes of their own."""
 
 
 def make_engine(
@@ -28,6 +33,7 @@ def make_engine(
 ) -> Loop:
     """`loop`: one client after the other; `cohort`: all clients of a round in one pass; `auto`: cohort on a GPU.
 
+    What nodes do, one after the other does as well: so they are simulated.
     Clients keep what they are told to in folders of their own in `disks`.
     """
     engine: Loop
@@ -38,3 +44,19 @@ def make_engine(
     if disks is not None:
         engine.data = {client: replace(data, kept=kept_of(disks, client)) for client, data in engine.data.items()}
     return engine
+
+
+def remote_engine(
+    kind: EngineKind,
+    folder: Path,
+    run_name: str,
+    holdings: Mapping[int, Sequence[str]],
+    held: Mapping[int, Collection[str]],
+    gone: tuple[Request, ...],
+    backbone: str,
+    deadline: float | None,
+) -> Remote:
+    """Clients of the federation in `folder`: by the sockets of their nodes, or anywhere behind a Flower server."""
+    sockets = {client: node_socket(folder, client) for client in holdings}
+    line: Line = Flower(folder) if kind == "flower" else Sockets(sockets)
+    return Remote(line, holdings, held, run_name, gone, backbone, deadline)

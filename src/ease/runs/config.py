@@ -1,14 +1,16 @@
 """Everything that decides the bytes of a run, read from TOML and `--set`."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ease.config import Config, override, read_toml, validate
 from ease.data.config import DataConfig, PartitionConfig
 from ease.errors import UserError
+from ease.federation.engines import REMOTE, EngineKind
 from ease.federation.fedavg import TrainingConfig
 from ease.model.backbones import anchor_checkpoint
 from ease.model.dual_encoder import ModelConfig
@@ -20,8 +22,11 @@ class RunConfig(Config):
 
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    engine: Literal["auto", "loop", "cohort"] = "auto"
-    """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU."""
+    engine: EngineKind = "auto"
+    """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU. `nodes`:
+    clients are processes of this machine; `flower`: of any machine."""
+    federation: Path | None = None
+    """Folder of the federation, for `nodes` and `flower`; EASE_FEDERATION names another one."""
     gallery: int = Field(500, ge=2)
     """Pairs in a retrieval gallery; the same for every set that is compared."""
     data: DataConfig = DataConfig()
@@ -29,9 +34,28 @@ class RunConfig(Config):
     partition: PartitionConfig = PartitionConfig()
     training: TrainingConfig = TrainingConfig()
 
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Within one process a run is what it was before there were nodes, to the byte."""
+        return {name: value for name, value in dump(self).items() if name != "federation" or value is not None}
+
+    @property
+    def remote(self) -> bool:
+        """Whether clients are processes of their own."""
+        return self.engine in REMOTE
+
+    @property
+    def federation_folder(self) -> Path:
+        """Where the federation is met whose clients are processes of their own."""
+        folder = os.environ.get("EASE_FEDERATION") or self.federation
+        if folder is None:
+            raise UserError(f'engine = "{self.engine}": name the folder of the federation, as federation = "FOLDER"')
+        return Path(folder)
+
     def identity(self) -> str:
-        """Hash of the configuration, less the number of rounds, which may grow, and how long and for whom to wait."""
+        """Hash of the configuration, less the number of rounds, which may grow, and where and for whom to wait."""
         values = self.model_dump(mode="json")
+        values.pop("federation", None)
         for name in ("rounds", "quorum", "deadline"):
             values["training"].pop(name)
         return digest(values)
@@ -53,6 +77,8 @@ def anchor_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(values, dict):
             paths = {key: str((folder / values[key]).resolve()) for key in keys if isinstance(values.get(key), str)}
             anchored[section] = {**values, **paths}
+    if isinstance(table.get("federation"), str):
+        anchored["federation"] = str((folder / table["federation"]).resolve())
     model = anchored.get("model")
     if isinstance(model, dict) and isinstance(model.get("backbone"), str):
         anchored["model"] = {**model, "backbone": anchor_checkpoint(model["backbone"], folder)}

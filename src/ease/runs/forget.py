@@ -78,7 +78,7 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
             }
             closed = world if request in world.gone else world.without(request)
             key = digest(settings, sha256(stored.model_path))
-            yield from _follow(closed, continued, request, steps, settings, run.config.seed, True, key=key)
+            yield from _follow(run.hosted(closed), continued, request, steps, settings, run.config.seed, True, key=key)
 
 
 def continue_training(

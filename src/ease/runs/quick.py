@@ -114,7 +114,7 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
     if found is not None:
         return found
     trained = trained_of(run, request)
-    sound = checked(world.federation, world.config.training)
+    sound = checked(run.hosted(world).federation, world.config.training)
     start, before, after = (
         measure_levels(trained, state, request, sound, forget_holders(request, sound))
         for state in (trained.initial, trained.start, answer)

@@ -1,5 +1,6 @@
 """A run from its configuration: the world it lives in, training with history, and resuming."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -107,8 +108,20 @@ class Run:
         return History(self.folder, updates=self.config.training.history == "server")
 
     def hosted(self, world: World) -> World:
-        """The world, its clients' disks being folders of this run where they keep their own history."""
+        """The world, its clients' disks being folders of this run where they keep their own history.
+
+        Nodes have disks of their own, and know the run by a name.
+        """
+        if self.config.remote:
+            return world if world.run_name else replace(world, run_name=self._name())
         return world.with_disks(self.folder / "clients" if self.config.training.history == "client" else None)
+
+    def _name(self) -> str:
+        """Drawn once: two trainings of one configuration are not the same to a client."""
+        path = self.folder / "name.json"
+        if not path.is_file():
+            write_json(path, {"name": uuid.uuid4().hex})
+        return str(read_json(path, most=SMALL_JSON).get("name"))
 
     def train(self, world: World) -> Iterator[dict[str, Any]]:
         """Train, or go on from the last complete round; yields each new round's record."""

@@ -15,8 +15,8 @@ from ease.data.features import Activations, cached_activations
 from ease.data.membership import Membership, membership_of, positions_of, shards_of
 from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding
-from ease.federation.engines import make_engine
-from ease.federation.loop import Loop
+from ease.federation.engines import make_engine, remote_engine
+from ease.federation.protocol import Engine
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, first_adapted
 from ease.params import Params
@@ -81,6 +81,8 @@ class World:
     """Requests that are closed: their pairs are in no client's data any more."""
     disks: Path | None = None
     """Folders that stand for the clients' own disks, one for each; absent: clients keep nothing."""
+    run_name: str = ""
+    """What nodes know the run by, where clients are nodes."""
 
     @classmethod
     def open(
@@ -135,8 +137,19 @@ class World:
         return without(self.evaluator.shards, self.gone)
 
     @cached_property
-    def federation(self) -> Loop:
+    def federation(self) -> Engine:
         """The clients, each with its own pairs alone, behind the engine of the configuration."""
+        if self.config.remote:
+            return remote_engine(
+                self.config.engine,
+                self.config.federation_folder,
+                self.run_name,
+                {holding.client: holding.train_ids for holding in self.server.membership.clients},
+                {shard.client: frozenset(shard.train_ids) for shard in self.shards},
+                self.gone,
+                self.server.backbone.fingerprint,
+                self.config.training.deadline,
+            )
         shards, activations = self.shards, self.evaluator.activations
         return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device, self.disks)
 

@@ -1,0 +1,371 @@
+"""What the commands of a federation of processes do: its keys, server and nodes, and how it stands."""
+
+import grp
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+import ease.methods  # noqa: F401 - whose objectives a node knows
+from ease.config import read_toml, validate
+from ease.console import labelled, megabytes, table
+from ease.errors import Disconnected, UserError
+from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
+from ease.federation.flower import SERVER, Flower
+from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
+from ease.federation.node import Node, Policy, listen, private_folder, serve
+from ease.federation.remote import Line, Remote, Sockets, node_socket
+from ease.ledger.states import OPEN
+from ease.ledger.store import Ledger, now
+from ease.runs.config import RunConfig
+from ease.runs.run import Run
+from ease.runs.world import World
+
+WATCHING = 5.0
+"""Seconds between two looks at a federation."""
+SLOW = 300.0
+"""Seconds in which a node must have read its data."""
+NO_RUN = "0" * 32
+RETURNING = 3.0
+"""Seconds after which a node that was turned away tries again."""
+
+
+# --- a node ---
+
+
+def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None = None, quiet: bool = False) -> Node:
+    """The worker of one client: its own shard of the configured data, and a folder of its own."""
+    rules = validate(Policy, read_toml(policy), str(policy)) if policy is not None else Policy()
+    world = World.open(config)
+    shard = next((each for each in world.shards if each.client == client), None)
+    if shard is None:
+        known = ", ".join(str(each.client) for each in world.shards)
+        raise UserError(f"--id {client}: no client of this configuration (its clients: {known})")
+    return Node(
+        world.server.model,
+        shard,
+        world.evaluator.activations,
+        world.server.device,
+        folder,
+        world.server.backbone.fingerprint,
+        _version(),
+        rules,
+        None if quiet else sys.stderr,
+    )
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """How a node reaches the server of its federation."""
+
+    server: str
+    """HOST:PORT"""
+    key: Path | None
+    certificate: Path | None
+
+
+def run_node(
+    config: RunConfig,
+    client: int,
+    folder: Path | None,
+    path: Path | None,
+    policy: Path | None,
+    group: str | None,
+    upstream: Upstream | None,
+    quiet: bool,
+) -> None:
+    """Answer jobs for one client until the process is ended; with an upstream, also start Flower's end."""
+    path = path or node_socket(config.federation_folder, client)
+    folder = folder or path.with_suffix("")
+    private_folder(folder)
+    line = listen(path, _group(group))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with ExitStack() as ending:
+        ending.callback(path.unlink, missing_ok=True)
+        ending.callback(line.close)
+        node = make_node(config, client, folder, policy, quiet)
+        if upstream is not None:
+            ending.enter_context(connected(upstream, folder, client, path))
+        if not quiet:
+            print(f"client {client}: {len(node.shard.train)} pairs; listening at {path}", file=sys.stderr, flush=True)
+        serve(node, line)
+
+
+@contextmanager
+def connected(upstream: Upstream, folder: Path, client: int, path: Path) -> Iterator[None]:
+    """Flower's end, started again whenever it ends: as long as a key is not admitted, it is turned away."""
+    ended, running = threading.Event(), list["subprocess.Popen[bytes]"]()
+
+    def keep() -> None:
+        while not ended.is_set():
+            running[:] = [start_supernode(folder, client, path, upstream.server, upstream.key, upstream.certificate)]
+            running[0].wait()
+            ended.wait(RETURNING)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for process in running:
+            stop(process)
+        thread.join(RETURNING)
+
+
+def _version() -> str:
+    with suppress(PackageNotFoundError):
+        return version("ease-unlearning")
+    return ""
+
+
+def _group(name: str | None) -> int | None:
+    if name is None:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise UserError(f"--group {name}: no such group on this machine; make it or leave the option out") from None
+
+
+# --- keys ---
+
+
+@dataclass(frozen=True)
+class Made:
+    """Files that were written, and what each is for."""
+
+    files: dict[str, Path]
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: str(path) for name, path in self.files.items()}
+
+    def render(self) -> Iterator[RenderableType]:
+        for name, path in self.files.items():
+            yield f"{name}: {path}"
+
+
+def server_keys(folder: Path, hosts: Sequence[str]) -> Made:
+    made = make_authority(folder / "keys", hosts)
+    return Made({"certificate, for every node": made.certificate, "private key of the server": made.server_key})
+
+
+def node_key(path: Path) -> Made:
+    public = make_node_key(path)
+    return Made({"private key, for this node alone": path, "public key, for the server": public})
+
+
+def admit_key(folder: Path, client: int, key: Path) -> Made:
+    admit(folder, client, key)
+    return Made({f"client {client} is the node with": key})
+
+
+# --- the server, and a whole federation on one machine ---
+
+
+def run_server(folder: Path, host: str, port: int, insecure: bool, quiet: bool) -> None:
+    """Keep the server of a federation up until the process is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with FlowerServer(folder, host, port, insecure) as server:
+        _tell(f"federation {folder}: server at {host}:{port}{', in the clear' if insecure else ''}", quiet)
+        watch(server, quiet)
+
+
+def watch(server: FlowerServer, quiet: bool) -> None:
+    """Start the stub again when it ends, make new keys known, and end when Flower's server does."""
+    while True:
+        time.sleep(WATCHING)
+        if not server.alive:
+            raise UserError(
+                f"{server.folder}: Flower's server has ended; see {server.folder / 'flower' / 'server.log'}"
+            )
+        server.register()
+        if not server.connected():
+            _tell("the stub at the server has ended; starting it again", quiet)
+            server.connect()
+
+
+def run_up(
+    config: RunConfig, source: Sequence[str], folder: Path, port: int | None, insecure: bool, flower: bool, quiet: bool
+) -> None:
+    """A whole federation on this machine: keys where there are none, a server, and a node for each client."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    clients, authority = range(config.partition.clients), Authority(folder / "keys")
+    with ExitStack() as ending:
+        server, workers = None, list["subprocess.Popen[bytes]"]()
+        if flower:
+            if not insecure and not authority.certificate.is_file():
+                make_authority(authority.folder, ("localhost", "127.0.0.1"))
+            for client in clients if not insecure else ():
+                key = authority.folder / f"node-{client}"
+                admit(folder, client, key.with_name(f"{key.name}.pub") if key.exists() else make_node_key(key))
+            server = ending.enter_context(FlowerServer(folder, "127.0.0.1", port or free_port(), insecure))
+        for client in clients:
+            command = [sys.executable, "-c", "from ease.cli import main; main()", "node", *source, "--id", str(client)]
+            command += ["--socket", str(node_socket(folder, client)), *(("--quiet",) if quiet else ())]
+            if server is not None:
+                command += ["--server", f"127.0.0.1:{server.port}"]
+                keys = authority.folder / f"node-{client}", authority.certificate
+                command += [] if insecure else ["--key", str(keys[0]), "--ca", str(keys[1])]
+            workers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
+            ending.callback(stop, workers[-1])
+        ending.callback(lambda: [worker.terminate() for worker in workers])  # all at once, before each is waited for
+        _await_nodes(folder, clients, server)
+        engine = "flower" if flower else "nodes"
+        _tell(f"{len(clients)} nodes are up; in another shell:", quiet)
+        _tell(f"ease train {' '.join(source)} --set engine={engine} --set federation={folder} --out runs/first", quiet)
+        if server is not None:
+            watch(server, quiet)
+        while True:
+            time.sleep(WATCHING)
+
+
+def _await_nodes(folder: Path, clients: Sequence[int], server: FlowerServer | None) -> None:
+    until = time.monotonic() + SLOW
+    here = Remote(
+        Sockets({each: node_socket(folder, each) for each in clients}), _none(clients), _none(clients), NO_RUN
+    )
+    while time.monotonic() < until:
+        there = server is None or len(Flower(folder).nodes()) >= len(clients)
+        if there and not any(isinstance(told, str) for told in here.present().values()):
+            return
+        time.sleep(0.5)
+    raise UserError(f"{folder}: not all nodes came up within {SLOW:g} s; see {folder / 'flower'}")
+
+
+def _none(clients: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    return dict.fromkeys(clients, ())
+
+
+def _tell(line: str, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)
+
+
+# --- how it stands ---
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One client's node."""
+
+    client: int
+    state: str
+    """`ready`, `working`, or why nothing is heard of it."""
+    jobs: int = 0
+    refused: int = 0
+    last: float | None = None
+    """Seconds since it last began a job."""
+    parts: int = 0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run beside its federation."""
+
+    run: str
+    round: int
+    rounds: int
+    bytes_down: int
+    bytes_up: int
+    queue: tuple[tuple[str, str, str], ...]
+    """Requests that wait: name, state, until when."""
+    late: int
+
+
+@dataclass(frozen=True)
+class FederationStatus:
+    folder: str
+    server: str
+    nodes: tuple[NodeStatus, ...]
+    run: RunStatus | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def render(self) -> Iterator[RenderableType]:
+        yield labelled("server", self.server)
+        rows = [
+            [
+                str(each.client),
+                each.state,
+                "never" if each.last is None else f"{each.last:.0f} s ago",
+                str(each.jobs),
+                str(each.refused),
+                str(each.parts),
+            ]
+            for each in self.nodes
+        ]
+        yield table("Nodes", ["client", "state", "last job", "jobs", "refused", "parts kept"], rows, text_columns=3)
+        if self.run is not None:
+            told = f"round {self.run.round} of {self.run.rounds}"
+            sent = f"{megabytes(self.run.bytes_down)} sent, {megabytes(self.run.bytes_up)} received"
+            yield labelled("run", f"{self.run.run}: {told}; {sent}")
+            late = f", {self.run.late} OVERDUE" if self.run.late else ""
+            yield labelled("queue", f"{len(self.run.queue)} requests{late}")
+            for name, state, until in self.run.queue:
+                yield f"  {name}: {state}, until {until[:10]}"
+
+
+def federation_status(folder: Path, run: Path | None) -> FederationStatus:
+    """Who is there, what they did, and what waits."""
+    line: Line
+    if (folder / SERVER).is_file():
+        line, server = Flower(folder), "answers"
+        clients = sorted(read_admitted(folder).by_key().values())
+        try:
+            there = line.nodes()
+            server = f"answers; {len(there)} nodes are connected"
+        except (Disconnected, TimeoutError) as error:
+            told = {client: str(error) or "no answer" for client in clients}
+            return FederationStatus(str(folder), str(error), _states(told), _run_status(run))
+        clients = clients or sorted(int(path.stem) for path in (folder / "nodes").glob("*.sock"))
+    else:
+        clients = sorted(int(path.stem) for path in (folder / "nodes").glob("*.sock") if path.stem.isdigit())
+        line, server = (
+            Sockets({client: node_socket(folder, client) for client in clients}),
+            "none; nodes of this machine",
+        )
+    if not clients:
+        raise UserError(f"{folder}: no federation here; start one with `ease up` or `ease server`")
+    remote = Remote(line, _none(clients), _none(clients), NO_RUN, deadline=30.0)
+    return FederationStatus(str(folder), server, _states(remote.present()), _run_status(run))
+
+
+def _states(told: dict[int, Any]) -> tuple[NodeStatus, ...]:
+    return tuple(
+        NodeStatus(client, each)
+        if isinstance(each, str)
+        else NodeStatus(
+            client, "working" if each.busy else "ready", each.jobs, each.refused, each.last, len(each.parts)
+        )
+        for client, each in sorted(told.items())
+    )
+
+
+def _run_status(folder: Path | None) -> RunStatus | None:
+    if folder is None:
+        return None
+    run = Run.load(folder)
+    done = run.history.rounds()
+    records = [run.history.record(number) for number in range(1, done + 1)]
+    ledger, time_now = Ledger(folder), now()
+    waiting = [each for each in ledger.entries() if each.state in OPEN] if ledger.exists else []
+    return RunStatus(
+        str(folder),
+        done,
+        run.config.training.rounds,
+        sum(record["bytes_down"] for record in records),
+        sum(record["bytes_up"] for record in records),
+        tuple((each.id, each.state, each.deadline) for each in waiting),
+        sum(each.overdue(time_now) for each in waiting),
+    )

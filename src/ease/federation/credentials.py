@@ -1,0 +1,178 @@
+"""Keys of a federation: its own authority, the server's certificate, and one key for each client's node.
+
+A node is known by its key alone: the key of a client is written down beside its number, and whoever has not the key
+cannot speak as that client.
+"""
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_public_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from pydantic import Field
+
+from ease.config import Config, validate
+from ease.errors import UserError
+from ease.storage import read_bytes, read_json, write_atomic, write_json
+
+DAYS = 825
+"""For which a certificate holds."""
+LARGEST_KEY = 1 << 14
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Files that make a server known to its nodes."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        """What every node is given, to know the server by."""
+        return self.folder / "ca.crt"
+
+    @property
+    def server_certificate(self) -> Path:
+        return self.folder / "server.crt"
+
+    @property
+    def server_key(self) -> Path:
+        return self.folder / "server.key"
+
+
+class Admitted(Config):
+    """Clients of a federation by their numbers, and the public key of each one's node in OpenSSH's form."""
+
+    clients: dict[str, str] = Field(default_factory=dict)
+
+    def by_key(self) -> dict[str, int]:
+        """Public key, as Flower tells it, in hex -> client."""
+        return {told_key(text.encode(), f"client {client}").hex(): int(client) for client, text in self.clients.items()}
+
+
+def make_authority(folder: Path, hosts: Sequence[str]) -> Authority:
+    """An authority and the certificate of a server that is reached under these names and addresses.
+
+    The authority's own key signs this one certificate and is not kept: no one can make a second server with it.
+    """
+    made = Authority(folder)
+    if made.certificate.exists():
+        raise UserError(f"{made.certificate}: is there already; nodes know the server by it. Choose another folder")
+    root_key, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    root = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "EASE federation")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
+    identity = x509.SubjectKeyIdentifier.from_public_key(root_key.public_key())
+    authority = (
+        _certificate(root, root, root_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(identity, critical=False)
+        .sign(root_key, hashes.SHA384())
+    )
+    server = (
+        _certificate(subject, root, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_host(each) for each in hosts]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identity), critical=False)
+        .sign(root_key, hashes.SHA384())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_private(made.server_key, private)
+    write_atomic(made.server_certificate, server.public_bytes(Encoding.PEM))
+    write_atomic(made.certificate, authority.public_bytes(Encoding.PEM))
+    return made
+
+
+def make_node_key(path: Path) -> Path:
+    """A key pair for a node; the public half lies beside it, as .pub."""
+    public = path.with_name(f"{path.name}.pub")
+    if path.exists() or public.exists():
+        raise UserError(f"{path}: is there already; choose another name")
+    key = ec.generate_private_key(ec.SECP384R1())
+    write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    write_atomic(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    return public
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A file that its owner alone may read, from its first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def told_key(text: bytes, what: str) -> bytes:
+    """A public key in OpenSSH's form, as Flower tells it."""
+    try:
+        key = load_ssh_public_key(text)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{what}: no public key in OpenSSH's form; make one with: ease keys node FILE") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise UserError(f"{what}: not an elliptic-curve key; make one with: ease keys node FILE")
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def read_admitted(folder: Path) -> Admitted:
+    path = folder / "clients.json"
+    return validate(Admitted, read_json(path), str(path)) if path.is_file() else Admitted()
+
+
+def admit(folder: Path, client: int, key: Path) -> None:
+    """Let the node with this key speak as a client, and no other node; a key speaks for one client alone."""
+    text, known = read_bytes(key, LARGEST_KEY), read_admitted(folder)
+    holder = known.by_key().get(told_key(text, str(key)).hex(), client)
+    if holder != client:
+        raise UserError(f"{key}: is the key of client {holder} already; every client needs a key of its own")
+    clients = {**known.clients, str(client): " ".join(text.decode().split()[:2])}
+    write_json(folder / "clients.json", Admitted(clients=clients).model_dump(mode="json"))
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+    )
+
+
+def _usage(signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

@@ -1,0 +1,304 @@
+"""A warm worker beside a client's data: it answers jobs that come as bytes over a Unix socket, and nothing else.
+
+It holds the backbone, the pairs and what it keeps of the training. It runs no code that it is sent: it does jobs whose
+objectives it knows, in the one encoding, after its own policy has agreed. Whatever else comes is refused in words.
+"""
+
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from pydantic import Field
+
+from ease.config import Config, validate
+from ease.data.features import Activations
+from ease.data.partition import Shard
+from ease.errors import UserError
+from ease.federation.client import ClientData
+from ease.federation.codec import decode_job, encode_update
+from ease.federation.container import Limits
+from ease.federation.kept import Kept
+from ease.federation.loop import Loop
+from ease.federation.objectives import OBJECTIVES
+from ease.federation.protocol import LocalJob
+from ease.federation.shelf import Shelf
+from ease.federation.wire import UPDATE, Answer, Ask, Present, decode_ask, encode, receive, send
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params, layout_of
+from ease.requests.request import Request, without
+from ease.storage import digest, read_json, write_json
+
+HOUR = 3600.0
+PATIENCE = 60.0
+"""Seconds in which a message must have come in whole."""
+REMEMBERED = 1 << 16
+"""Messages that a node knows again."""
+LONGEST_REASON = 300
+
+
+class Policy(Config):
+    """What a site lets be done with its data."""
+
+    objectives: tuple[str, ...] | None = None
+    """Names of the objectives that it works for; absent: all that it knows."""
+    jobs_per_hour: int | None = Field(None, ge=1)
+    """Absent: as many as come."""
+    smallest_cohort: int = Field(1, ge=1)
+    """With fewer clients in a round it takes no part; requests of this client alone need 1."""
+    most_epochs: int = Field(100, ge=1)
+    """Of one job, replayed rounds included."""
+    largest_message: int = Field(1 << 30, ge=1 << 12)
+    """In bytes; a longer one is not even read."""
+
+    def objection(self, job: LocalJob, cohort: int, times: Collection[float], now: float) -> str:
+        """Why a job is not done, or nothing; `times` are those of the jobs before it."""
+        if self.objectives is not None and job.objective not in self.objectives:
+            return f"its policy does not allow the objective {job.objective!r}"
+        if cohort < self.smallest_cohort:
+            return f"its policy asks for {self.smallest_cohort} clients in a round, and this one has {cohort}"
+        epochs = job.epochs * max(1, len(job.replays))
+        if epochs > self.most_epochs:
+            return f"its policy allows {self.most_epochs} epochs in a job, and this one has {epochs}"
+        if self.jobs_per_hour is not None and sum(now - each < HOUR for each in times) >= self.jobs_per_hour:
+            return f"its policy allows {self.jobs_per_hour} jobs an hour"
+        return ""
+
+
+@dataclass
+class Node:
+    """One client of a federation, with all that is its own. `answer` never raises for what it is sent."""
+
+    model: DualEncoder
+    shard: Shard
+    activations: Activations
+    device: torch.device
+    folder: Path
+    """Its own disk: parts it was sent, kept rounds and closed requests of each run."""
+    backbone: str
+    """Hash of the frozen weights."""
+    version: str = ""
+    policy: Policy = field(default_factory=Policy)
+    log: TextIO | None = None
+    busy: bool = False
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _refused: int = 0
+    _nonces: dict[str, None] = field(default_factory=dict)
+    _ready: tuple[object, Loop] | None = None
+
+    def __post_init__(self) -> None:
+        with suppress(OSError):
+            self._nonces = dict.fromkeys(self._seen.read_text().split()[-REMEMBERED:])
+
+    @property
+    def shelf(self) -> Shelf:
+        return Shelf(self.folder / "parts")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(total=self.policy.largest_message)
+
+    @property
+    def _seen(self) -> Path:
+        return self.folder / "messages.txt"
+
+    def answer(self, data: bytes) -> bytes:
+        """What to say to a message, whatever it holds."""
+        try:
+            asked = decode_ask(data, self.limits)
+        except UserError as error:
+            return self.refusal(str(error))
+        return self.respond(*asked)
+
+    def respond(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
+        """The same once the message is known to be one."""
+        try:
+            if ask.client != self.shard.client:
+                raise UserError(f"this is client {self.shard.client}, and client {ask.client} was asked")
+            return encode(self._present(ask)) if ask.kind == "hello" else self._done(ask, job, parts)
+        except UserError as error:
+            return self.refusal(str(error), ask.nonce)
+        except Exception as error:  # a job that cannot be done is the asker's fault; the worker stays up
+            return self.refusal(f"the work failed with {type(error).__name__}: {error}", ask.nonce)
+
+    def _done(self, ask: Ask, encoded: bytes, parts: dict[str, bytes]) -> bytes:
+        self._once(ask.nonce)
+        shelf = self.shelf
+        if strange := sorted(parts.keys() - set(ask.parts)):
+            raise UserError(f"part {strange[0][:12]} belongs to no job")
+        shelf.put(parts)
+        found = {name: shelf[name] for name in ask.parts if name in shelf}
+        if missing := tuple(name for name in ask.parts if name not in found):
+            self._say(f"{len(missing)} parts of the job are not here")
+            return encode(Answer(client=self.shard.client, nonce=ask.nonce, missing=missing))
+        job, state = decode_job(encoded, found, limits=self.limits)
+        if job.objective not in OBJECTIVES:
+            raise UserError(f"objective {job.objective!r} is not known here")
+        now = time.time()
+        if objection := self.policy.objection(job, ask.cohort, self._times, now):
+            raise UserError(objection)
+        self._check_layout(job, state)
+        engine = self._engine(ask.run, ask.gone)
+        self._times.append(now)
+        (update,) = engine.perform(state, {self.shard.client: job})
+        self._say(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
+        return encode(Answer(client=self.shard.client, nonce=ask.nonce), {UPDATE: encode_update(update)})
+
+    def _once(self, nonce: str) -> None:
+        """Refuse a message that came before, since whenever this node was first started."""
+        if nonce in self._nonces:
+            raise UserError("this message came before; a job is done once")
+        self._nonces[nonce] = None
+        if len(self._nonces) > REMEMBERED:
+            self._nonces.pop(next(iter(self._nonces)))
+        self._seen.parent.mkdir(parents=True, exist_ok=True)
+        with self._seen.open("a") as file:
+            file.write(f"{nonce}\n")
+
+    def _check_layout(self, job: LocalJob, state: Params) -> None:
+        """Refuse a state of another model before it meets the data."""
+        own = self.model.initial() if job.sparse is None else None
+        shapes = {name: shape for name, shape, _ in layout_of(state.tensors)}
+        if own is not None and shapes != {name: shape for name, shape, _ in layout_of(own.tensors)}:
+            raise UserError("the state is not one of this client's model; give server and nodes the same configuration")
+
+    def _engine(self, run: str, gone: tuple[Request, ...]) -> Loop:
+        """The client's data without what closed requests named; what was closed once stays closed."""
+        path = self.folder / "runs" / run / "gone.json"
+        closed = validate(Gone, read_json(path), str(path)).requests if path.is_file() else ()
+        if lost := [each for each in closed if each not in gone]:
+            raise UserError(f"the job would touch what a closed request took away ({lost[0].scope})")
+        if gone != closed:
+            write_json(path, Gone(requests=gone).model_dump(mode="json"))
+        if self._ready is None or self._ready[0] != (run, gone):
+            left = without((self.shard,), gone)
+            if not left:
+                raise UserError(f"client {self.shard.client} has left this run")
+            kept = Kept(self.shard.client, path.parent)
+            data = replace(ClientData.of(left[0], self.activations, self.device), kept=kept)
+            self._ready = (run, gone), Loop(self.model, {self.shard.client: data})
+        return self._ready[1]
+
+    def _present(self, ask: Ask) -> Present:
+        return Present(
+            client=self.shard.client,
+            nonce=ask.nonce,
+            version=self.version,
+            backbone=self.backbone,
+            pairs=pairs_hash(self.shard.train_ids),
+            parts=tuple(self.shelf),
+            threads=torch.get_num_threads(),
+            jobs=len(self._times),
+            refused=self._refused,
+            busy=self.busy,
+            last=time.time() - self._times[-1] if self._times else None,
+        )
+
+    def refusal(self, reason: str, nonce: str = "0" * 32) -> bytes:
+        """No, and why."""
+        self._refused += 1
+        line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())[:LONGEST_REASON]
+        self._say(f"refused: {line}")
+        return encode(Answer(client=self.shard.client, nonce=nonce, refused=line))
+
+    def _say(self, line: str) -> None:
+        if self.log is not None:
+            print(f"{time.strftime('%H:%M:%S')} client {self.shard.client}: {line}", file=self.log, flush=True)
+
+
+class Gone(Config):
+    """Requests that are closed at a client."""
+
+    requests: tuple[Request, ...]
+
+
+def pairs_hash(ids: Sequence[str]) -> str:
+    """Names what a client holds without telling it."""
+    return digest("pairs", list(ids))
+
+
+def private_folder(folder: Path) -> None:
+    """A folder for its owner alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def listen(path: Path, group: int | None = None) -> socket.socket:
+    """A socket that its owner alone may speak to, or also the members of one group."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len(os.fsencode(path)) > 100:
+        raise UserError(f"{path}: too long for a socket; choose a folder with a shorter path")
+    if path.exists():
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise UserError(f"{path}: is there and is no socket; choose another --socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                path.unlink()  # of a killed process
+            else:
+                raise UserError(f"{path}: another process answers there; stop it or choose another --socket")
+    line = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)  # never open to others, not even for a moment
+    try:
+        line.bind(str(path))
+    finally:
+        os.umask(mask)
+    if group is not None:
+        os.chown(path, -1, group)
+        path.chmod(0o660)
+    line.listen(16)
+    return line
+
+
+def serve(node: Node, line: socket.socket) -> None:
+    """Answer whoever connects, for ever: a hello at once, jobs one after the other, all in this thread.
+
+    Threads of their own read and write, so that no slow speaker keeps the others waiting.
+    """
+    waiting: queue.SimpleQueue[tuple[tuple[Ask, bytes, dict[str, bytes]], socket.socket]] = queue.SimpleQueue()
+
+    def attend(speaker: socket.socket) -> None:
+        try:
+            asked = decode_ask(
+                receive(speaker, node.policy.largest_message, "message", time.monotonic() + PATIENCE), node.limits
+            )
+        except (UserError, TimeoutError) as error:
+            say(speaker, node.refusal(str(error) or f"it did not come in within {PATIENCE:g} s"))
+        except OSError:
+            speaker.close()
+        else:
+            if asked[0].kind == "hello":
+                say(speaker, node.respond(*asked))
+            else:
+                waiting.put((asked, speaker))
+
+    def say(speaker: socket.socket, data: bytes) -> None:
+        with suppress(OSError), speaker:  # who has gone meanwhile hears nothing
+            speaker.settimeout(PATIENCE)
+            send(speaker, data)
+
+    def accept() -> None:
+        while True:
+            try:
+                speaker, _ = line.accept()
+            except OSError:
+                return
+            threading.Thread(target=attend, args=(speaker,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    while True:
+        asked, speaker = waiting.get()
+        node.busy = True
+        answer = node.respond(*asked)
+        node.busy = False
+        threading.Thread(target=say, args=(speaker, answer), daemon=True).start()

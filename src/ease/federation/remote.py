@@ -1,0 +1,241 @@
+"""A federation whose clients are processes of their own: jobs go out as bytes over a line, updates come back.
+
+A line only moves messages, over Unix sockets here and over Flower elsewhere. Rounds, checks and sums stay the same
+code as in one process, and so do their bytes.
+"""
+
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ease.errors import UserError
+from ease.federation.checked import refusal
+from ease.federation.codec import decode_update, encode_job
+from ease.federation.container import LIMITS
+from ease.federation.node import pairs_hash
+from ease.federation.protocol import LocalJob, Update, own_jobs
+from ease.federation.wire import JOB, Answer, Ask, Present, decode_answer, decode_present, encode, receive, send
+from ease.params import Params
+from ease.requests.request import Request, SampleRequest
+
+SENDINGS = 2
+"""Of one job: a node that has lost parts of it says so, and is sent them again."""
+
+
+class Line(Protocol):
+    """Moves messages to clients and back. Whom an answer is from is the line's word, not the answer's."""
+
+    def exchange(self, messages: Mapping[int, bytes], seconds: float | None) -> Iterator[tuple[int, bytes | str]]:
+        """Each client's answer as it comes in, or in words why there is none; each client once, nothing after
+        `seconds`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """A line over one Unix socket for each client."""
+
+    paths: Mapping[int, Path]
+
+    def exchange(self, messages: Mapping[int, bytes], seconds: float | None) -> Iterator[tuple[int, bytes | str]]:
+        until = None if seconds is None else time.monotonic() + seconds
+        came: queue.SimpleQueue[tuple[int, bytes | str]] = queue.SimpleQueue()
+
+        def ask(client: int, message: bytes) -> None:
+            came.put((client, spoken(self.paths[client], message, until)))
+
+        for client, message in messages.items():
+            threading.Thread(target=ask, args=(client, message), daemon=True).start()
+        for _ in messages:
+            yield came.get()
+
+
+def node_socket(folder: Path, client: int) -> Path:
+    """Where the node of a client listens, in the folder of a federation."""
+    return folder / "nodes" / f"{client}.sock"
+
+
+def spoken(path: Path, message: bytes, until: float | None) -> bytes | str:
+    """What answers at a socket, or in words why nothing does."""
+    with socket.socket(socket.AF_UNIX) as line:
+        try:
+            line.settimeout(None if until is None else max(0.001, until - time.monotonic()))
+            line.connect(str(path))
+            send(line, message)
+            return receive(line, LIMITS.total, "answer", until)
+        except TimeoutError:
+            return LATE
+        except (FileNotFoundError, ConnectionRefusedError):
+            return f"no node answers at {path}; start it with `ease node`"
+        except OSError as error:
+            return f"its node went away ({error.strerror or error})"
+        except UserError as error:
+            return str(error)
+
+
+LATE = "it did not answer in time"
+
+
+@dataclass
+class Remote:
+    """The engine over a line. Every client that is asked has one answer: its own update, or why there is none."""
+
+    line: Line
+    holdings: Mapping[int, Sequence[str]]
+    """Client -> ids of its training pairs when the run was trained."""
+    held: Mapping[int, Collection[str]]
+    """The same without what is gone."""
+    run_name: str
+    gone: tuple[Request, ...] = ()
+    backbone: str = ""
+    """Hash of the frozen weights that nodes must have."""
+    deadline: float | None = None
+    """Seconds from asking to the last answer of a round."""
+    remote = True
+    together = True
+    punctual = True
+    """It keeps the deadline itself."""
+    sent: int = 0
+    received: int = 0
+    """Bytes of whole messages, as they went over the line."""
+    _parts: dict[int, set[str]] = field(default_factory=dict)
+    """Client -> parts that its node has, so far as is known."""
+
+    @property
+    def clients(self) -> Sequence[int]:
+        return sorted(self.held)
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        yield from self.perform(params, own_jobs(self, job, clients))
+
+    def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
+        until = None if self.deadline is None else time.monotonic() + self.deadline
+        refused = self._greet(jobs, until)
+        yield from (refusal(client, reason) for client, reason in refused.items())
+        waiting = {client: encode_job(job, state) for client, job in jobs.items() if client not in refused}
+        for sending in range(SENDINGS):
+            again: dict[int, tuple[bytes, dict[str, bytes]]] = {}
+            nonces = {client: uuid.uuid4().hex for client in waiting}
+            messages = {
+                client: self._task(client, nonces[client], len(jobs), *encoded) for client, encoded in waiting.items()
+            }
+            for client, data in self._exchange(messages, until):
+                try:
+                    answer, update = self._opened(client, data, nonces[client])
+                except UserError as error:
+                    self._parts.pop(client, None)  # what it has is asked once more before the next job
+                    yield refusal(client, str(error))
+                    continue
+                self._parts[client] |= waiting[client][1].keys()
+                if update is not None:
+                    yield update
+                elif sending + 1 < SENDINGS:
+                    self._parts[client] -= set(answer.missing)
+                    again[client] = waiting[client]
+                else:
+                    yield refusal(client, "its node does not keep what it is sent")
+            waiting = again
+
+    def present(self) -> dict[int, Present | str]:
+        """What every node tells of itself, or in words why it does not."""
+        return self._greeted(self.clients, self.deadline)
+
+    def _greet(self, clients: Collection[int], until: float | None) -> dict[int, str]:
+        """Find out what nodes have that were not asked before; whose node cannot be worked with, and why."""
+        new, refused = [client for client in clients if client not in self._parts], {}
+        seconds = None if until is None else max(0.0, until - time.monotonic())
+        for client, told in (self._greeted(new, seconds) if new else {}).items():
+            reason = told if isinstance(told, str) else self._objection(client, told)
+            if reason:
+                refused[client] = reason
+            elif not isinstance(told, str):
+                self._parts[client] = set(told.parts)
+        return refused
+
+    def _greeted(self, clients: Sequence[int], seconds: float | None) -> dict[int, Present | str]:
+        nonces = {client: uuid.uuid4().hex for client in clients}
+        messages = {
+            client: encode(Ask(kind="hello", client=client, nonce=nonces[client], run=self.run_name))
+            for client in clients
+        }
+        found: dict[int, Present | str] = {}
+        for client, data in self._exchange(messages, None if seconds is None else time.monotonic() + seconds):
+            try:
+                found[client] = self._introduced(client, data, nonces[client])
+            except UserError as error:
+                found[client] = str(error)
+        return found
+
+    def _objection(self, client: int, told: Present) -> str:
+        """Why the numbers of a node would not be those of this run."""
+        if self.backbone and told.backbone != self.backbone:
+            return "its backbone has other weights than the server's; give both the same"
+        if told.pairs != pairs_hash(self.holdings[client]):
+            return "it holds other training pairs than this run knows of; give it the run's configuration and data"
+        return ""
+
+    def _introduced(self, client: int, data: bytes | str, nonce: str) -> Present:
+        if isinstance(data, str):
+            raise UserError(data)
+        try:
+            told = decode_present(data)
+        except UserError:
+            answer, _ = decode_answer(data)
+            raise UserError(f"its node refuses: {answer.refused}") from None
+        _check_sender(client, told.client, told.nonce == nonce)
+        return told
+
+    def _opened(self, client: int, data: bytes | str, nonce: str) -> tuple[Answer, Update | None]:
+        """The answer to a job, if it is one to this job and of this client."""
+        if isinstance(data, str):
+            raise UserError(data)
+        answer, encoded = decode_answer(data)
+        if answer.refused:
+            raise UserError(f"its node refuses: {answer.refused}")
+        _check_sender(client, answer.client, answer.nonce == nonce)
+        update = None if encoded is None else decode_update(encoded, "update")
+        if update is not None:
+            _check_sender(client, update.client, True)
+        return answer, update
+
+    def _task(self, client: int, nonce: str, cohort: int, job: bytes, parts: Mapping[str, bytes]) -> bytes:
+        own = set(self.holdings[client])
+        gone = tuple(
+            SampleRequest(ids=tuple(each for each in request.ids if each in own))
+            if isinstance(request, SampleRequest)
+            else request
+            for request in self.gone
+        )
+        lacking = {name: data for name, data in parts.items() if name not in self._parts[client]}
+        ask = Ask(
+            kind="task",
+            client=client,
+            nonce=nonce,
+            run=self.run_name,
+            cohort=cohort,
+            parts=tuple(sorted(parts)),
+            gone=gone,
+        )
+        return encode(ask, {JOB: job, **lacking})
+
+    def _exchange(self, messages: Mapping[int, bytes], until: float | None) -> Iterator[tuple[int, bytes | str]]:
+        if not messages:
+            return
+        self.sent += sum(map(len, messages.values()))
+        left = None if until is None else max(0.0, until - time.monotonic())
+        for client, data in self.line.exchange(messages, left):
+            self.received += len(data) if isinstance(data, bytes) else 0
+            yield client, data
+
+
+def _check_sender(client: int, told: int, fresh: bool) -> None:
+    if told != client:
+        raise UserError(f"it answered as client {told}")
+    if not fresh:
+        raise UserError("it answered another message than the one it was sent")

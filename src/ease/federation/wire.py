@@ -1,0 +1,163 @@
+"""What server and nodes say to each other, and how it goes over a Unix socket.
+
+Every message is one container, a short header and bytes of other encodings (job, parts, update) as its tensors, and
+the hash of it all: a bit that flips on the way is never taken for another number.
+On a socket it comes after its length, so that one that is too long is refused before a byte of it is read.
+"""
+
+import hashlib
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from ease.config import Config
+from ease.errors import UserError
+from ease.federation.codec import Hash
+from ease.federation.container import LIMITS, Limits, pack, require, unpack
+from ease.requests.request import Request
+
+LENGTH = struct.Struct(">Q")
+SEAL = hashlib.sha256().digest_size
+PIECE = 1 << 20
+JOB = "job"
+UPDATE = "update"
+
+
+class Ask(Config):
+    """The server asks a node who it is (`hello`), or gives its client a job (`task`).
+
+    The job comes with it, and so do those of the job's parts that the node lacks.
+    """
+
+    kind: Literal["hello", "task"]
+    client: int = Field(ge=0)
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Names this message: a node does it once, and an answer to another one is no answer."""
+    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Whose kept states and closed requests are meant."""
+    cohort: int = Field(1, ge=1)
+    """How many clients are given the job, by the server's word."""
+    parts: tuple[Hash, ...] = ()
+    """What the job comes with, sent now or earlier; other states that it names are the client's own."""
+    gone: tuple[Request, ...] = ()
+    """Requests that are closed: the job may not touch what they name."""
+
+
+class Present(Config):
+    """What a node tells of itself."""
+
+    kind: Literal["present"] = "present"
+    client: int = Field(ge=0)
+    nonce: str
+    version: str
+    backbone: str
+    """Hash of the frozen weights under its model."""
+    pairs: str
+    """Hash of the ids of its training pairs, in their order."""
+    parts: tuple[Hash, ...]
+    """What it holds and need not be sent."""
+    threads: int
+    jobs: int
+    refused: int
+    busy: bool
+    last: float | None
+    """Seconds since it last answered a job."""
+
+
+class Answer(Config):
+    """What a node gives back: an update among the tensors, the parts it lacks, or why it refuses."""
+
+    kind: Literal["answer"] = "answer"
+    client: int = Field(ge=0)
+    nonce: str
+    missing: tuple[Hash, ...] = ()
+    refused: str = ""
+
+
+def encode(header: Config, blobs: Mapping[str, bytes] | None = None) -> bytes:
+    """A message with other encodings inside it."""
+    message = pack(header, {name: as_tensor(data) for name, data in (blobs or {}).items()})
+    return message + hashlib.sha256(message).digest()
+
+
+def _whole(data: bytes, what: str, limits: Limits) -> bytes:
+    """The container, if it is the one that was sent."""
+    if len(data) > limits.total:
+        raise UserError(f"{what}: {len(data)} bytes, and at most {limits.total} are accepted")
+    message, told = data[:-SEAL], data[-SEAL:]
+    if hashlib.sha256(message).digest() != told:
+        raise UserError(f"{what}: it was altered or cut on the way, or is none of this tool; send it once more")
+    return message
+
+
+def decode_ask(data: bytes, limits: Limits = LIMITS) -> tuple[Ask, bytes, dict[str, bytes]]:
+    """What is asked, the job and the parts that came with it, by name; a `hello` brings neither."""
+    header, tensors = unpack(_whole(data, "message", limits), Ask, "message", limits)
+    blobs = _blobs(tensors, "message")
+    require((JOB in blobs) == (header.kind == "task"), "message", "a task brings a job, and a hello none")
+    return header, blobs.pop(JOB, b""), blobs
+
+
+def decode_answer(data: bytes, limits: Limits = LIMITS) -> tuple[Answer, bytes | None]:
+    header, tensors = unpack(_whole(data, "answer", limits), Answer, "answer", limits)
+    blobs = _blobs(tensors, "answer")
+    require(blobs.keys() <= {UPDATE}, "answer", "it has tensors that belong to nothing")
+    said = [bool(blobs), bool(header.missing), bool(header.refused)]
+    require(sum(said) == 1, "answer", "it is not one of an update, a list of what is missing and a refusal")
+    return header, blobs.get(UPDATE)
+
+
+def decode_present(data: bytes, limits: Limits = LIMITS) -> Present:
+    header, tensors = unpack(_whole(data, "answer", limits), Present, "answer", limits)
+    require(not tensors, "answer", "it has tensors that belong to nothing")
+    return header
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def _blobs(tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, bytes]:
+    plain = all(tensor.dtype == torch.uint8 and tensor.dim() == 1 for tensor in tensors.values())
+    require(plain, what, "its parts are not plain bytes")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+# --- on a socket ---
+
+
+def send(line: socket.socket, data: bytes) -> None:
+    line.sendall(LENGTH.pack(len(data)))
+    line.sendall(data)
+
+
+def receive(line: socket.socket, most: int, what: str, until: float | None = None) -> bytes:
+    """The next message; a length beyond `most` is refused before anything of it is read.
+
+    `until` is when, on the monotonic clock, to give up with a TimeoutError, however slowly bytes come in.
+    """
+    (length,) = LENGTH.unpack(_exactly(line, LENGTH.size, what, until))
+    if length > most:
+        raise UserError(f"{what}: {length} bytes, and at most {most} are accepted")
+    return _exactly(line, length, what, until)
+
+
+def _exactly(line: socket.socket, length: int, what: str, until: float | None) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            line.settimeout(left)
+        piece = line.recv(min(PIECE, length - len(found)))
+        if not piece:
+            raise ConnectionError(f"{what}: the line was cut after {len(found)} of {length} bytes")
+        found += piece
+    return bytes(found)

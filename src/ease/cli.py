@@ -367,9 +367,7 @@ def request_cancel(
 @app.command()
 def work(
     run: RunFolder,
-    together: Annotated[
-        bool, typer.Option("--together", help="Answer all that wait and are of one kind by one excision.")
-    ] = False,
+    together: Annotated[bool, typer.Option("--together", help="Answer all that wait by one excision.")] = False,
     by: By = None,
     settings: Settings = None,
     quiet: Quiet = False,

@@ -82,14 +82,15 @@ def test_what_a_dead_process_left_running_comes_first_and_whole(ledger: Ledger) 
     for id, request in (
         ("one", ClientRequest(clients=(1,))),
         ("two", ClientRequest(clients=(2,))),
-        ("kind", ClassRequest(classes=(1,))),
+        ("other", ClassRequest(classes=(1,))),
     ):
-        ledger.add(draft(id=id, request=request))
+        method = {"method": "retrain"} if id == "other" else EASE
+        ledger.add(draft(id=id, request=request, method=method))
         ledger.approve(id, "bo")
     assert [each.id for each in ledger.claim("dead", together=True)] == ["one", "two"]
     assert [each.id for each in ledger.claim("next", together=False)] == ["one", "two"]
     ledger.move(["one", "two"], "done", "next")
-    assert [each.id for each in ledger.claim("next", together=True)] == ["kind"]
+    assert [each.id for each in ledger.claim("next", together=True)] == ["other"]
 
 
 def test_a_held_model_waits_for_a_person_and_missing_clients_do_not(ledger: Ledger) -> None:

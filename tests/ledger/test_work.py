@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ease.commands.train import train_run
@@ -52,7 +53,7 @@ def add(ease, run: Path, *options: object, id: str, approve: bool = True) -> dic
     return told(ease, "request", "add", run, *options, "--id", id, *(["--approve"] if approve else []))
 
 
-def ids_of(run: Path, client: int, count: int) -> list[str]:
+def ids_of(run: Path, client: int, count: int | None = None) -> list[str]:
     membership, _ = Run.load(run).known() or pytest.fail("no membership")
     return list(membership.clients[client].train_ids[:count])
 
@@ -168,14 +169,24 @@ def test_what_became_impossible_meanwhile_is_refused_with_its_reason(ease, run: 
     assert Ledger(run).events("rest")[-1].after == "refused"
 
 
-def test_together_answers_one_kind_by_one_excision(ease, run: Path, tmp_path: Path) -> None:
+def test_together_answers_requests_of_all_kinds_by_one_excision(ease, run: Path, tmp_path: Path) -> None:
+    single = ids_of(run, 0, 2)
     add(ease, run, "--client", 1, id="a")
-    add(ease, run, "--samples", listed(tmp_path, ids_of(run, 0, 2)), id="s")
+    add(ease, run, "--samples", listed(tmp_path, single), id="s")
     add(ease, run, "--client", 2, id="b")
     finished = told(ease, "work", run, "--together")["finished"]
-    assert [each["ids"] for each in finished] == [["a", "b"], ["s"]]
-    assert Run.load(run).head.gone[0] == ClientRequest(clients=(1, 2))
+    assert [each["ids"] for each in finished] == [["a", "s", "b"]]
+    (gone,) = Run.load(run).head.gone
+    assert isinstance(gone, SampleRequest) and gone.clients == (1, 2) and gone.singles == 2
+    assert set(gone.ids) == {*single, *ids_of(run, 1), *ids_of(run, 2)}
     assert Ledger(run).entry("a").outcome == Ledger(run).entry("b").outcome
+
+
+def test_together_leaving_clients_stay_leaving_clients(ease, run: Path) -> None:
+    add(ease, run, "--client", 1, id="a")
+    add(ease, run, "--client", 2, id="b")
+    assert [each["ids"] for each in told(ease, "work", run, "--together")["finished"]] == [["a", "b"]]
+    assert Run.load(run).head.gone == (ClientRequest(clients=(1, 2)),)
 
 
 def test_together_names_no_one_that_is_left_one_after_the_other_goes(ease, run: Path) -> None:
@@ -271,9 +282,14 @@ def test_combined_and_remaining_name_what_masks_say(world) -> None:
     shards, members = world.shards, world.server.membership
     clients, classes = ClientRequest(clients=(0,)), ClassRequest(classes=(1,), text="a")
     ids = SampleRequest(ids=shards[1].train_ids[:3])
-    assert combined([clients, ClientRequest(clients=(2, 0))]) == ClientRequest(clients=(0, 2))
-    assert combined([classes, ClassRequest(classes=(0,), text="b")]) == ClassRequest(classes=(0, 1), text="a, b")
-    assert combined([ids, SampleRequest(ids=("x",))]).ids == tuple(sorted({*ids.ids, "x"}))
+    held = members.clients
+    assert combined([clients, ClientRequest(clients=(2, 0))], held) == ClientRequest(clients=(0, 2))
+    assert combined([classes, ClassRequest(classes=(0,), text="b")], held) == ClassRequest(classes=(0, 1), text="a, b")
+    assert combined([ids, SampleRequest(ids=("x",))], held).ids == tuple(sorted({*ids.ids, "x"}))
+    mixed = combined([clients, classes, ids], held)
+    for shard in shards:
+        masks = [forget_mask(each, shard) for each in (clients, classes, ids)]
+        assert (forget_mask(mixed, shard) == np.any(masks, axis=0)).all()
     for request in (ClientRequest(clients=(0, 1)), ClassRequest(classes=(0, 1)), SampleRequest(ids=(*ids.ids, "z"))):
         for gone in ([], [clients], [classes], [ids, clients]):
             left = remaining(request, members.clients, gone)

@@ -284,7 +284,7 @@ class Ledger:
             return _find(ledger, id, self.folder)
 
     def claim(self, by: str, together: bool, passed: Sequence[str] = ()) -> list[Entry]:
-        """Take what is next in turn, alone or with all others of its kind and method, leaving `passed` ones alone.
+        """Take what is next in turn, alone or with all others of its method, leaving `passed` ones alone.
 
         Whoever calls holds the right to work, so one that is still running is of a process that died: it comes first,
         with all that it was worked on together with.
@@ -298,7 +298,7 @@ class Ledger:
             if not waiting:
                 return []
             first = waiting[0]
-            chosen = [each for each in waiting if together and _alike(each, first)] or [first]
+            chosen = [each for each in waiting if together and each.method == first.method] or [first]
             for each in chosen:
                 _step(ledger, each, "running", by, "")
                 ledger.execute("UPDATE requests SET batch = ? WHERE id = ?", (first.id, each.id))
@@ -434,8 +434,3 @@ def _note(ledger: sqlite3.Connection, id: str, before: str, after: str, by: str,
 def _may_run(entry: Entry) -> bool:
     """Approved ones, and those that wait for clients; one whose model is held waits for a person."""
     return entry.state == "approved" or (entry.state == "pending" and not entry.outcome.get("held"))
-
-
-def _alike(one: Entry, other: Entry) -> bool:
-    """Whether two can be answered by one excision."""
-    return one.request.scope == other.request.scope and one.method == other.method

@@ -136,7 +136,7 @@ def _left_of(run: Run, requests: Sequence[Request]) -> Request:
     """What several requests name together, less what is gone already."""
     known = run.known()
     assert known is not None  # the outlook has looked
-    whole = read_tombstones(run.folder).renamed(combined(requests))
+    whole = read_tombstones(run.folder).renamed(combined(requests, known[0].clients))
     return remaining(whole, known[0].clients, run.head.gone)
 
 

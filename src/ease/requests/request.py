@@ -104,8 +104,25 @@ def validation_mask(request: Request, shard: Shard) -> np.ndarray:
     return np.ones(len(shard.validation_classes), dtype=bool)
 
 
-def combined(requests: Sequence[Request]) -> Request:
-    """One request that names what several of one kind name together."""
+def listed(request: Request, holdings: Iterable[Holding]) -> SampleRequest:
+    """The same pairs by their ids; what else was named is kept for people to read."""
+    if isinstance(request, SampleRequest):
+        return request if request.words or request.clients or request.classes else _with_singles(request)
+    named = [(holding.train_ids, forget_mask(request, holding)) for holding in holdings]
+    ids = [pair_id for held, mask in named for pair_id, chosen in zip(held, mask, strict=True) if chosen]
+    clients = request.clients if isinstance(request, ClientRequest) else ()
+    classes = request.classes if isinstance(request, ClassRequest) else ()
+    return SampleRequest(ids=tuple(sorted(ids)), clients=clients, classes=classes)
+
+
+def _with_singles(request: SampleRequest) -> SampleRequest:
+    return request.model_copy(update={"singles": len(request.ids)})
+
+
+def combined(requests: Sequence[Request], holdings: Sequence[Holding]) -> Request:
+    """One request that names what several name together; those of several kinds become a list of pairs."""
+    if len({each.scope for each in requests}) > 1:
+        requests = [listed(each, holdings) for each in requests]
     first = requests[0]
     if len(requests) == 1:
         return first
@@ -116,12 +133,13 @@ def combined(requests: Sequence[Request]) -> Request:
         asked = [each for each in requests if isinstance(each, ClassRequest)]
         classes = {label for each in asked for label in each.classes}
         return ClassRequest(classes=tuple(sorted(classes)), text=", ".join(each.text for each in asked if each.text))
-    listed = [each for each in requests if isinstance(each, SampleRequest)]
+    lists = [each for each in requests if isinstance(each, SampleRequest)]
     return SampleRequest(
-        ids=tuple(sorted({pair_id for each in listed for pair_id in each.ids})),
-        words=tuple(dict.fromkeys(words for each in listed for words in each.words)),
-        clients=tuple(sorted({client for each in listed for client in each.clients})),
-        classes=tuple(sorted({label for each in listed for label in each.classes})),
+        ids=tuple(sorted({pair_id for each in lists for pair_id in each.ids})),
+        words=tuple(dict.fromkeys(words for each in lists for words in each.words)),
+        clients=tuple(sorted({client for each in lists for client in each.clients})),
+        classes=tuple(sorted({label for each in lists for label in each.classes})),
+        singles=sum(each.singles for each in lists),
     )
 
 

@@ -24,6 +24,7 @@ from ease.requests.request import (
 )
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import load_config
+from ease.runs.evaluation import evaluation_sets
 from ease.runs.run import Run
 
 
@@ -299,3 +300,12 @@ def test_combined_and_remaining_name_what_masks_say(world) -> None:
             )
             if isinstance(left, SampleRequest):
                 assert set(left.ids) <= {each for shard in here for each in shard.train_ids}
+
+
+def test_a_client_among_other_things_withdraws_as_one_alone_does(world) -> None:
+    mixed = combined([ClientRequest(clients=(0,)), ClassRequest(classes=(1,))], world.server.membership.clients)
+    left = without(world.shards, [mixed])
+    assert [shard.client for shard in left] == [shard.client for shard in world.shards if shard.client != 0]
+    assert all(1 not in shard.train_classes for shard in left)
+    kept = world.evaluator.classes_of(evaluation_sets(world, mixed)["test"])
+    assert 1 not in kept and len(kept) == (world.evaluator.classes_of(world.evaluator.test) != 1).sum()

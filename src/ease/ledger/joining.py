@@ -17,7 +17,7 @@ from ease.errors import UserError
 from ease.evidence import attest
 from ease.ledger.store import Consent, Ledger, check_text, now, stamp
 from ease.ledger.work import alone
-from ease.requests.request import ClassRequest, ClientRequest
+from ease.requests.request import ClassRequest, leaving_clients
 from ease.runs.answers import open_world, trained_of
 from ease.runs.resolve import find_clients, named_ids
 from ease.runs.run import Run
@@ -245,7 +245,7 @@ def _pool(run: Run, members: Membership, wish: Wish) -> Pool:
 
 def _left(run: Run) -> set[int]:
     """Clients that withdrew."""
-    return {each for request in run.head.gone if isinstance(request, ClientRequest) for each in request.clients}
+    return {each for request in run.head.gone for each in leaving_clients(request)}
 
 
 def _covered(run: Run, members: Membership, wish: Wish) -> frozenset[str]:

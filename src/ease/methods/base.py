@@ -12,7 +12,7 @@ from ease.federation.history import History
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.foundation import Foundation, Told
 from ease.params import Params
-from ease.requests.request import ClientRequest, Request
+from ease.requests.request import ClientRequest, Request, leaving_clients
 from ease.subspace import Basis
 
 
@@ -129,7 +129,7 @@ class Unlearner(Config, ABC):
 
 def retained_clients(request: Request, federation: Federation) -> Sequence[int]:
     """Clients that go on: all but those who withdraw."""
-    leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
+    leaving = leaving_clients(request)
     return [client for client in federation.clients if client not in leaving]
 
 

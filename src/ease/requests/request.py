@@ -89,10 +89,15 @@ def forget_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
     return np.fromiter((pair_id in wanted for pair_id in shard.train_ids), dtype=bool, count=len(shard.train_ids))
 
 
+def leaving_clients(request: Request) -> frozenset[int]:
+    """Clients that withdraw, alone or among other things."""
+    return frozenset() if isinstance(request, ClassRequest) else frozenset(request.clients)
+
+
 def without(shards: Iterable[Shard], gone: Iterable[Request]) -> tuple[Shard, ...]:
     """What the clients hold once requests are closed; a client that withdrew is not there any more."""
     for request in gone:
-        leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
+        leaving = leaving_clients(request)
         shards = [shard.keep(~forget_mask(request, shard)) for shard in shards if shard.client not in leaving]
     return tuple(shards)
 

@@ -9,7 +9,7 @@ from ease.audit.nearest import alike
 from ease.audit.retrieval import GalleryRecall, first_recall
 from ease.audit.standing import FEW
 from ease.params import Params
-from ease.requests.request import ClassRequest, Request, forget_mask
+from ease.requests.request import ClientRequest, Request, forget_mask
 from ease.runs.world import World
 from ease.seeding import generator
 
@@ -21,7 +21,7 @@ def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
     Canaries are no data and count nowhere, but in a request that names nothing else.
     """
     seen, test, data = world.evaluator.shards, world.evaluator.test, world.evaluator.data
-    if isinstance(request, ClassRequest):
+    if not isinstance(request, ClientRequest) and request.classes:
         test = test[~np.isin(world.evaluator.classes_of(test), request.classes)]
     named = np.concatenate([shard.train[forget_mask(request, shard)] for shard in seen])
     return {

@@ -25,7 +25,7 @@ from ease.federation.history import AVERAGED, History
 from ease.federation.protocol import Replay, Update
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.params import Params
-from ease.requests.request import ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.request import Request, SampleRequest, forget_mask, leaving_clients
 from ease.runs.answers import FOUNDATION, open_world, start_hash, trained_of
 from ease.runs.head import Head, Release
 from ease.runs.resolve import named_ids, request_id
@@ -194,7 +194,7 @@ def _rederive(staged: Staged, world: World, release: Release) -> Iterator[Line]:
         return
     shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
     scratch = History(staged.folder)
-    leaving = set(request.clients) if isinstance(request, ClientRequest) else set[int]()
+    leaving = leaving_clients(request)
     known = run.known()
     assert known is not None
     holders = {holding.client for holding in known[0].clients if forget_mask(request, holding).any()} - leaving
@@ -254,7 +254,7 @@ def _validation_ids(run: Run, request: Request) -> set[str]:
     """Held-out pairs of clients that left: theirs, too, though never trained on."""
     known = run.known()
     assert known is not None
-    leaving = set(request.clients) if isinstance(request, ClientRequest) else set[int]()
+    leaving = leaving_clients(request)
     return {each for holding in known[0].clients if holding.client in leaving for each in holding.validation_ids}
 
 
@@ -293,7 +293,7 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
             yield Line(what=name, why="shows pictures, captions and ids of pairs; made again when someone looks")
     for path in sorted(folder.rglob("report.html")):
         yield Line(what=path.relative_to(folder).as_posix(), why="may show the pictures; ease report writes it again")
-    for client in release.request.clients if isinstance(release.request, ClientRequest) else ():
+    for client in sorted(leaving_clients(release.request)):
         if (folder / "clients" / f"{client:05d}").exists():
             yield Line(what=f"clients/{client:05d}", why="what the client kept on its own disk")
 

@@ -235,7 +235,7 @@ class Instruments:
         few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :][:MOST_WATCHED]
         candidates = self.subjects.candidates
         unseen = candidates.positions[~candidates.member][:MOST_WATCHED]
-        if len(watched) < 2:
+        if min(len(watched), len(unseen)) < 2:
             return {}
         job = self.world.config.training.job(0, self.world.config.seed, self.world.config.model.temperature, "relearn")
         watch, states = Watch(self.gauge, watched, unseen), list(models.values())

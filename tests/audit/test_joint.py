@@ -53,6 +53,19 @@ def test_a_trace_is_refused_estimated_and_caught_as_often_as_it_says() -> None:
     assert abs(np.mean([each.trace.value for each in found]) - 0.1) < 0.01
 
 
+def test_a_trace_goes_towards_the_trained_model_where_that_is_known() -> None:
+    """Planted models that leave the straight way by 100 on a measure turn nothing around; the trained one is whole."""
+    rng = np.random.default_rng(9)
+    values, effect = drawn(rng, 10, 0)
+    odd = np.where(np.arange(MEASURES) == 0, 100.0, 0.0)
+    planted = [(share, values[0] + share * effect + (odd if 0 < share < 1 else 0)) for share in (0.0, 0.1, 0.4, 1.0)]
+    known = (values[-1] + effect, values[:-1], np.full(MEASURES, 0.01))
+    whole = joint_test(*known, planted, np.random.default_rng(10), draws=300)
+    assert not whole.passed and whole.trained_tried and whole.trace.value == pytest.approx(1.0, abs=0.1)
+    turned = joint_test(*known, planted[:-1], np.random.default_rng(10), draws=300)
+    assert not turned.trained_tried and turned.trace.value < 0.5
+
+
 def test_too_much_forgetting_is_a_finding_too() -> None:
     rng = np.random.default_rng(1)
     values, effect = drawn(rng, 10, 1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from scipy.stats import norm
+from scipy.stats import kstest, norm
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from ease.audit import membership
@@ -212,6 +212,25 @@ def test_rmia_is_the_naive_loop():
     others = np.arange(8) != 2
     scores = rmia(target, shadows, members, world.population[:, 2], world.population[:, others], 0.4)
     np.testing.assert_allclose(scores, naive_rmia(world, 2, 0.4), atol=1 / 800 + 1e-12)
+
+
+def test_rmia_reaches_the_closed_form_of_gaussians():
+    """Far below 0 a probability is exp(log-odds), so that with a = 1 the score ranks what a model adds to a pair.
+
+    Noise of 0.5 in members and the population alike, and an effect of 0.8: the AUC is Phi(0.8 / (0.5 sqrt 2)), whatever
+    the pairs' hardness, and non-members beat as much of the population as chance gives.
+    """
+    rng = generator(0, "rmia")
+    pairs, population, models = 3000, 4000, 101
+    values = rng.normal(-20, 2, (pairs + population, 1)) + rng.normal(0, 0.5, (pairs + population, models))
+    inside = np.arange(pairs) < pairs // 2
+    target = values[:pairs, 0] + 0.8 * inside
+    nowhere = np.zeros((pairs, models - 1), dtype=bool)
+    scores = rmia(target, values[:pairs, 1:], nowhere, values[pairs:, 0], values[pairs:, 1:], 1.0)
+    found = auc(scores[inside], scores[~inside])
+    assert found.value == pytest.approx(norm.cdf(0.8 / (0.5 * np.sqrt(2))), abs=0.02)
+    assert kstest(scores[~inside], "uniform").statistic < 0.05
+    assert auc(target[inside], target[~inside]).value < 0.65, "without the shadows hardness hides it"
 
 
 def test_offline_a_is_tuned_on_shadows_and_serves_the_target():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ease.audit.relearn import CHECKPOINTS, Curve, relearn
+from ease.audit.relearn import CHECKPOINTS, Curve, Watch, relearn
 from ease.audit.statistic import Gauge
 from ease.methods.retrain import Retrain
 from ease.params import Params
@@ -46,7 +46,9 @@ def laboratory(learnt):
     def run(*states: Params) -> list[Curve]:
         job = trained.training.job(0, 0, trained.temperature, "relearn")
         drawn = generator(0, "relearn")
-        return relearn(gauge, states, trained.final, forget[:16], forget[16:], test[20:], job, drawn)
+        watch = Watch(gauge, forget[16:], test[20:])
+        margins, top = [watch.margin(state) for state in states], watch.margin(trained.final)
+        return relearn(watch, states, margins, top, forget[:16], job, drawn)
 
     return run, hidden, last.state, trained.final
 

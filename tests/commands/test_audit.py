@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ease.api import Verdict
-from ease.commands.audit import AuditSummary
+from ease.commands.audit import AuditSummary, _pair_rows
 from ease.commands.forget import answer
 from ease.commands.train import train_run
 from ease.methods import make_method
 from ease.requests.request import ClientRequest
 from ease.runs.config import load_config
 from ease.runs.quick import RULE
-from ease.runs.records import AuditRecord
+from ease.runs.records import AuditRecord, PairRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import read_json
@@ -106,6 +106,17 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
     assert told.code == 3 and json.loads(told.out)["verdict"]["passed"] is None
     for part in ("Audit of client-1/finetune (finetune)", "Each measure beside retraining", "Cost", "not tested:"):
         assert part in page.out
+
+
+def test_where_a_pair_stands_is_three_lines_with_the_span_of_all_retrainings() -> None:
+    rank = {"trained": 1.0, "unlearned": 7.25, "retrain": 9.0, "retrain-1": 4.5, "retrain-2": 12.0}
+    margin, level = {name: -value / 100 for name, value in rank.items()}, {name: -value for name, value in rank.items()}
+    pair = PairRecord(id="p7", gallery=50, rank=rank, margin=margin, log_odds=level)
+    assert [list(map(str, row)) for row in _pair_rows(pair)] == [
+        ["p7", "rank", "1.0", "7.2", "9.0", "4.5..12.0"],
+        ["", "margin", "-0.010", "-0.072", "-0.090", "-0.120..-0.045"],
+        ["", "log-odds", "-1.00", "-7.25", "-9.00", "-12.00..-4.50"],
+    ]
 
 
 @pytest.mark.slow

@@ -12,12 +12,14 @@ from ease.audit.verdict import Reason, Verdict
 from ease.methods import make_method
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.requests.request import SampleRequest
+from ease.requests.request import ClientRequest, SampleRequest
 from ease.runs.answers import answer_of
+from ease.runs.attackers import Subjects
 from ease.runs.audit import Audit
 from ease.runs.config import load_config
 from ease.runs.evaluation import evaluation_sets, galleries, measure
 from ease.runs.forget import forget
+from ease.runs.measuring import Instruments
 from ease.runs.one_by_one import OneByOne
 from ease.runs.records import AuditRecord
 from ease.runs.run import Run
@@ -40,6 +42,7 @@ BY_HEART = (
 )
 """So few pairs, seen so often, that each is known by heart."""
 RETRAINS, FRESH = 9, 8
+CLIENT = ClientRequest(clients=(1,))
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,38 @@ def test_what_is_kept_is_where_the_pair_stands(single: Single) -> None:
     assert pair.rank["trained"] == pytest.approx(expected)
     assert pair.rank["retrain"] > pair.rank["trained"] and pair.log_odds["retrain"] < pair.log_odds["trained"]
     assert any(warning.startswith("no attacks were made") for warning in record.warnings)
+
+
+def test_many_pairs_without_unseen_ones_of_their_kind_are_measured_without_attacks(learnt) -> None:
+    """Retrained models are stand-ins here: the start of training and a little of the way from it."""
+    world, start, final = learnt.world, learnt.trained.initial, learnt.trained.final
+    retrained = {f"retrain{name}": start + share * (final - start) for name, share in (("", 0.0), ("-1", 0.05))}
+    subjects = Subjects.of(world, CLIENT, 16)
+    kept = subjects.candidates.member
+    alone = replace(
+        subjects.candidates,
+        positions=subjects.candidates.positions[kept],
+        member=kept[kept],
+        home=subjects.candidates.home[kept],
+        classes=subjects.candidates.classes[kept],
+    )
+    assert alone.members >= FEW and "0 of those are of the forget pairs'" in alone.why_no_attack()
+    settings = AuditConfig(pool=16, relearn_pairs=4)
+    population = np.setdiff1d(world.evaluator.test, subjects.pool)
+    instruments = Instruments(
+        world,
+        CLIENT,
+        learnt.trained,
+        retrained,
+        replace(subjects, candidates=alone, population=population),
+        None,
+        settings,
+    )
+    found = instruments.measure(final)
+    names = {each.name for each in found.measures}
+    assert {"forget/recall@1", "rho", "ks/distance", "retained/auc"} <= names
+    assert not any(name.startswith(("bavaria", "u-", "mia", "rmia", "relearn", "before")) for name in names)
+    assert all(np.isfinite(each.value) for each in found.measures) and found.attack == ""
 
 
 @pytest.mark.parametrize("pairs", [1, 3])

@@ -87,6 +87,18 @@ def test_without_enough_retrained_models_nothing_is_judged(
     assert "Cannot tell: 1 retrained models" in text_of(html) and "no band" in text_of(html)
 
 
+def test_each_of_few_pairs_is_shown_with_the_span_of_all_retrainings(record: Make, audit: Make, alone: Make) -> None:
+    """No table where there are many pairs; rank, margin and log-odds of each where there are few."""
+    assert "Each pair in its gallery" not in text_of(page(alone(record(), audit())))
+    values = {"trained": 1.0, "unlearned": 7.25, "retrain": 9.0, "retrain-1": 4.5, "retrain-2": 12.0}
+    pair = {"id": "train-000007", "gallery": 50, "rank": values, "margin": values, "log_odds": values}
+    shown = " ".join(re.sub(r"<[^>]+>", " ", page(alone(record(), audit(pairs=[pair])))).split())
+    assert "Among 50 pairs: itself and test pairs of its pseudo-class" in shown
+    assert "train-000007 rank 1.0 7.2 9.0 4.5 to 12.0" in shown
+    assert "train-000007 margin 1.000 7.250 9.000 4.500 to 12.000" in shown
+    assert "train-000007 log-odds 1.00 7.25 9.00 4.50 to 12.00" in shown
+
+
 def test_a_list_of_answers_tells_how_each_stands(contents: Make) -> None:
     text = text_of(page(contents()))
     assert (

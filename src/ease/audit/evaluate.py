@@ -19,18 +19,25 @@ LEAST_GALLERY = 50
 
 @torch.no_grad()
 def embed_pairs(
-    model: DualEncoder, params: Params, activations: Activations, positions: np.ndarray, device: torch.device | str
+    model: DualEncoder,
+    params: Params,
+    activations: Activations,
+    positions: np.ndarray,
+    device: torch.device | str,
+    captions: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Unit-norm embeddings of pairs: image [n, d] and text [n, captions, d], on the CPU."""
+    """Unit-norm embeddings of pairs, of all or so many captions: image [n, d] and text [n, captions, d], on the CPU."""
     images, texts = [], []
     tensors = dict(params.to(device).tensors)
     for start in range(0, len(positions), CHUNK_PAIRS):
         chunk = positions[start : start + CHUNK_PAIRS]
-        image, text = (torch.from_numpy(part[chunk]).to(device) for part in (activations.image, activations.text))
-        mask = None if activations.text_mask is None else torch.from_numpy(activations.text_mask[chunk]).to(device)
+        image = torch.from_numpy(activations.image[chunk]).to(device)
+        text = torch.from_numpy(activations.text[chunk, :captions]).to(device)
+        masks = activations.text_mask
+        mask = None if masks is None else torch.from_numpy(masks[chunk, :captions]).to(device)
         images.append(model.embed(tensors, "image", image).cpu())
-        captions = model.embed(tensors, "text", text.flatten(0, 1), None if mask is None else mask.flatten(0, 1))
-        texts.append(captions.view(*text.shape[:2], -1).cpu())
+        embedded = model.embed(tensors, "text", text.flatten(0, 1), None if mask is None else mask.flatten(0, 1))
+        texts.append(embedded.view(*text.shape[:2], -1).cpu())
     return torch.cat(images), torch.cat(texts)
 
 

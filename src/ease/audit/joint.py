@@ -97,12 +97,13 @@ def joint_test(
 
     `kept` are (share, measures) of models between a retrained and the trained one, the first of them with share 0: the
     way from there to the smallest other share is the direction in which traces are looked for, and what the others
-    measure says how well they would have been found. The share kept is told by the `signed` measures [m] alone, if they
-    are named: distances grow on either side of retraining, and cannot tell too little from too much.
+    measure says how well they would have been found. Where the trained model itself is among them, as of few pairs, of
+    which no small trace can be seen, it is the way to that one. The share kept is told by the `signed` measures [m]
+    alone, if they are named: distances grow on either side of retraining, and cannot tell too little from too much.
     """
     null = Null.of(retrained, least)
-    (_, origin), (first, near) = kept[0], kept[1]
-    effect = (near - origin) / first
+    (_, origin), (share, near) = kept[0], kept[-1] if kept[-1][0] >= 1 else kept[1]
+    effect = (near - origin) / share
     simulated = _Simulated.of(null, effect, least, rng, draws)
     (statistics,) = _statistics(answer[None], retrained[None], least, effect)
     told = np.ones(len(answer), bool) if signed is None else signed

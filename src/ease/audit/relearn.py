@@ -35,29 +35,41 @@ class Curve:
         return (self.levels[-1] - self.levels[0]) / self.lost if self.lost > 0 else 1.0
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Forget pairs that are watched, beside pairs that no model ever saw."""
+
+    gauge: Gauge
+    watched: np.ndarray
+    unseen: np.ndarray
+
+    def margin(self, state: Params) -> float:
+        """How much more strongly the watched pairs are held."""
+        odds = self.gauge.read(state, np.concatenate([self.watched, self.unseen]))["log_odds"]
+        return float(odds[: len(self.watched)].mean() - odds[len(self.watched) :].mean())
+
+
 def relearn(
-    gauge: Gauge,
+    watch: Watch,
     states: Sequence[Params],
-    trained: Params,
+    margins: Sequence[float],
+    top: float,
     taught: np.ndarray,
-    watched: np.ndarray,
-    unseen: np.ndarray,
     job: LocalJob,
     rng: np.random.Generator,
 ) -> list[Curve]:
-    """Train all states on the same batches of `taught` pairs and watch other forget pairs come back."""
+    """Train all states on the same batches of `taught` pairs and watch other forget pairs come back.
+
+    `margins` are where the states start from, and `top` is the trained model's.
+    """
+    gauge = watch.gauge
     examples = examples_at(gauge.activations, taught, gauge.device)
 
     def draw() -> Draw:
         chosen = rng.permutation(len(taught))[: job.batch_size]
         return Draw(chosen, rng.integers(examples.captions, size=len(chosen)))
 
-    def level(state: Params) -> float:
-        odds = gauge.read(state, np.concatenate([watched, unseen]))["log_odds"]
-        return float(odds[: len(watched)].mean() - odds[len(watched) :].mean())
-
-    top = level(trained)
-    levels = [[level(state)] for state in states]
+    levels = [[margin] for margin in margins]
     now, done = list(states), 0
     for checkpoint in CHECKPOINTS:
         draws = tuple(draw() for _ in range(checkpoint - done))
@@ -65,5 +77,5 @@ def relearn(
         now = [state + result.delta for state, result in zip(now, results, strict=True)]
         done = checkpoint
         for curve, state in zip(levels, now, strict=True):
-            curve.append(level(state))
+            curve.append(watch.margin(state))
     return [Curve((0, *CHECKPOINTS), tuple(curve), top - curve[0]) for curve in levels]

@@ -31,7 +31,7 @@ class Gauge:
 
     def read(self, state: Params, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Each statistic of each pair [n], averaged over its captions: the image is the unit of membership."""
-        pool = embed_pairs(self.model, state, self.activations, self.pool, self.device)
+        pool = embed_pairs(self.model, state, self.activations, self.pool, self.device, captions=1)
         pairs = embed_pairs(self.model, state, self.activations, positions, self.device)
         return statistics(*pairs, pool[0], pool[1][:, 0], self.temperature)
 

@@ -26,6 +26,8 @@ FEWEST_CANARIES = 16
 """With fewer, even guesses that are all right show little."""
 MOST_RETAINED = 500
 """Retained pairs that are attacked."""
+TOLD = ("trained", "unlearned", "retrain")
+"""Models of which every attack is told; the others are attacked for the verdict alone, by those that it takes."""
 Judged = Mapping[str, AttackResult]
 """Model -> what an attack says of it."""
 Records = dict[str, dict[str, AttackRecord]]
@@ -57,15 +59,24 @@ def attack_all(attacker: Attacker, targets: Mapping[str, tuple[Readings, Reading
     compares the models from before and after. BaVarIA on log-odds is named in advance; the strongest is chosen by
     looking, and looks stronger for that.
     """
-    names = [*attacker.attacks(), *attacker.informed_attacks()]
-    judged = {attack: {name: attacker.judge(attack, *of) for name, of in targets.items()} for attack in names}
     if config.attack == "bavaria":
         family, attack, informed = "bavaria", "bavaria-online/log_odds", "u-bavaria/log_odds"
         why = attack
     else:
         family, attack = "lira", attacker.strongest(*targets["trained"])
-        informed = max(attacker.informed_attacks(), key=lambda each: leakage(judged[each]["unlearned"].auc.value))
+        informed = max(
+            attacker.informed_attacks(),
+            key=lambda each: leakage(attacker.judge(each, *targets["unlearned"]).auc.value),
+        )
         why = f"{attack}, the strongest before unlearning"
+    judged = {
+        each: {
+            name: attacker.judge(each, *of)
+            for name, of in targets.items()
+            if each in (attack, informed, "rmia") or name in TOLD
+        }
+        for each in (*attacker.attacks(), *attacker.informed_attacks())
+    }
     called = {name: attacker.called_member(target).value for name, (target, _) in targets.items()}
     one = 1 / int(attacker.member.sum())
     measures = [

@@ -15,7 +15,7 @@ from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.evaluate import common_size
 from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
 from ease.audit.nearest import near_forget, nearest_forget
-from ease.audit.relearn import Curve, relearn
+from ease.audit.relearn import Curve, Watch, relearn
 from ease.audit.retrieval import GalleryRecall, chance_recall
 from ease.audit.statistic import Gauge
 from ease.audit.verdict import Measure, Verdict
@@ -134,16 +134,17 @@ class Instruments:
 
     def _look(self, models: Mapping[str, Params]) -> dict[str, Look]:
         curves = self._relearning({name: state for name, state in models.items() if name != "trained"})
-        return {
-            name: Look(
-                self.gauge.read(state, self.subjects.positions),
-                self.gauge.read(state, self._retained)["log_odds"],
+        looks, count = {}, len(self.subjects.positions)
+        for name, state in models.items():
+            read = self.gauge.read(state, np.concatenate([self.subjects.positions, self._retained]))
+            looks[name] = Look(
+                {statistic: values[:count] for statistic, values in read.items()},
+                read["log_odds"][count:],
                 similarities(self.world, state, self.sets["forget"]),
                 self.recalls_of(state),
                 {taught: found[name] for taught, found in curves.items() if name in found},
             )
-            for name, state in models.items()
-        }
+        return looks
 
     @cached_property
     def _retained(self) -> np.ndarray:
@@ -234,13 +235,14 @@ class Instruments:
         few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :][:MOST_WATCHED]
         candidates = self.subjects.candidates
         unseen = candidates.positions[~candidates.member][:MOST_WATCHED]
-        if len(watched) < 2:
+        if min(len(watched), len(unseen)) < 2:
             return {}
         job = self.world.config.training.job(0, self.world.config.seed, self.world.config.model.temperature, "relearn")
+        watch, states = Watch(self.gauge, watched, unseen), list(models.values())
+        margins, top = [watch.margin(state) for state in states], watch.margin(self.trained.final)
         found = {}
         for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
-            states, trained = list(models.values()), self.trained.final
-            curves = relearn(self.gauge, states, trained, positions, watched, unseen, job, rng)
+            curves = relearn(watch, states, margins, top, positions, job, rng)
             found[taught] = dict(zip(models, curves, strict=True))
         return found
 

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from ease.errors import UserError
 from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
 from ease.requests.request import ClientRequest
-from ease.runs.answers import StoredAnswer, answer_of
+from ease.runs.answers import StoredAnswer, answer_of, trained_of
 from ease.runs.config import RunConfig
+from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
 from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Price, Role, write_record
 from ease.runs.run import Run
@@ -105,6 +107,18 @@ def test_generated_pictures_are_shown_and_the_page_is_small(run: Path) -> None:
     assert summary.path == run / "report.html" and summary.answers == 2 and summary.audited == 0
     assert html.count("<img ") == MOVED + RESISTED
     assert summary.size == len(html.encode()) < 1_500_000
+
+
+def test_it_opens_with_whose_pairs_what_was_found_and_which_model(run: Path, world: World) -> None:
+    """Counted in the stored membership, and measured again in the trained model."""
+    held = {each["client"]: len(each["train_ids"]) for each in read_json(run / "membership.json")["clients"]}
+    html = report_run(run, None, None, quiet=True).path.read_text()
+    assert f"{held[1]} of {sum(held.values())} training pairs were to be forgotten: all that client 1 gave." in html
+    found = measure(world, trained_of(Run.load(run)).final, evaluation_sets(world, ClientRequest(clients=(1,))))
+    assert f"{found['forget/recall@1']:.0f} before, " in html
+    assert sha256(answer(run).model_path) in html
+    written = datetime.fromtimestamp(answer(run).record_path.stat().st_mtime, UTC)
+    assert f"{written.day} {written:%B %Y}" in html
 
 
 def test_only_some_answers_have_pictures_and_audited_ones_come_first(

@@ -228,14 +228,14 @@ def tradeoff(results: BenchResults) -> Figure:
     )
     large = Line2D([], [], color=SOFT, marker="o", linestyle="", markersize=7)
     _legend(figure, [large], ["a method at its strongest setting; its line leads there from the weakest"])
-    _settle(figure)
+    settle(figure)
     for panel, sheet, here, ways in zip(panels, found, names, drawn, strict=True):
         (x, y), (low, high), (left, right) = _place(sheet.retrain), panel.get_ylim(), panel.get_xlim()
         write_names(panel, here, [*ways, [(left, y), (right, y)], [(x, low), (x, high)]])
     return figure
 
 
-def _settle(figure: Figure) -> None:
+def settle(figure: Figure) -> None:
     """Lay the panels out now and for good, so that places on the page can be computed."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check photos vit hf browser bench bench-quick clean
+.PHONY: demo test test-slow check references docs photos vit hf browser bench bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -17,6 +17,14 @@ check: .venv/ready
 	$(BIN)/ruff format --check src tests benchmarks recipes
 	$(BIN)/ruff check src tests benchmarks recipes
 	$(BIN)/mypy
+
+# Pages that are made from the code; a test says when they are stale.
+references: .venv/ready
+	$(BIN)/python recipes/references.py
+
+# All documents as a site in build/site, which opens from a disk; links are checked.
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 photos: .venv/photos
 
@@ -61,5 +69,11 @@ bench-quick: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[browser]"
 	touch $@
 
+# An environment of its own: nothing of it is needed to run or test anything else.
+.venv-docs/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" ruff
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

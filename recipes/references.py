@@ -63,7 +63,7 @@ PLACES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ),
     (
         "Audits",
-        "Options of `ease audit` and arguments of `answer.audit()`; `level` and `relearn_pairs` are Python's alone.",
+        "Options of `ease audit` and arguments of `answer.audit()`; `level` and `relearn_pairs` are for Python.",
         AuditConfig,
     ),
     ("Queue", "`policy.toml` in a run, and `ease work --set ...`: [requests.md](requests.md).", Policy),

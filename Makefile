@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-flower check photos vit hf browser bench bench-quick clean
+.PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -21,6 +21,14 @@ check: .venv/ready
 	$(BIN)/ruff format --check src tests benchmarks recipes
 	$(BIN)/ruff check src tests benchmarks recipes
 	$(BIN)/mypy
+
+# Pages that are made from the code; a test says when they are stale.
+references: .venv/ready
+	$(BIN)/python recipes/references.py
+
+# All documents as a site in build/site, which opens from a disk; links are checked.
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 photos: .venv/photos
 
@@ -70,5 +78,11 @@ bench-quick: .venv/ready
 	.venv-flower/bin/pip install --quiet --disable-pip-version-check flwr==1.41.0
 	touch $@
 
+# An environment of its own: nothing of it is needed to run or test anything else.
+.venv-docs/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" ruff
+	touch $@
+
 clean:
-	rm -rf .venv .venv-flower build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .venv-docs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Union
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from ease.audit.config import AuditConfig
 from ease.cli import main
+from ease.commands.outputs import OUTPUTS
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
@@ -131,6 +133,12 @@ class Audited:
     records: dict[str, AuditRecord]
 
 
+def check_output(arguments: list[str], out: str) -> None:
+    """Hold what a command printed for machines against what the reference says of it."""
+    name = next(name for name in (" ".join(arguments[:2]), arguments[0], f"{arguments[0]} issue") if name in OUTPUTS)
+    TypeAdapter(Union[OUTPUTS[name]]).validate_json(out)  # noqa: UP007
+
+
 class Result(NamedTuple):
     """What a command left: exit code and both streams."""
 
@@ -238,7 +246,10 @@ def ease(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        return Result(ended.value.code, *capsys.readouterr())
+        result = Result(ended.value.code, *capsys.readouterr())
+        if "--json" in arguments and result.out:
+            check_output(list(map(str, arguments)), result.out)
+        return result
 
     return run
 

@@ -1,12 +1,13 @@
 """The whole job from Python, as short as on the command line: train, forget, audit.
 
->>> import ease
->>> run = ease.train(out="runs/first", settings=small, quiet=True)
->>> answer = run.forget(client=1, quiet=True)
->>> answer.name
-'client-1/ease'
->>> answer.metrics["cost/bytes_up"] < run.metrics["cost/bytes_up"]
-True
+Examples:
+    >>> import ease
+    >>> run = ease.train(out="runs/first", settings=small, quiet=True)
+    >>> answer = run.forget(client=1, quiet=True)
+    >>> answer.name
+    'client-1/ease'
+    >>> answer.metrics["cost/bytes_up"] < run.metrics["cost/bytes_up"]
+    True
 
 `small` stands for settings such as `{"training.rounds": 2}`; without any, the defaults take a minute.
 """
@@ -59,8 +60,9 @@ class TrainedRun(_Shows):
     def config(self) -> RunConfig:
         """What it was trained with.
 
-        >>> run.config.training.rounds
-        2
+        Examples:
+            >>> run.config.training.rounds
+            2
         """
         return Run.load(self.folder).config
 
@@ -68,8 +70,9 @@ class TrainedRun(_Shows):
     def model(self) -> Params:
         """The trained state: a mapping from names to tensors.
 
-        >>> run.model.is_finite()
-        True
+        Examples:
+            >>> run.model.is_finite()
+            True
         """
         return trained_of(Run.load(self.folder)).final
 
@@ -77,8 +80,9 @@ class TrainedRun(_Shows):
     def metrics(self) -> dict[str, float]:
         """Recall in percent of seen, held-out and test pairs, and bytes that travelled.
 
-        >>> 0 <= run.metrics["test/recall@1"] <= 100
-        True
+        Examples:
+            >>> 0 <= run.metrics["test/recall@1"] <= 100
+            True
         """
         return self.summary.as_json()["metrics"]
 
@@ -96,16 +100,18 @@ class TrainedRun(_Shows):
     ) -> "Answer":
         """Forget clients, concepts (words for what is in a pair), single pairs by their ids, or several of these.
 
-        >>> run.forget(client=1, method="finetune", quiet=True).name
-        'client-1/finetune'
+        Examples:
+            >>> run.forget(client=1, method="finetune", quiet=True).name
+            'client-1/finetune'
 
         A client is its number or the name of its site, or a list of such; `samples` are ids, or a file with one a line.
         What is meant otherwise is refused by name:
 
-        >>> run.forget(samples="train-000003")
-        Traceback (most recent call last):
-            ...
-        ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
+        Examples:
+            >>> run.forget(samples="train-000003")
+            Traceback (most recent call last):
+                ...
+            ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
         """
         clients, concepts, ids = _clients(client, self.folder), _words(concept), _ids(samples)
         if not isinstance(method, str):
@@ -126,8 +132,9 @@ class Answer(_Shows):
     def name(self) -> str:
         """As `ease audit --request` takes it.
 
-        >>> answer.name
-        'client-1/ease'
+        Examples:
+            >>> answer.name
+            'client-1/ease'
         """
         return f"{request_id(self.summary.request)}/{self.summary.folder.name}"
 
@@ -135,8 +142,9 @@ class Answer(_Shows):
     def model(self) -> Params:
         """The state that has forgotten.
 
-        >>> answer.model.size == run.model.size
-        True
+        Examples:
+            >>> answer.model.size == run.model.size
+            True
         """
         return StoredAnswer(self.summary.folder).model()
 
@@ -144,17 +152,19 @@ class Answer(_Shows):
     def metrics(self) -> dict[str, float]:
         """Recall in percent of forget, retained and test pairs, and what the answer cost.
 
-        >>> sorted(name for name in answer.metrics if name.endswith("recall@1"))
-        ['forget/recall@1', 'retain/recall@1', 'test/recall@1']
+        Examples:
+            >>> sorted(name for name in answer.metrics if name.endswith("recall@1"))
+            ['forget/recall@1', 'retain/recall@1', 'test/recall@1']
         """
         return self.summary.record.metrics
 
     def check(self, *, quiet: bool = False) -> "Check":
         """A quick look: are the forget pairs held like unseen ones? Takes seconds, and is no verdict.
 
-        >>> check = answer.check(quiet=True)
-        >>> check.found == (not check.gap.contains(0))
-        True
+        Examples:
+            >>> check = answer.check(quiet=True)
+            >>> check.found == (not check.gap.contains(0))
+            True
         """
         return Check(quick_run(self.run, self.name, quiet))
 
@@ -164,10 +174,11 @@ class Answer(_Shows):
         `answer.audit().passed` is True, False or, where it cannot be told, None; `.words` says why. It takes minutes,
         for it retrains. A setting that there is none of is refused before that:
 
-        >>> answer.audit(shadow=16)
-        Traceback (most recent call last):
-            ...
-        ease.errors.UserError: audit: shadow: unknown key (did you mean shadows?); known keys here: attack, fpr, ...
+        Examples:
+            >>> answer.audit(shadow=16)
+            Traceback (most recent call last):
+                ...
+            ease.errors.UserError: audit: shadow: unknown key (did you mean shadows?); known keys here: attack, fpr, ...
 
         One process by default: more of them would run a script that has no `if __name__ == "__main__"` once each.
         """
@@ -248,15 +259,17 @@ def train(
 
     Without `out` the run goes to a new temporary folder. Where a run of the same configuration is, it is gone on with:
 
-    >>> ease.train(out="runs/first", settings=small, quiet=True) == run
-    True
+    Examples:
+        >>> ease.train(out="runs/first", settings=small, quiet=True) == run
+        True
 
     All settings: docs/settings.md. One that cannot be is refused:
 
-    >>> ease.train(settings={"training.round": 5})
-    Traceback (most recent call last):
-        ...
-    ease.errors.UserError: settings: training.round: unknown key (did you mean rounds?); known keys here: ...
+    Examples:
+        >>> ease.train(settings={"training.round": 5})
+        Traceback (most recent call last):
+            ...
+        ease.errors.UserError: settings: training.round: unknown key (did you mean rounds?); known keys here: ...
     """
     if config is not None and not isinstance(config, RunConfig | str | Path):
         raise UserError(f"config={config!r}: name a TOML file, or give a RunConfig; single values go into settings")
@@ -275,8 +288,9 @@ def train(
 def open_run(folder: str | Path, quiet: bool = True) -> TrainedRun:
     """A run that was trained before; one that was interrupted is finished.
 
-    >>> ease.open_run("runs/first") == run
-    True
+    Examples:
+        >>> ease.open_run("runs/first") == run
+        True
     """
     run = Run.load(Path(folder))
     return TrainedRun(run.folder, train_run(run.config, run.folder, quiet))

@@ -90,6 +90,17 @@ INTERRUPTED = 130
 REFUTED = 1
 """Exit code of a check that found something that does not hold."""
 
+EXIT_CODES = {
+    0: "Done. Of `verify` and `certificate sign`: nothing contradicts it; of `doctor`: everything works; of "
+    "`audit --exit-code`: passed.",
+    REFUTED: "`verify`, `certificate sign`: something does not hold, and each reason is told. `doctor`: something does "
+    "not work. `audit --exit-code`: not passed. With a traceback: a fault of this program.",
+    2: "A mistake in the command, its settings or its files, or too little disk or memory: one line says which.",
+    3: "`audit --exit-code`: it cannot be told.",
+    INTERRUPTED: "Stopped by Ctrl-C; the same command goes on from there.",
+}
+"""Every code a command ends with, as the reference tells it."""
+
 LACK = re.compile(
     r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc", re.I
 )

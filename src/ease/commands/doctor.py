@@ -33,7 +33,7 @@ State = Literal["fine", "warning", "failed"]
 PACKAGE = "ease-unlearning"
 FEWEST_FREE = 1e9
 """Bytes of free disk below which a run may not fit."""
-UNTOLD = ("dev", "site")
+UNTOLD = ("dev",)
 """Extras of those who change the code."""
 SELF_TEST = (
     "data.train=24",

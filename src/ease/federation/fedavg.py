@@ -23,11 +23,15 @@ LARGEST_RATE = 1e6
 
 class TrainingConfig(Config):
     rounds: int = Field(20, ge=1)
+    """Rounds of training; a finished run can be given more."""
     local_epochs: int = Field(2, ge=1)
+    """Passes of a client over its pairs in a round."""
     batch_size: int = Field(32, ge=2)
+    """Pairs of a step; each is told from the others of its batch."""
     optimiser: Literal["sgd", "adam"] = "sgd"
     """Local optimiser; Adam's state starts anew every round."""
     learning_rate: float = Field(1.0, gt=0, le=LARGEST_RATE)
+    """Step size of clients."""
     lora_learning_rate: float | None = Field(None, gt=0, le=LARGEST_RATE)
     """Step size of LoRA blocks; absent means the same as `learning_rate`."""
     participation: float = Field(1.0, gt=0, le=1)

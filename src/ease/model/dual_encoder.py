@@ -28,9 +28,11 @@ class ModelConfig(Config):
     lora: Literal["ffa", "full", "off"] = "ffa"
     """`ffa` trains B alone over a shared frozen A; `full` trains both factors; `off` trains the projectors alone."""
     lora_rank: int = Field(8, ge=1)
+    """Rank of the adapters, at most the width of the layers that carry them."""
     lora_scale: float = Field(2.0, gt=0)
     """Factor before the product B·A."""
     lora_targets: tuple[Literal["query", "key", "value", "out"], ...] = ("query", "value")
+    """Layers of an attention block that carry adapters."""
     lora_blocks: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
     projector: Literal["mlp", "none"] = "mlp"
@@ -44,6 +46,7 @@ class ModelConfig(Config):
     embedding: int = Field(256, ge=2)
     """Dimensions of the projectors' shared space."""
     temperature: float = Field(0.07, gt=0)
+    """Of the contrastive loss: smaller tells near pairs apart more sharply."""
 
     @field_validator("lora_targets")
     @classmethod

@@ -21,7 +21,9 @@ class RunConfig(Config):
     """Everything that decides the bytes of a run."""
 
     seed: int = Field(0, ge=0)
+    """Of every random number but those of generated data; the same one gives the same bytes."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where to compute; `auto`: on a GPU where there is one."""
     engine: EngineKind = "auto"
     """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU. `nodes`:
     clients are processes of this machine; `flower`: of any machine."""

@@ -62,6 +62,8 @@ class Pass(Config):
 
 
 class PurgeRecord(Config):
+    """What every purge of a run removed, made again and left, oldest first."""
+
     format: Literal[1] = 1
     passes: tuple[Pass, ...] = ()
 

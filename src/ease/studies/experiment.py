@@ -47,12 +47,15 @@ class Experiment(Config):
     """A grid, and how it is drawn. Retraining is always part of it."""
 
     title: str
+    """Of its tables."""
     kind: Literal["table", "curves", "grid", "tradeoff", "bars", "raincloud", "subspaces"] = "table"
     """The figure beside the tables; `subspaces` looks at training alone and has no table."""
     run: RunConfig = RunConfig()
     """Settings of training, as in the file for `ease train`; its seed is not used."""
     scenarios: tuple[Scenario, ...] = Field(("client", "class", "sample"), min_length=1)
+    """Kinds of requests; each is drawn from every seed."""
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1)
+    """Of training; figures are means over them."""
     methods: tuple[Entry, ...] = ()
     """Names, or tables with a name, a label, settings and a varied setting."""
     vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)

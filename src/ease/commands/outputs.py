@@ -1,0 +1,475 @@
+"""What every command prints with `--json` and what lies in a run as JSON: a model each, for the reference."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ease.config import Config
+from ease.data.membership import Membership
+from ease.evidence.envelope import Envelope
+from ease.evidence.log import LogRecord
+from ease.evidence.statement import Statement, VerdictWords
+from ease.federation.kept import KeptRound
+from ease.ledger.states import State
+from ease.requests.request import Request
+from ease.runs.config import RunConfig
+from ease.runs.head import Head, Release
+from ease.runs.purge import Pass, PurgeRecord
+from ease.runs.quick import Level, QuickCheck
+from ease.runs.records import (
+    AnswerRecord,
+    AuditRecord,
+    BenchResults,
+    CellRecord,
+    Metrics,
+    OverlapRecord,
+    TrialRecord,
+)
+from ease.runs.tombstones import Tombstones
+from ease.studies.experiment import Chosen
+
+
+class TrainOutput(Config):
+    """`ease train`, and `summary.json` of a run."""
+
+    run: str
+    """Its folder."""
+    rounds: int
+    loss: float
+    """Mean training loss of the last round."""
+    parameters: int
+    """Trained values."""
+    metrics: Metrics
+    """`seen/`, `unseen/` and `test/` recall in percent, `initial/` the same before training, `cost/` bytes."""
+    data: dict[str, int] | None = None
+    """Pairs of each split and what was odd in the files; absent for generated data."""
+    prospects: str = ""
+    """Why an audit would be refused; absent where it would not."""
+
+
+class ForgetOutput(AnswerRecord):
+    """`ease forget`, and `ease train --resume`: the stored record, and where it lies."""
+
+    id: str
+    """The request, as `--request` takes it."""
+    folder: str
+    before: Metrics
+    """Of the model that was to forget."""
+    check: QuickCheck | None = None
+    """A quick look; absent where there is none."""
+    why_no_check: str = ""
+    """Absent where there is a quick look."""
+    prospects: str = ""
+    """Why an audit would be refused; absent where it would not."""
+
+
+class TouchesOutput(Config):
+    """What a request touches and will cost."""
+
+    named: int
+    gone: int
+    """Of the named pairs, those that were forgotten before."""
+    left: int
+    """Training pairs that are left in the run."""
+    clients: dict[str, int]
+    """Client -> how many of its pairs are still to be forgotten."""
+    rounds: tuple[int, ...]
+    """In which these clients took part."""
+    models: tuple[str, ...]
+    """Models that hold what is to be forgotten, oldest first."""
+    seconds: float | None
+    """What an answer is expected to take; null where no round was timed."""
+    share: float
+    """The same as a share of retraining."""
+    strange: tuple[str, ...]
+    """Ids, clients or classes that this run does not have."""
+
+
+class EventOutput(Config):
+    """One step of a request."""
+
+    request: str
+    time: str
+    before: str
+    after: str
+    by: str
+    why: str
+
+
+class ListedOutput(Config):
+    """One request of the ledger."""
+
+    number: int
+    """Order of arrival."""
+    id: str
+    request: Request
+    method: dict[str, Any]
+    asked_by: str
+    ground: str
+    reason: str
+    priority: int
+    """Larger goes first."""
+    submitted: str
+    deadline: str
+    state: State
+    why: str
+    """Why it is in that state, where there is something to say."""
+    batch: str
+    """What it is or was worked on together with."""
+    outcome: dict[str, Any]
+    """The answer's name, the number of its release, what was measured."""
+    waived: str
+    """Hash of the model that a person let pass although retained recall fell."""
+    overdue: bool
+
+
+class EntryOutput(ListedOutput):
+    """`ease request add`, `show`, `approve` and `cancel`."""
+
+    added: bool | None
+    """Whether it was handed in just now; null: it was only looked at."""
+    touches: TouchesOutput | None
+    """Null once nothing more is to be done."""
+    events: tuple[EventOutput, ...]
+
+
+class LedgerOutput(Config):
+    """`ease request list`, in the order in which they are worked on."""
+
+    requests: tuple[ListedOutput, ...]
+
+
+class FinishedOutput(Config):
+    """What came of requests that were worked on together."""
+
+    ids: tuple[str, ...]
+    state: State
+    why: str
+    outcome: dict[str, Any]
+
+
+class PurgeOutput(Config):
+    """`ease purge`."""
+
+    purged: tuple[Pass, ...]
+
+
+class WorkOutput(PurgeOutput):
+    """`ease work`."""
+
+    finished: tuple[FinishedOutput, ...]
+
+
+class AuditOutput(AuditRecord):
+    """`ease audit`: the stored record, where it lies, and what to do next."""
+
+    id: str
+    folder: str
+    next_steps: tuple[str, ...]
+    """Commands to go on with where the verdict is not that it passed."""
+
+
+class QuickOutput(Config):
+    """`ease audit --quick`."""
+
+    format: Literal[1]
+    method: dict[str, Any]
+    """Its name as `method`, and its settings."""
+    request: Request
+    model_sha256: str
+    """Of the model that was looked at."""
+    forget_pairs: int
+    held_out_pairs: int
+    before: Level
+    """Under the model that was to forget."""
+    after: Level
+    found: bool
+    """Whether forget pairs can be told from unseen ones."""
+    words: str
+    """What was found, in one line."""
+    rule: str
+    """When something counts as found."""
+    notes: tuple[str, ...]
+    """What to know before believing it."""
+    id: str
+    folder: str
+
+
+class ReportOutput(Config):
+    """`ease report`."""
+
+    path: str
+    answers: int
+    audited: int
+    compared: int | None
+    """Models of an experiment; null where there is none."""
+    bytes: int
+
+
+class CertificateOutput(Config):
+    """`ease certificate`, and `ease certificate sign` of one that holds."""
+
+    certificate: str
+    unchecked: tuple[str, ...]
+    """What whoever signed could not check."""
+    page: str | None
+    sha256: str
+    """Of the signed statement."""
+    signatures: tuple[str, ...]
+    """Ids of the keys."""
+    verdict: str
+
+
+class CheckOutput(Config):
+    """One thing that was looked at."""
+
+    name: str
+    holds: bool | None
+    """Null: it could not be checked."""
+    words: str
+
+
+class SignerOutput(Config):
+    """Whose signature a certificate bears."""
+
+    key_id: str
+    name: str | None
+    """As `--key` calls it; null for a key that was not named."""
+
+
+class VerifyOutput(Config):
+    """`ease verify`, and `ease certificate sign` of one that does not hold."""
+
+    certificate: str
+    holds: bool
+    reasons: tuple[str, ...]
+    """Why it is refused."""
+    checks: tuple[CheckOutput, ...]
+    signatures: tuple[SignerOutput, ...]
+    verdict: VerdictWords | None
+    """What it says; null where it could not be read."""
+
+
+class KeysOutput(Config):
+    """`ease keys new`."""
+
+    private: str
+    public: str
+    key_id: str
+
+
+class ExportOutput(Config):
+    """`ease export`."""
+
+    request: str | None
+    format: Literal["peft", "safetensors", "onnx"]
+    files: tuple[str, ...]
+
+
+class ComparedOutput(Config):
+    """One model of a demonstration."""
+
+    scenario: str
+    seed: int
+    method: str
+    """`trained` is the model before the request."""
+    metrics: Metrics
+
+
+class DemoOutput(Config):
+    """`ease demo`."""
+
+    rows: tuple[ComparedOutput, ...]
+
+
+class BenchOutput(BenchResults):
+    """`ease bench`: the stored results and the files that were written."""
+
+    files: tuple[str, ...]
+
+
+class SweepOutput(Config):
+    """`ease sweep`."""
+
+    file: str
+    chosen: dict[str, dict[str, Chosen]]
+    """Method -> kind of request -> settings."""
+    diverged: tuple[str, ...]
+    """Methods and requests without a choice, since all their trials diverged."""
+
+
+class SettingOutput(Config):
+    """One setting of a method."""
+
+    name: str
+    default: Any
+    help: str
+
+
+class MethodOutput(Config):
+    """One method."""
+
+    name: str
+    title: str
+    about: str
+    needs: tuple[str, ...]
+    rounds: dict[str, int]
+    """Kind of request -> rounds after 20 of training."""
+    source: str
+    settings: tuple[SettingOutput, ...]
+
+
+class MethodsOutput(Config):
+    """`ease methods`."""
+
+    methods: tuple[MethodOutput, ...]
+    refused: dict[str, str]
+    """Plug-ins that cannot be used, and why."""
+
+
+class PartOutput(Config):
+    """One kind of cached files."""
+
+    name: str
+    files: int
+    bytes: int
+    newest: str
+    """When the last of them was written; empty where there is none."""
+    exposed: int
+    """Files and folders that other users of the machine may read or change."""
+
+
+class CacheOutput(Config):
+    """`ease cache list`; of `ease cache clear`, what went."""
+
+    folder: str
+    bytes: int
+    cleared: bool
+    private: bool
+    parts: tuple[PartOutput, ...]
+
+
+class FindingOutput(Config):
+    """One thing that was looked at."""
+
+    name: str
+    state: Literal["fine", "warning", "failed"]
+    words: str
+
+
+class DoctorOutput(Config):
+    """`ease doctor`."""
+
+    version: str
+    healthy: bool
+    """Whether nothing failed."""
+    findings: tuple[FindingOutput, ...]
+    cache: CacheOutput | None
+
+
+OUTPUTS: dict[str, tuple[type[Config], ...]] = {
+    "train": (TrainOutput, ForgetOutput),
+    "forget": (ForgetOutput,),
+    "release": (Release,),
+    "request add": (EntryOutput,),
+    "request list": (LedgerOutput,),
+    "request show": (EntryOutput,),
+    "request approve": (EntryOutput,),
+    "request cancel": (EntryOutput,),
+    "work": (WorkOutput,),
+    "purge": (PurgeOutput,),
+    "audit": (AuditOutput, QuickOutput),
+    "report": (ReportOutput,),
+    "certificate issue": (CertificateOutput,),
+    "certificate sign": (CertificateOutput, VerifyOutput),
+    "verify": (VerifyOutput,),
+    "keys new": (KeysOutput,),
+    "export": (ExportOutput,),
+    "demo": (DemoOutput,),
+    "bench": (BenchOutput,),
+    "sweep": (SweepOutput,),
+    "methods": (MethodsOutput,),
+    "doctor": (DoctorOutput,),
+    "cache list": (CacheOutput,),
+    "cache clear": (CacheOutput,),
+}
+"""Command -> what it may print with `--json`."""
+
+
+# Files of a run
+
+
+class RunFile(Config):
+    """What is trained here; also readable, as `config.toml`."""
+
+    format: Literal[2]
+    config: RunConfig
+
+
+class WorldFile(Config):
+    """What is frozen under the training, by hash, and how many threads added up."""
+
+    backbone: str
+    adapter: str | None
+    device: str
+    threads: int
+
+
+class RoundFile(Config):
+    """One round of training."""
+
+    round: int
+    loss: float | None
+    start: str
+    """File of the state that it began from."""
+    start_sha256: str
+    pairs: dict[str, int]
+    """Client -> pairs that it trained on."""
+    rejected: dict[str, str]
+    """Client -> why it was left out."""
+    sha256: dict[str, str]
+    """File of the round -> its hash."""
+    updates: dict[str, dict[str, Any]]
+    """Client -> where in the file of updates its own lies; empty where clients keep them."""
+    clipped: dict[str, float] = Field(default_factory=dict)
+    """Client -> factor by which its update was shortened; absent where none was."""
+    bytes_down: int
+    bytes_up: int
+
+
+class BegunFile(Config):
+    """What an answer was begun with: another model or setting begins anew."""
+
+    request: Request
+    method: dict[str, Any]
+    trained_sha256: str
+    locked: bool | None = None
+    """Of further training: whether the directions are held."""
+
+
+FILES: dict[str, type[Config]] = {
+    "run.json": RunFile,
+    "world.json": WorldFile,
+    "membership.json": Membership,
+    "summary.json": TrainOutput,
+    "head.json": Head,
+    "purge.json": PurgeRecord,
+    "tombstones.json": Tombstones,
+    "rounds/*/round.json": RoundFile,
+    "clients/*/rounds/*/round.json": KeptRound,
+    "requests/*/*/request.json": BegunFile,
+    "requests/*/*/record.json": AnswerRecord,
+    "requests/*/*/quick.json": QuickCheck,
+    "requests/*/*/audit.json": AuditRecord,
+    "requests/*/*/certificate.json": Envelope,
+    "evidence/log.jsonl": LogRecord,
+    "evidence/head.json": Envelope,
+    "cells/*.json": CellRecord,
+    "cells/overlap.json": OverlapRecord,
+    "trials/*.json": TrialRecord,
+}
+"""Where in a run -> what lies there; `results.json` of an experiment is a `BenchResults`."""
+UNSEALED = {"requests/*/*/certificate.json", "evidence/log.jsonl", "evidence/head.json"}
+"""Signed or chained instead of sealed."""
+ELSEWHERE: tuple[type[Config], ...] = (BenchResults, Statement)
+"""`results.json` of an experiment, and what a certificate's envelope holds."""

@@ -104,7 +104,7 @@ class Unlearner(Config, ABC):
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         """Forget what the request names. Each step is one round; the last state is the result."""
 
-    def check(self, training: TrainingConfig) -> None:  # noqa: B027  (most methods have nothing to refuse)
+    def check(self, training: TrainingConfig) -> None:
         """Refuse settings that cannot work on such a training, before anything is read or computed."""
 
     @abstractmethod

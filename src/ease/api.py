@@ -14,27 +14,36 @@ Examples:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Literal
+
+from torch import Tensor
 
 from ease.audit.config import AuditConfig
 from ease.audit.membership import Estimate
 from ease.audit.verdict import Measure, Reason
 from ease.commands.audit import AuditSummary, QuickSummary, audit_run, quick_run
-from ease.commands.forget import ForgetSummary, forget_run
+from ease.commands.export import export_run
+from ease.commands.forget import ForgetSummary, forget_run, summary_of
+from ease.commands.report import report_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import assign, read_toml, validate
 from ease.console import Shown, as_html, as_text
+from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.params import Params
-from ease.runs.answers import StoredAnswer, trained_of
+from ease.runs import using
+from ease.runs.answers import StoredAnswer, finished_answers, open_world, trained_of
 from ease.runs.config import RunConfig, anchor_paths
 from ease.runs.records import PairRecord
-from ease.runs.resolve import Wanted, request_id
+from ease.runs.resolve import Wanted, find_clients, request_id
 from ease.runs.run import Run
+from ease.runs.using import Hit, Picture, Source, forgotten_ids
+from ease.runs.world import World
 
 
 class _Shows:
@@ -49,8 +58,57 @@ class _Shows:
         return as_html(self.summary)
 
 
+class _Uses:
+    """What any model can be used for. It is loaded once, on the CPU, when it is first asked for."""
+
+    folder: Path
+
+    @property
+    def _request(self) -> str | None:
+        """As `ease export --request` takes it; None: the run's own model."""
+        return None
+
+    @cached_property
+    def _source(self) -> Source:
+        return Source.of(Run.load(self.folder), self._request)
+
+    @cached_property
+    def _world(self) -> World:
+        return open_world(Run.load(self.folder))
+
+    def encode_text(self, texts: str | Sequence[str]) -> Tensor:
+        """Unit-norm embeddings [n, width], one for each text."""
+        return using.encode_text(self._source, texts)
+
+    def encode_image(self, pictures: Picture | Sequence[Picture]) -> Tensor:
+        """Unit-norm embeddings [n, width] of files, pictures of Pillow or uint8 arrays [height, width, 3]."""
+        return using.encode_image(self._source, pictures)
+
+    def classify(self, pictures: Picture | Sequence[Picture], labels: Sequence[str]) -> Tensor:
+        """Zero-shot: the probability [n, labels] of each label, such as "a photo of a dog", for each picture."""
+        return using.classify(self._source, pictures, labels)
+
+    def search(self, words: str, k: int = 5, among: Literal["all", "train", "test"] = "all") -> list[Hit]:
+        """The k pictures of the run's pairs that are nearest to some words: `search("a dog in the snow")[0].id`."""
+        return using.search(self._world, self._source, words, k, self._forgotten, among)
+
+    @property
+    def _forgotten(self) -> frozenset[str]:
+        return frozenset()
+
+    def export(
+        self,
+        out: str | Path | None = None,
+        form: Literal["safetensors", "peft", "onnx"] = "safetensors",
+        quiet: bool = True,
+    ) -> Path:
+        """Write the model as a folder that runs by itself, and say where: its README tells how."""
+        folder = None if out is None else Path(out)
+        return export_run(self.folder, self._request, form, folder, quiet).folder
+
+
 @dataclass(frozen=True, repr=False)
-class TrainedRun(_Shows):
+class TrainedRun(_Uses, _Shows):
     """A finished training in its folder; shown, it is the table that `ease train` ends with."""
 
     folder: Path
@@ -85,6 +143,41 @@ class TrainedRun(_Shows):
             True
         """
         return self.summary.as_json()["metrics"]
+
+    @property
+    def clients(self) -> dict[str, int]:
+        """Every client as `forget(client=...)` takes it, and how many training pairs it has."""
+        return {self._members.named(each.client): len(each.train_ids) for each in self._members.clients}
+
+    def ids(self, client: int | str | None = None) -> list[str]:
+        """Ids of the training pairs, of one client or of all, as `forget(samples=...)` takes them."""
+        chosen = None if client is None else find_clients(self._members, [client])[0]
+        return [
+            pair_id
+            for holding in self._members.clients
+            if chosen is None or holding.client == chosen
+            for pair_id in holding.train_ids
+        ]
+
+    @property
+    def requests(self) -> list[str]:
+        """Every finished answer, as `answer(...)` and `ease audit --request` take it."""
+        return finished_answers(Run.load(self.folder))
+
+    def answer(self, name: str) -> "Answer":
+        """An answer that was given before, such as "client-3" or "client-3/retrain"."""
+        return Answer(self.folder, summary_of(self.folder, name))
+
+    @property
+    def _members(self) -> Membership:
+        known = Run.load(self.folder).known()
+        if known is None:
+            raise UserError(f"{self.folder}: nothing is trained here yet; finish it with `ease train`")
+        return known[0]
+
+    def report(self, out: str | Path | None = None, thumbnails: bool | None = None, quiet: bool = True) -> Path:
+        """Write the page of all answers, and say where."""
+        return report_run(self.folder, None if out is None else Path(out), thumbnails, quiet).path
 
     def forget(
         self,
@@ -122,11 +215,33 @@ class TrainedRun(_Shows):
 
 
 @dataclass(frozen=True, repr=False)
-class Answer(_Shows):
+class Answer(_Uses, _Shows):
     """One method's answer to one request; shown, it is the table that `ease forget` ends with."""
 
     run: Path
     summary: ForgetSummary = field(compare=False)
+
+    @property
+    def folder(self) -> Path:  # type: ignore[override]
+        """The run."""
+        return self.run
+
+    @property
+    def _request(self) -> str:
+        return self.name
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the pairs that it forgot."""
+        return sorted(self._forgotten)
+
+    @cached_property
+    def _forgotten(self) -> frozenset[str]:
+        return forgotten_ids(Run.load(self.run), self.name)
+
+    def report(self, out: str | Path | None = None, thumbnails: bool | None = None, quiet: bool = True) -> Path:
+        """Write the page of its request, and say where."""
+        return report_run(self.summary.folder.parent, None if out is None else Path(out), thumbnails, quiet).path
 
     @property
     def name(self) -> str:

@@ -70,6 +70,12 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+class SearchAmong(StrEnum):
+    all = "all"
+    train = "train"
+    test = "test"
+
+
 class Certificates(Commands):
     """`ease certificate RUN ...` issues one; other words after it say what else to do with one."""
 
@@ -626,6 +632,29 @@ def export(
 
 
 @app.command()
+def search(
+    run: Annotated[Path, typer.Argument(help="Run directory of a finished training.")],
+    words: Annotated[str, typer.Argument(help='What to look for, such as "a dog in the snow".')],
+    request: Annotated[
+        str | None, typer.Option(help="Compare the models before and after this request, e.g. client-3.")
+    ] = None,
+    count: Annotated[int, typer.Option("-k", "--count", help="Pictures that each model finds.")] = 5,
+    among: Annotated[SearchAmong, typer.Option(help="The pairs to search among.")] = SearchAmong.all,
+    out: Annotated[Path | None, typer.Option(help="The page of pictures; by default in searches/ of the run.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find pictures by words with a model of the run, or with the two before and after a request, side by side.
+
+    Example: `ease search runs/first "a red kite" --request client-3`
+    """
+    from ease.commands.search import search_run
+
+    _finish(search_run(run, words, request, count, among.value, out, quiet or as_json), as_json)
+
+
+@app.command()
 def demo(
     scenario: Annotated[Scenario, typer.Option(help="What is forgotten.")] = Scenario.client,
     out: Annotated[
@@ -972,6 +1001,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
     try:
+        _check_here()
         code = app(prog_name="ease", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -989,6 +1019,14 @@ def main() -> None:
     if code == INTERRUPTED:
         print("\nstopped; run the same command again to continue", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _check_here() -> None:
+    """Relative paths are meant from where the user stands; that folder may have been deleted meanwhile."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the folder that this terminal is in has been deleted or moved; go to another: cd ~") from None
 
 
 def _lacks_memory(error: BaseException) -> bool:

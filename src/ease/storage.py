@@ -63,9 +63,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def _make_folder(
-    folder: Path, remedy: str = "check the path, its permissions and the space left", durable: bool = True
-) -> None:
+def _make_folder(folder: Path, remedy: str = "", durable: bool = True) -> None:
     """Make a folder and those above it, for this user alone: they hold pictures, captions and what models learnt."""
     try:
         for each in reversed([folder, *folder.parents]):
@@ -76,7 +74,9 @@ def _make_folder(
                     _sync_folder(each.parent)
         folder.mkdir(exist_ok=True)  # refuses a file in its place
     except OSError as error:
-        raise Unwritable(f"{folder}: cannot make this folder ({error.strerror}); {remedy}") from error
+        raise Unwritable(
+            f"{folder}: cannot make this folder ({error.strerror}); {remedy or write_remedy(error)}"
+        ) from error
 
 
 def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = True) -> None:
@@ -352,7 +352,30 @@ def _refusal_to_write(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unwritable(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        raise Unwritable(f"{path}: cannot write ({error.strerror}); {write_remedy(error)}") from error
+
+
+def write_remedy(error: OSError) -> str:
+    """What to do about a file that the disk did not take."""
+    match error.errno:
+        case errno.EROFS:
+            return "this disk is read-only: choose a folder on another one"
+        case errno.EACCES | errno.EPERM:
+            return "you may not write here: choose another folder, or change its permissions"
+        case errno.ENOENT | errno.ESTALE | errno.ENOTDIR:
+            return "the folder is gone: bring it back (is its disk still there?) and run again"
+        case errno.EIO | errno.ENODEV | errno.ENXIO:
+            return "the disk does not answer: check it, and run again"
+    return "free some space and run again"
+
+
+def check_writable(folder: Path, choose: str) -> None:
+    """Refuse a folder that cannot be written to, or not be made, before long work is done for it."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise UserError(f"{folder}: {there} is a file; {choose}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: you may not write in {there}, or its disk is read-only; {choose}")
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from ease.audit.config import AuditConfig
 from ease.audit.verdict import EVIDENCE, Measure
 from ease.commands.forget import answer
 from ease.commands.train import tell_threads
-from ease.console import labelled, megabytes, status, table, ticks_bar
+from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
+from ease.ledger.outlook import seconds_per_round
 from ease.methods.retrain import Retrain
 from ease.runs.answers import find_answer, open_world
 from ease.runs.attackers import Subjects
@@ -142,12 +143,29 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
     audit = Audit.of(run, world, name, config)
     with run.locked():
         total = audit.ticks_left()
+        _tell_time(run, audit, quiet)
         with ticks_bar("shadow models", total, quiet or not total) as advance:
             for ticks in audit.shadows():
                 advance(ticks)
         with status("attacks, distances and relearning", quiet):
             record = audit.judge()
     return AuditSummary(record, name, audit.stored.folder)
+
+
+def _tell_time(run: Run, audit: Audit, quiet: bool) -> None:
+    """How long the trainings of an audit are expected to take, by the rounds of the run itself."""
+    (shadows, orders), each = audit.missing(), seconds_per_round(run)
+    if quiet or each is None or not (shadows or orders):
+        return
+    processes = min(audit.workers, max(1, len(shadows) // 2 + len(orders)))
+    seconds = (len(shadows) + len(orders)) * run.config.training.rounds * each / processes
+    errors.print(
+        f"{len(shadows)} shadow models and {len(orders)} retrainings are to be trained, about {duration(seconds)}; "
+        "what is finished is kept if you stop",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
 
 
 @dataclass(frozen=True)

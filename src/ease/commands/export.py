@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ease.console import megabytes, status
+from ease.console import labelled, megabytes, status
 from ease.runs.export import Format, export
 from ease.runs.run import Run
 
@@ -17,6 +17,7 @@ class ExportSummary:
     request: str | None
     form: Format
     files: tuple[Path, ...]
+    folder: Path
 
     def as_json(self) -> dict[str, Any]:
         return {"request": self.request, "format": self.form, "files": [str(path) for path in self.files]}
@@ -24,6 +25,8 @@ class ExportSummary:
     def render(self) -> Iterator[RenderableType]:
         for path in self.files:
             yield f"{path}  {megabytes(path.stat().st_size)}"
+        if any(path.name == "load.py" for path in self.files):
+            yield labelled("try it", f'cd {self.folder} && python load.py "a few words"')
 
 
 def export_run(folder: Path, request: str | None, form: Format, out: Path | None, quiet: bool) -> ExportSummary:
@@ -31,4 +34,4 @@ def export_run(folder: Path, request: str | None, form: Format, out: Path | None
     run = Run.load(folder)
     out = out or folder / "exports" / (request or "trained") / form
     with status("exporting", quiet):
-        return ExportSummary(request, form, tuple(export(run, request, form, out)))
+        return ExportSummary(request, form, tuple(export(run, request, form, out)), out)

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from ease.audit.alignment import alignment_residual
-from ease.commands.preview import look, tell
+from ease.commands.preview import look, tell, when_answered
 from ease.commands.train import TrainSummary, tell_threads, train_run
 from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
@@ -38,6 +38,7 @@ from ease.runs.records import AnswerRecord, SpectrumNotes
 from ease.runs.resolve import Wanted, check_request, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.storage import check_writable
 from ease.studies.scenarios import Scenario, scenario_config, scenario_request
 
 TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
@@ -183,6 +184,7 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> 
     run = Run.load(folder)
     trained_of(run)  # refuses an unfinished training before the long work begins
     method.check(run.config.training)
+    check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
@@ -209,6 +211,24 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> 
         why_no_check=why,
         prospects=prospects,
         answered=seen.answered,
+    )
+
+
+def summary_of(folder: Path, name: str) -> ForgetSummary:
+    """An answer that was given before, as it was shown then."""
+    run = Run.load(folder)
+    stored, request, method = find_answer(run, name)
+    world = open_world(run, request)
+    before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
+    check, why = _looked_at(run, world, stored, request, method)
+    return ForgetSummary(
+        stored.folder,
+        request,
+        stored.record(),
+        before,
+        check=check,
+        why_no_check=why,
+        answered=when_answered(stored),
     )
 
 

@@ -127,9 +127,9 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     captions = {each: world.evaluator.pairs.captions[places[each]][0] for each in (*ids, *near) if each in places}
     for match in resolved.matches:
         captions |= match.captions
-    there = [each for each in ids if each in captions]
+    there = [each for match in resolved.matches for each in match.ids] or [each for each in ids if each in captions]
     rng = generator(world.config.seed, "examples")
-    chosen = sorted(rng.permutation(len(there))[:SHOWN].tolist())
+    chosen = range(min(SHOWN, len(there))) if resolved.matches else sorted(rng.permutation(len(there))[:SHOWN].tolist())
     meaning = in_words(request)
     if isinstance(request, ClassRequest):
         told = [", ".join(class_words(world, label)) for label in request.classes]

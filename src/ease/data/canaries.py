@@ -34,11 +34,7 @@ def with_canaries(pairs: PairSet, count: int, seed: int) -> PairSet:
     if not count:
         return pairs
     spare = pairs.indices("validation")
-    if not 2 <= count <= len(spare):
-        raise UserError(
-            f"data.canaries = {count}: canaries are made of validation pairs, 2 or more, and there are {len(spare)}; "
-            "ask for fewer or add validation pairs"
-        )
+    check_count(count, len(spare))
     chosen = generator(seed, "canaries").permutation(spare)[:count]
     ids, captions = list(pairs.ids), list(pairs.captions)
     splits, digests = list(pairs.splits), list(pairs.digests)
@@ -55,6 +51,15 @@ def with_canaries(pairs: PairSet, count: int, seed: int) -> PairSet:
         digests=tuple(digests),
         fingerprint=digest("canaries", pairs.fingerprint, count, seed),
     )
+
+
+def check_count(count: int, spare: int) -> None:
+    """Refuse more canaries than there are pairs to make them of."""
+    if not 2 <= count <= spare:
+        raise UserError(
+            f"data.canaries = {count}: canaries are made of validation pairs, 2 or more, and there are {spare}; "
+            "ask for fewer or add validation pairs"
+        )
 
 
 def toss(ids: Sequence[str], clients: Sequence[int], seed: int) -> Toss:

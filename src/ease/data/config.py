@@ -1,6 +1,6 @@
 """Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -8,8 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ease.config import Config
+from ease.data.canaries import check_count
 from ease.data.pairs import PairSet
-from ease.data.partition import MINIMUM_PAIRS
+from ease.data.partition import MINIMUM_PAIRS, check_clients
 from ease.data.readers.coco import coco_rows
 from ease.data.readers.hf import hf_rows
 from ease.data.readers.karpathy import karpathy_rows
@@ -100,14 +101,18 @@ def load_pairs(
     by_site: bool = False,
     forgotten: Collection[str] = (),
     barred: Callable[[str], bool] | None = None,
+    fits: Callable[[Mapping[str, int]], None] | None = None,
 ) -> PairSet:
     """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name.
 
-    The pictures of `forgotten` ids may be gone; those of `barred` ones are left alone, wherever they lie.
+    The pictures of `forgotten` ids may be gone; those of `barred` ones are left alone, wherever they lie. `fits` is
+    told how many pairs each split has before a picture is looked at, and may refuse them.
     """
     if config.name == "scenes":
         if by_site:
             raise UserError('data.name = "scenes": generated pairs are of no site; choose another partition.scheme')
+        if fits is not None:
+            fits({"train": config.train, "validation": config.validation, "test": config.test})
         return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
     read = LAYOUTS[config.name]
@@ -119,8 +124,22 @@ def load_pairs(
     if not config.follow_links:
         check_links(rows)
     return pairs_from_rows(
-        rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site, forgotten
+        rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site, forgotten, fits
     )
+
+
+def check_sizes(data: DataConfig, partition: PartitionConfig, splits: Mapping[str, int]) -> None:
+    """Refuse more clients, classes or canaries than so many pairs can give."""
+    train, spare = splits.get("train", 0), splits.get("validation", 0)
+    if partition.scheme != "sites":
+        check_clients(partition.clients, train)
+    if partition.classes > train:
+        raise UserError(
+            f"partition.classes = {partition.classes}: more pseudo-classes than the {train} training pairs; "
+            "lower it or add training data"
+        )
+    if data.canaries:
+        check_count(data.canaries, spare)
 
 
 def check_splits(pairs: PairSet, config: DataConfig) -> None:

@@ -181,11 +181,16 @@ def decode_image(image: ImageSource, size: int, crop: bool = False) -> Picture:
         kept = COEFFICIENT_BYTES * whole if opened.format in ("JPEG", "MPO") else 0
         with _memory.taken(kept + PIXEL_BYTES * opened.width * opened.height):
             rotated = _orientation(opened) != 1
-            upright = ImageOps.exif_transpose(opened) if rotated else opened
-            box = _middle_square(*upright.size) if crop else None
-            square = _to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC, box)
+            square = squared(opened, size, crop)
     found = {"rotated": rotated, "converted": converted, "animated": animated, "small": small}
-    return Picture(np.asarray(square), tuple(name for name, true in found.items() if true))
+    return Picture(square, tuple(name for name, true in found.items() if true))
+
+
+def squared(picture: Image.Image, size: int, crop: bool = False) -> np.ndarray:
+    """A picture as encoders take it: upright, RGB, uint8 [size, size, 3]."""
+    upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
+    box = _middle_square(*upright.size) if crop else None
+    return np.asarray(_to_rgb(upright).resize((size, size), Image.Resampling.BICUBIC, box))
 
 
 @cache

@@ -59,11 +59,7 @@ def partition(
     scheme: Literal["iid", "dirichlet", "uniform"], labels: np.ndarray, clients: int, beta: float, seed: int
 ) -> list[np.ndarray]:
     """Deal positions 0..n-1 to clients: by chance, skewed by Dirichlet(beta) per class, or each class evenly."""
-    if clients * MINIMUM_PAIRS > len(labels):
-        raise UserError(
-            f"partition.clients = {clients}: {len(labels)} pairs cannot give every client {MINIMUM_PAIRS}; "
-            "use fewer clients or more data"
-        )
+    check_clients(clients, len(labels))
     rng = generator(seed, "partition", scheme)
     if scheme == "iid":
         return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
@@ -87,6 +83,15 @@ def partition(
             "are needed; raise partition.beta, lower partition.clients or change the seed"
         )
     return dealt
+
+
+def check_clients(clients: int, pairs: int) -> None:
+    """Refuse more clients than so many pairs can go round."""
+    if clients * MINIMUM_PAIRS > pairs:
+        raise UserError(
+            f"partition.clients = {clients}: {pairs} pairs cannot give every client {MINIMUM_PAIRS}; "
+            "use fewer clients or more data"
+        )
 
 
 def partition_by_site(sites: Sequence[str | None]) -> tuple[tuple[str, ...], list[np.ndarray]]:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -72,6 +73,7 @@ def pairs_from_rows(
     strict: bool = False,
     by_site: bool = False,
     forgotten: Collection[str] = (),
+    fits: Callable[[Mapping[str, int]], None] | None = None,
 ) -> PairSet:
     """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`.
 
@@ -90,6 +92,8 @@ def pairs_from_rows(
 
     if by_site:
         _check_sites(captioned, source)
+    if fits is not None:
+        fits(Counter(str(row.split) for row in captioned))
     may_go = set(forgotten)
     captioned = [
         row for row in captioned if row.id not in may_go or not isinstance(row.image, Path) or row.image.exists()

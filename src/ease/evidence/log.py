@@ -22,7 +22,15 @@ from ease.evidence.envelope import open_envelope, sealed
 from ease.evidence.keys import PublicKey, SigningKey, new_key, public_path, read_public_key, read_signing_key
 from ease.evidence.salted import evidence_folder, kept, salt_of, without_ids
 from ease.runs.run import Run
-from ease.storage import LARGEST_JSON, SMALL_JSON, open_regular, read_bytes, remove_leftovers, write_atomic
+from ease.storage import (
+    LARGEST_JSON,
+    SMALL_JSON,
+    open_regular,
+    read_bytes,
+    remove_leftovers,
+    write_atomic,
+    write_remedy,
+)
 
 HEAD = "application/vnd.ease.log-head+json"
 NOTHING = "0" * 64
@@ -182,7 +190,7 @@ def _write(run: Run, key: SigningKey, head: Head | None, record: LogRecord) -> H
                     file.truncate(size)
                 raise
     except OSError as error:
-        raise Unwritable(f"{path}: cannot write ({error.strerror}); free some space and run again") from error
+        raise Unwritable(f"{path}: cannot write ({error.strerror}); {write_remedy(error)}") from error
     made = Head(records=record.sequence + 1, size=size + len(line) + 1, sha256=hashed(line))
     write_atomic(head_path(run), sealed(HEAD, made.model_dump(mode="json"), key).file_bytes())
     return made

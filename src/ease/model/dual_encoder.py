@@ -15,7 +15,7 @@ from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
 from ease.model.hub import HubTower
 from ease.model.lora import LoraLinear, check_rank, linear
-from ease.model.peft import load_adapter
+from ease.model.peft import load_adapter, read_adapter
 from ease.params import Block, Modality, Params
 from ease.seeding import torch_generator
 
@@ -102,17 +102,14 @@ class DualEncoder(nn.Module):
     def __init__(self, backbone: Backbone, config: ModelConfig, seed: int):
         super().__init__()
         self.config = config
+        check_fits(backbone, config)
         aligned = config.projector == "none"
-        if aligned and backbone.image.width != backbone.text.width:
-            raise UserError(
-                f'model.projector = "none": the towers of {backbone.name} end in different spaces; set it to "mlp"'
-            )
         for modality, tower in (("image", backbone.image), ("text", backbone.text)):
             first = first_adapted(tower, config)
             tower.requires_grad_(False)
             if config.lora != "off":
                 _add_adapters(tower, first, config, modality, seed)
-            _set_up(tower, first, config, backbone.name)
+            _set_up(tower, first, config)
             rng = torch_generator(seed, "projector", modality)
             setattr(self, modality, AlignedBranch(tower, first) if aligned else Branch(tower, first, config, rng))
         if config.adapter is not None:
@@ -148,6 +145,21 @@ class DualEncoder(nn.Module):
         return functional_call(self, dict(tensors), (modality, states, mask), tie_weights=False)
 
 
+def check_fits(backbone: Backbone, config: ModelConfig) -> None:
+    """Refuse settings that cannot work with a backbone, before a picture is decoded for it."""
+    if config.projector == "none" and backbone.image.width != backbone.text.width:
+        raise UserError(
+            f'model.projector = "none": the towers of {backbone.name} end in different spaces; set it to "mlp"'
+        )
+    for tower in (backbone.image, backbone.text):
+        first_adapted(tower, config)
+        if not isinstance(tower, HubTower) and (config.checkpointing or config.compile):
+            option = "checkpointing" if config.checkpointing else "compile"
+            raise UserError(f"model.{option}: {backbone.name} is small and has none; leave it off")
+    if config.adapter is not None:
+        read_adapter(config.adapter)
+
+
 def first_adapted(tower: Tower, config: ModelConfig) -> int:
     """Index of the first block that carries adapters, if they fit; everything before it is frozen prefix."""
     if config.lora == "off":
@@ -167,15 +179,12 @@ def first_adapted(tower: Tower, config: ModelConfig) -> int:
     return first
 
 
-def _set_up(tower: Tower, first: int, config: ModelConfig, name: str) -> None:
+def _set_up(tower: Tower, first: int, config: ModelConfig) -> None:
     """Turn on what a tower offers to save memory or time."""
     if isinstance(tower, HubTower):
         tower.checkpointing = config.checkpointing
         if config.compile:
             tower.compile_blocks(first)
-    elif config.checkpointing or config.compile:
-        option = "checkpointing" if config.checkpointing else "compile"
-        raise UserError(f"model.{option}: {name} is small and has none; leave it off")
 
 
 def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, seed: int) -> None:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
+from ease.model.backbones import checkpoint_of
 from ease.storage import SMALL_JSON, digest, read_json, sha256
 
 LAYERS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
@@ -291,6 +292,13 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
         bool(getattr(processor, "do_center_crop", False)),  # CLIP's does, SigLIP's squashes
     )
     return (backbone.halve() if on_cuda else backbone).to(device)
+
+
+def checkpoint_folder(name: str) -> Path:
+    """Where the files lie that a backbone of this name is read from."""
+    checkpoint = checkpoint_of(name)
+    assert checkpoint is not None  # it was loaded from there
+    return _folder(checkpoint, name)
 
 
 def _folder(checkpoint: str, name: str) -> Path:

@@ -233,15 +233,19 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     request_name, _, label = name.partition("/")
     stored = StoredAnswer(run.folder / "requests" / request_name / (label or "ease"))
     if not stored.done:
-        known = sorted(
-            str(p.parent.relative_to(run.folder / "requests")) for p in run.folder.glob("requests/*/*/record.json")
-        )
-        raise UserError(
-            f"{name}: no finished request of that name in {run.folder}; finished: {', '.join(known) or 'none'}"
-        )
+        known = ", ".join(finished_answers(run)) or "none"
+        raise UserError(f"{name}: no finished request of that name in {run.folder}; finished: {known}")
     check_current(run, stored)
     record = stored.record()
     return stored, record.request, make_method(record.method_name, table=record.method)
+
+
+def finished_answers(run: Run) -> list[str]:
+    """The names of all finished answers."""
+    return sorted(
+        path.parent.relative_to(run.folder / "requests").as_posix()
+        for path in run.folder.glob("requests/*/*/record.json")
+    )
 
 
 def continuation(stored: StoredAnswer, rounds: int, locked: bool) -> StoredAnswer:

@@ -4,50 +4,21 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
 
 from ease.errors import UserError
-from ease.model.backbones import Backbone, checkpoint_of, load_backbone
-from ease.model.dual_encoder import DualEncoder
+from ease.model.backbones import checkpoint_of
 from ease.model.peft import Adapter, stock_name, write_adapter
-from ease.params import Params
-from ease.runs.answers import find_answer, trained_of
-from ease.runs.config import RunConfig
 from ease.runs.run import Run
+from ease.runs.standalone import write_standalone
+from ease.runs.using import Encoder, Source
 from ease.storage import write_atomic, write_tensors
 
 Format = Literal["peft", "safetensors", "onnx"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """What is exported: a state, the model it belongs to and where it comes from."""
-
-    config: RunConfig
-    request: str | None
-    """None stands for the trained model."""
-    state: Params
-    backbone: Backbone
-    model: DualEncoder
-
-    @classmethod
-    def of(cls, run: Run, request: str | None) -> "Source":
-        state = trained_of(run).start if request is None else find_answer(run, request)[0].model()
-        settings = run.config.model
-        # On the CPU, so that the exported numbers do not depend on the device of the run.
-        backbone = load_backbone(settings.backbone)
-        run.check_frozen(backbone, torch.device("cpu"))
-        model = DualEncoder(backbone, settings, run.config.seed)
-        if model.blocks != state.blocks:
-            raise UserError(f"{run.folder}: its states do not fit the model that config.toml names; restore the run")
-        model.load_state_dict(dict(state.tensors), strict=False)  # the rest is frozen
-        return cls(run.config, request, state, backbone, model.eval())
 
 
 def export(run: Run, request: str | None, form: Format, out: Path) -> list[Path]:
@@ -57,7 +28,7 @@ def export(run: Run, request: str | None, form: Format, out: Path) -> list[Path]
 
 
 def write_safetensors(source: Source, out: Path) -> list[Path]:
-    """The state as `Params` reads it, and the shared A matrices without which B alone says little."""
+    """A folder that runs by itself; in it also the state as `Params` reads it, and the shared A matrices."""
     about = {
         "model": source.config.model.model_dump(mode="json"),
         "backbone": source.backbone.fingerprint,
@@ -65,11 +36,11 @@ def write_safetensors(source: Source, out: Path) -> list[Path]:
         "request": source.request,
     }
     source.state.save(out / "model.safetensors", about=about)
-    frozen = source.model.frozen_adapters()
-    if not frozen:
-        return [out / "model.safetensors"]
-    write_tensors(out / "frozen.safetensors", frozen)
-    return [out / "model.safetensors", out / "frozen.safetensors"]
+    files, frozen = [out / "model.safetensors"], source.model.frozen_adapters()
+    if frozen:
+        files.append(out / "frozen.safetensors")
+        write_tensors(files[-1], frozen)
+    return [*files, *write_standalone(source, out)]
 
 
 def write_peft(source: Source, out: Path) -> list[Path]:
@@ -102,17 +73,6 @@ def write_peft(source: Source, out: Path) -> list[Path]:
     files.append(out / "README.md")
     write_atomic(files[-1], _readme(checkpoint, source.request, bool(projectors)).encode())
     return files
-
-
-class Encoder(nn.Module):
-    """One modality from raw inputs to unit-norm embeddings, in one piece."""
-
-    def __init__(self, model: DualEncoder, modality: str) -> None:
-        super().__init__()
-        self.branch = getattr(model, modality)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.branch(*self.branch.tower.prefix(inputs, self.branch.first))
 
 
 def write_onnx(source: Source, out: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from ease.runs.records import AnswerRecord, read_record
 from ease.runs.world import World
 from ease.storage import (
     SMALL_JSON,
+    check_writable,
     exclusive,
     read_json,
     read_tensors,
@@ -67,6 +68,7 @@ class Run:
         """What `create` would give, with nothing written: the place to refuse before the long work begins."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file; choose a folder for --out")
+        check_writable(folder, "choose another --out")
         if not (folder / "run.json").is_file():
             # A process killed at its very start leaves hidden files alone; those are no one's work.
             if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
@@ -88,6 +90,12 @@ class Run:
         if not purging and (folder / PURGING / "plan.json").is_file():
             raise UserError(f"{folder}: a purge was interrupted here; finish it first with: ease purge {folder}")
         if not marker.is_file():
+            if not folder.is_dir():
+                parent = next(each for each in folder.absolute().parents if each.is_dir())
+                raise UserError(
+                    f"{folder}: no run here, and no such folder; in {parent} there are: {_neighbours(parent)}; check "
+                    f"the path, or make a run with: ease train --out {folder}"
+                )
             raise UserError(f"{folder}: no run here (run.json is missing); make one with: ease train --out {folder}")
         stored = read_json(marker, most=SMALL_JSON)
         if stored.get("format") != FORMAT or "config" not in stored:
@@ -262,6 +270,12 @@ class Run:
         """Whether a released answer has directions to lock, by its record."""
         record = read_record(AnswerRecord, self.model_path(release).parent / "record.json")
         return "bases.safetensors" in record.files
+
+
+def _neighbours(folder: Path) -> str:
+    """Some folders that someone may have meant instead."""
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "no folders"
 
 
 def _frozen_parts(world: World) -> dict[str, str | int | None]:

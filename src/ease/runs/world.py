@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ease.data import canaries
-from ease.data.config import check_splits, load_pairs
+from ease.data.config import check_sizes, check_splits, load_pairs
 from ease.data.dealing import deal
 from ease.data.features import Activations, cached_activations
 from ease.data.membership import Membership, membership_of, positions_of, shards_of
@@ -18,7 +18,7 @@ from ease.data.partition import Shard, joint_embedding
 from ease.federation.engines import make_engine, remote_engine
 from ease.federation.protocol import Engine
 from ease.model.backbones import Backbone, load_backbone
-from ease.model.dual_encoder import DualEncoder, first_adapted
+from ease.model.dual_encoder import DualEncoder, check_fits, first_adapted
 from ease.params import Params
 from ease.requests.request import Request, without
 from ease.runs.config import RunConfig, choose_device
@@ -98,9 +98,10 @@ class World:
         """
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
-        pairs = load_pairs(
-            config.data, backbone.image_size, backbone.crop, config.partition.scheme == "sites", forgotten, barred
-        )
+        check_fits(backbone, config.model)  # here and below: whatever cannot work is refused before the long decoding
+        by_site = config.partition.scheme == "sites"
+        fits = partial(check_sizes, config.data, config.partition) if known is None else None
+        pairs = load_pairs(config.data, backbone.image_size, backbone.crop, by_site, forgotten, barred, fits)
         pairs = canaries.with_canaries(pairs, config.data.canaries, config.seed)
         check_splits(pairs, config.data)
         first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}

@@ -1,0 +1,108 @@
+"""What `ease search` does: look for words among a run's pictures, before and after forgetting side by side."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ease.commands.preview import PRIVATE, shortened
+from ease.console import labelled, plain, status, table
+from ease.errors import UserError
+from ease.runs.answers import find_answer, open_world, trained_of
+from ease.runs.run import Run
+from ease.runs.using import Hit, Source, forgotten_ids, search
+from ease.runs.world import World
+from ease.show.sheet import Card, Row, data_address, sheet
+from ease.storage import digest, write_atomic
+
+FOLDER = "searches"
+MOST = 200
+
+
+@dataclass(frozen=True)
+class SearchSummary:
+    """What each model found."""
+
+    words: str
+    found: Mapping[str, Sequence[Hit]]
+    """Model -> its nearest pictures."""
+    page: Path | None
+
+    def as_json(self) -> dict[str, Any]:
+        told = {
+            name: [{key: value for key, value in hit.__dict__.items() if key != "place"} for hit in hits]
+            for name, hits in self.found.items()
+        }
+        return {"words": self.words, "found": told, "page": None if self.page is None else str(self.page)}
+
+    def render(self) -> Iterator[RenderableType]:
+        for name, hits in self.found.items():
+            rows: list[list[str | Text]] = [
+                [
+                    str(rank),
+                    f"{hit.score:.2f}",
+                    _whose(hit),
+                    Text(shortened(hit.caption)),
+                    Text(plain(hit.id), overflow="fold"),
+                ]
+                for rank, hit in enumerate(hits, start=1)
+            ]
+            yield table(f"“{self.words}”, {name}", ["", "cosine", "whose", "caption", "id"], rows, text_columns=5)
+        gone = {name: sum(hit.forgotten for hit in hits) for name, hits in self.found.items()}
+        if len(gone) > 1:
+            yield labelled("forgotten pairs found", ", ".join(f"{count} {name}" for name, count in gone.items()))
+        if self.page is not None:
+            yield labelled("pictures", f"{self.page} (private)")
+
+
+def _whose(hit: Hit) -> Text:
+    return Text(f"{plain(hit.whose)}, forgotten", "yellow") if hit.forgotten else Text(plain(hit.whose))
+
+
+def search_run(
+    folder: Path, words: str, request: str | None, count: int, among: str, out: Path | None, quiet: bool
+) -> SearchSummary:
+    """Search by the run's model, or by the models before and after a request; write the pictures on a page."""
+    run = Run.load(folder)
+    if not 1 <= count <= MOST:
+        raise UserError(f"-k {count}: choose 1 to {MOST}")
+    with status("preparing data and backbone", quiet):
+        sources, forgotten = _models(run, request)
+        world = open_world(run)
+        found = {name: search(world, source, words, count, forgotten, among) for name, source in sources.items()}
+    name = re.sub("[^a-z0-9]+", "-", words.lower()).strip("-")[:40] or "search"
+    out = out or folder / FOLDER / f"{name}-{digest(words, request, count, among)[:6]}.html"
+    write_atomic(out, _page(world, words, request, found).encode())
+    return SearchSummary(words, found, out)
+
+
+def _models(run: Run, request: str | None) -> tuple[dict[str, Source], frozenset[str]]:
+    if request is None:
+        return {"the run's model": Source.of(run, None)}, frozenset()
+    _, asked, _ = find_answer(run, request)
+    before = Source.with_state(run, None, trained_of(run, asked).start)
+    after = Source.of(run, request)
+    return {"before": before, f"after {request}": after}, forgotten_ids(run, request)
+
+
+def _page(world: World, words: str, request: str | None, found: Mapping[str, Sequence[Hit]]) -> str:
+    pixels = world.evaluator.pairs.pixels
+    columns = [
+        [Row(name[0].upper() + name[1:], [_card(hit, rank, pixels) for rank, hit in enumerate(hits, start=1)])]
+        for name, hits in found.items()
+    ]
+    marked = "" if request is None else " Pairs that the request named are marked."
+    return sheet(f"Search: “{words}”", f"{PRIVATE}{marked}", columns)
+
+
+def _card(hit: Hit, rank: int, pixels: Any) -> Card:
+    notes = (
+        f"{rank}. cosine {hit.score:.2f}",
+        f"{hit.whose}, {hit.id}",
+        *(["to be forgotten"] if hit.forgotten else []),
+    )
+    return Card(data_address(pixels[hit.place]), hit.caption, notes, hit.forgotten)

@@ -1,0 +1,190 @@
+"""Using a model that a run has made: embeddings, search among the run's pairs, zero-shot classes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ease.data.images import DECODER_ERRORS, decode_image, squared
+from ease.errors import UserError
+from ease.model.backbones import Backbone, load_backbone
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+from ease.runs.answers import find_answer, trained_of
+from ease.runs.config import RunConfig
+from ease.runs.resolve import named_ids
+from ease.runs.run import Run
+from ease.runs.world import World
+
+AT_ONCE = 64
+Picture = str | Path | Image.Image | np.ndarray
+"""A file, a picture of Pillow, or pixels: uint8 [height, width, 3]."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A state, the model that it is loaded into, and where it comes from."""
+
+    config: RunConfig
+    request: str | None
+    """None stands for the trained model."""
+    state: Params
+    backbone: Backbone
+    model: DualEncoder
+
+    @classmethod
+    def of(cls, run: Run, request: str | None) -> "Source":
+        state = trained_of(run).start if request is None else find_answer(run, request)[0].model()
+        return cls.with_state(run, request, state)
+
+    @classmethod
+    def with_state(cls, run: Run, request: str | None, state: Params) -> "Source":
+        """Any state of a run in its model."""
+        settings = run.config.model
+        # On the CPU, so that the exported numbers do not depend on the device of the run.
+        backbone = load_backbone(settings.backbone)
+        run.check_frozen(backbone, torch.device("cpu"))
+        model = DualEncoder(backbone, settings, run.config.seed)
+        if model.blocks != state.blocks:
+            raise UserError(f"{run.folder}: its states do not fit the model that config.toml names; restore the run")
+        model.load_state_dict(dict(state.tensors), strict=False)  # the rest is frozen
+        return cls(run.config, request, state, backbone, model.eval())
+
+
+class Encoder(nn.Module):
+    """One modality from raw inputs to unit-norm embeddings, in one piece."""
+
+    def __init__(self, model: DualEncoder, modality: str) -> None:
+        super().__init__()
+        self.branch = getattr(model, modality)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.branch(*self.branch.tower.prefix(inputs, self.branch.first))
+
+
+# --- embeddings ---
+
+
+@torch.no_grad()
+def encode_text(source: Source, texts: str | Sequence[str]) -> Tensor:
+    """Unit-norm embeddings [n, width], one for each text."""
+    given = [texts] if isinstance(texts, str) else list(texts)
+    if not given or not all(isinstance(text, str) and text.strip() for text in given):
+        raise UserError("encode_text: give at least one text, and no empty one")
+    tokens = source.backbone.tokenize(given)
+    return torch.cat([Encoder(source.model, "text")(part) for part in tokens.split(AT_ONCE)])
+
+
+@torch.no_grad()
+def encode_image(source: Source, pictures: Picture | Sequence[Picture]) -> Tensor:
+    """Unit-norm embeddings [n, width], one for each picture."""
+    alone = isinstance(pictures, str | Path | Image.Image) or (isinstance(pictures, np.ndarray) and pictures.ndim == 3)
+    given: list[Picture] = [pictures] if alone else list(pictures)  # type: ignore[list-item, arg-type]
+    if not given:
+        raise UserError("encode_image: give at least one picture")
+    pixels = torch.from_numpy(np.stack([_pixels(each, source.backbone) for each in given]))
+    return torch.cat([Encoder(source.model, "image")(part) for part in pixels.split(AT_ONCE)])
+
+
+def _pixels(picture: Picture, backbone: Backbone) -> np.ndarray:
+    size, crop = backbone.image_size, backbone.crop
+    if isinstance(picture, str | Path):
+        try:
+            return decode_image(Path(picture), size, crop).pixels
+        except DECODER_ERRORS as error:
+            raise UserError(f"{picture}: cannot be read as a picture ({error})") from error
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+            raise UserError(f"pixels must be uint8 [height, width, 3], not {picture.dtype} {list(picture.shape)}")
+        picture = Image.fromarray(picture)
+    return squared(picture, size, crop)
+
+
+def classify(source: Source, pictures: Picture | Sequence[Picture], labels: Sequence[str]) -> Tensor:
+    """Zero-shot: how probable each label, a text such as "a photo of a dog", is for each picture [n, labels]."""
+    if isinstance(labels, str) or len(labels) < 2:
+        raise UserError('classify: give at least two labels, such as ["a photo of a dog", "a photo of a cat"]')
+    similarity = encode_image(source, pictures) @ encode_text(source, labels).T
+    return (similarity / source.config.model.temperature).softmax(-1)
+
+
+# --- search ---
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A pair whose picture some words found."""
+
+    id: str
+    score: float
+    """Cosine of the picture with the words."""
+    caption: str
+    place: int
+    """In the pair set."""
+    whose: str
+    """`client 3`, or `test` and `validation` for pairs of no client."""
+    forgotten: bool
+    """Whether the request that is looked at named it."""
+
+
+@torch.no_grad()
+def search(
+    world: World, source: Source, words: str, count: int, forgotten: frozenset[str] = frozenset(), among: str = "all"
+) -> list[Hit]:
+    """The pictures nearest to some words among the run's pairs, by the model of `source`; nearest first."""
+    if not words.strip():
+        raise UserError('search: there are no words; say what to look for, such as "a dog in the snow"')
+    places, whose = gallery(world, among)
+    query = encode_text(source, words)[0]
+    scores = _pictures(world, source.state, places) @ query
+    pairs = world.evaluator.pairs
+    order = scores.argsort(descending=True, stable=True)[:count].tolist()
+    return [
+        Hit(
+            id=pairs.ids[places[row]],
+            score=float(scores[row]),
+            caption=pairs.captions[places[row]][0],
+            place=int(places[row]),
+            whose=whose[row],
+            forgotten=pairs.ids[places[row]] in forgotten,
+        )
+        for row in order
+    ]
+
+
+def gallery(world: World, among: str = "all") -> tuple[np.ndarray, list[str]]:
+    """Positions of the pairs to search among, and whose each is: `all`, `train` or `test`; canaries are no data."""
+    members, seen = world.server.membership, world.evaluator
+    found = (
+        []
+        if among == "test"
+        else [
+            (place, f"client {members.named(shard.client)}")
+            for shard in seen.shards
+            for place in seen.data(shard.train)
+        ]
+    )
+    found += [] if among == "train" else [(place, "test") for place in seen.test]
+    if among == "all":
+        found += [(place, "validation") for place in seen.data(seen.spare)]
+        found += [(place, "held out") for shard in seen.shards for place in seen.data(shard.validation)]
+    return np.array([place for place, _ in found], dtype=np.int64), [each for _, each in found]
+
+
+def _pictures(world: World, state: Params, places: np.ndarray) -> Tensor:
+    """Embeddings of pictures from their cached activations, on the CPU."""
+    seen, tensors = world.evaluator, dict(state.to(world.evaluator.device).tensors)
+    parts = [places[start : start + 4 * AT_ONCE] for start in range(0, len(places), 4 * AT_ONCE)]
+    images = (torch.from_numpy(np.array(seen.activations.image[part])).to(seen.device) for part in parts)
+    return torch.cat([seen.model.embed(tensors, "image", image).cpu() for image in images])
+
+
+def forgotten_ids(run: Run, request: str) -> frozenset[str]:
+    """Pairs that an answered request named."""
+    known = run.known()
+    assert known is not None  # it has an answer
+    return frozenset(named_ids(known[0], find_answer(run, request)[1]))

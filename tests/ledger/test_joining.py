@@ -209,7 +209,12 @@ def draw(folder: Path, first: int, count: int, site: str) -> None:
         pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((64, 64)).save(folder / f"{number}.png")
         split = "test" if number % 5 == 4 else "train"
-        told = {"image": f"{number}.png", "captions": [f"a picture of number {number}", f"the {number}"], "split": split, "site": site}
+        told = {
+            "image": f"{number}.png",
+            "captions": [f"a picture of number {number}", f"the {number}"],
+            "split": split,
+            "site": site,
+        }
         lines.append(json.dumps(told))
     path = folder / "captions.jsonl"
     path.write_text("\n".join([*(path.read_text().splitlines() if path.exists() else []), *lines]))

@@ -103,8 +103,14 @@ class Audit:
         if workers == 1:
             yield from make_shadows(self.plan, self.world, self.subjects, shadows, orders)
         else:
-            shares = [(self.plan, shadows[n::workers], orders[n::workers]) for n in range(workers)]
+            passes = self.plan.passes(shadows, orders, workers)
+            trained = {shadow for some, _ in passes for shadow in some}
+            stored = [shadow for shadow in shadows if shadow not in trained]
+            self.plan.begin(passes)
+            shares = [(self.plan, *each) for each in passes]
+            shares += [(self.plan, tuple(stored[n::workers]), ()) for n in range(workers) if stored[n::workers]]
             yield from map(int, spread(train_share, shares, workers))
+            self.plan.end()
 
     @property
     def workers(self) -> int:

@@ -39,7 +39,7 @@ from ease.runs.records import AuditRecord, Costs, read_record, write_record
 from ease.runs.run import Run, check_answer_file
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
-from ease.storage import sha256
+from ease.storage import remove_leftovers, sha256
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Audit:
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
         remove_scratch(self.plan)
+        remove_leftovers(self.stored.folder)
         shadows, orders = self.missing()
         workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
         if workers == 1:

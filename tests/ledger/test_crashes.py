@@ -11,9 +11,12 @@ from benchmarks.bitflips import TINY, inside
 from tests import test_crashes as crashes
 from tests.test_crashes import STRIKES, WATCH, Begun, begin, command, hooked, survives, sweep_errors, sweep_kills
 
+from ease.evidence import read_log
+from ease.evidence import salted as evidence_salt
 from ease.ledger import store
 from ease.ledger.store import Ledger
 from ease.runs import tombstones
+from ease.runs.run import Run
 
 pytestmark = crashes.pytestmark
 __all__ = ["hooked"]  # the fixture that watches files
@@ -41,6 +44,7 @@ class Ticking(sqlite3.Connection):
 def one_salt_and_watched_statements() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tombstones, "new_salt", lambda: "00" * 16)
+        patch.setattr(evidence_salt.secrets, "token_hex", lambda size: "00" * size)
         patch.setattr(
             store, "connect", lambda path: sqlite3.connect(path, timeout=60, isolation_level=None, factory=Ticking)
         )
@@ -49,12 +53,18 @@ def one_salt_and_watched_statements() -> Iterator[None]:
 
 def contents(folder: Path) -> dict[str, object]:
     """What a run came to, less what depends on the clock: files, and the ledger as it reads."""
-    skipped = {".lock", ".work.lock", "record.json", "summary.json", "purge.json"}
+    skipped = {".lock", ".work.lock", "record.json", "summary.json", "purge.json"}  # and evidence, by what it says
     found: dict[str, object] = {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted((folder / "run").rglob("*"))
-        if path.is_file() and path.name not in skipped and not path.name.startswith(store.NAME)
+        if path.is_file()
+        and path.name not in skipped
+        and not path.name.startswith(store.NAME)
+        and path.parent.name != "evidence"
     }
+    if (folder / "run" / "evidence" / "head.json").is_file():
+        lines = read_log(Run.load(folder / "run")).records
+        found["log"] = [(each.kind, {**each.payload, "record": None, "answers": None}) for each in lines]
     for entry in Ledger(folder / "run").entries():
         outcome = {key: value for key, value in entry.outcome.items() if key != "seconds"}
         found[f"ledger {entry.id}"] = (entry.state, entry.why, entry.request, outcome)

@@ -77,6 +77,8 @@ def test_a_client_joins_with_its_consent_and_further_rounds_train_with_it(ease, 
         12,
         0,
     )
+    listed = told(ease, "request", "list", run)["consents"]
+    assert listed == [consent.__dict__] and "fourth clinic" in ease("request", "list", run).out
     told(ease, "train", "--resume", run, "--until", 4)
     history = Run.load(run).history
     assert [history.clients(number) for number in (1, 2, 3, 4)] == [[0, 1, 2]] * 2 + [[0, 1, 2, 3]] * 2

@@ -16,7 +16,7 @@ from ease.errors import UserError
 from ease.ledger.outlook import Outlook, outlook
 from ease.ledger.policy import Policy
 from ease.ledger.purging import purge_released
-from ease.ledger.store import Draft, Entry, Event, Ledger, now
+from ease.ledger.store import Consent, Draft, Entry, Event, Ledger, now
 from ease.ledger.work import Finished, Steps, work
 from ease.methods import make_method
 from ease.methods.base import Unlearner
@@ -84,10 +84,13 @@ class LedgerSummary:
     """All requests of a run in the order in which they are worked on."""
 
     entries: tuple[Entry, ...]
+    consents: tuple[Consent, ...] = ()
+    """Of those who joined."""
 
     def as_json(self) -> dict[str, Any]:
         time = now()
-        return {"requests": [{**each.as_json(), "overdue": each.overdue(time)} for each in self.entries]}
+        requests = [{**each.as_json(), "overdue": each.overdue(time)} for each in self.entries]
+        return {"requests": requests, "consents": [each.__dict__ for each in self.consents]}
 
     def render(self) -> Iterator[RenderableType]:
         time = now()
@@ -104,6 +107,12 @@ class LedgerSummary:
         ]
         columns = ["id", "forget", "state", "why", "priority", "until"]
         yield table(f"{len(rows)} requests", columns, rows, text_columns=4)
+        if self.consents:
+            given = [
+                [str(each.client), str(each.pairs), str(each.returned), each.given_by, _day(each.time), each.text[:60]]
+                for each in self.consents
+            ]
+            yield table("Joined by consent", ["client", "pairs", "again", "by", "on", "words"], given, text_columns=6)
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,9 @@ def show_request(folder: Path, id: str) -> EntrySummary:
 
 def list_requests(folder: Path) -> LedgerSummary:
     ledger = Ledger(Run.load(folder).folder)
-    return LedgerSummary(tuple(ledger.entries()) if ledger.exists else ())
+    if not ledger.exists:
+        return LedgerSummary(())
+    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()))
 
 
 def approve_request(folder: Path, id: str, by: str | None) -> EntrySummary:

@@ -231,6 +231,8 @@ def answer_of(run: Run, request: Request, method: Unlearner) -> StoredAnswer:
 def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     """The finished answer that `REQUEST` or `REQUEST/METHOD` names, e.g. `client-3` or `client-3/retrain`."""
     request_name, _, label = name.partition("/")
+    if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
+        raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
     stored = StoredAnswer(run.folder / "requests" / request_name / (label or "ease"))
     if not stored.done:
         known = ", ".join(finished_answers(run)) or "none"

@@ -34,7 +34,16 @@ from ease.runs.resolve import named_ids
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator, stream_seed
-from ease.storage import LEFTOVER, digest, read_tensors, remove_leftovers, sha256, write_tensors
+from ease.storage import (
+    LEFTOVER,
+    digest,
+    read_json,
+    read_tensors,
+    remove_leftovers,
+    sha256,
+    write_json,
+    write_tensors,
+)
 
 FORMAT = 3
 """Of the stored shadows; raise it when the same settings give other numbers."""
@@ -42,6 +51,10 @@ SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
 SHADOWS_AT_ONCE = 8
 """Shadows whose histories lie on the disk at the same time, for each worker."""
+
+
+Pass = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shadows and retraining orders that are trained together."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,37 @@ class Plan:
 
     def ticks(self, shadows: Sequence[int], orders: Sequence[int]) -> int:
         """One for each round of each model that is trained, and one for each unlearning."""
-        trained = sum(map(self.to_train, shadows)) + len(orders)
+        trained = sum(len(some) + len(also) for some, also in self.passes(shadows, orders))
         return trained * self.config.training.rounds + sum(map(self.not_unlearned, shadows))
+
+    # What is trained in one pass
+
+    @property
+    def _passes_path(self) -> Path:
+        return self.shadow_store / "passes.json"
+
+    def passes(self, shadows: Sequence[int], orders: Sequence[int], workers: int = 1) -> list[Pass]:
+        """What is trained together. A pass that was interrupted is done once more as it was: in other company the
+        same model rounds otherwise."""
+        stored = read_json(self._passes_path)["passes"] if self._passes_path.is_file() else []
+        wanted, left = {each for each in shadows if self.to_train(each)}, set(orders)
+        begun = [(tuple(some), tuple(also)) for some, also in stored if wanted & {*some} or left & {*also}]
+        known = {each for some, _ in begun for each in some}
+        trained = [each for each in shadows if each in wanted - known]
+        others = [each for each in orders if not any(each in also for _, also in begun)]
+        for worker in range(workers):
+            mine, also = trained[worker::workers], others[worker::workers]
+            for first in range(0, max(len(mine), 1), SHADOWS_AT_ONCE):
+                some = mine[first : first + SHADOWS_AT_ONCE], also if first == 0 else []
+                begun += [(tuple(some[0]), tuple(some[1]))] if any(some) else []
+        return begun
+
+    def begin(self, passes: Sequence[Pass]) -> None:
+        if passes:
+            write_json(self._passes_path, {"passes": [[list(part) for part in each] for each in passes]})
+
+    def end(self) -> None:
+        self._passes_path.unlink(missing_ok=True)
 
 
 Share = tuple[Plan, Sequence[int], Sequence[int]]
@@ -226,11 +268,16 @@ def make_shadows(
 
     What has to be trained is trained together; shadows that are there are only unlearned.
     """
+    passes = plan.passes(shadows, orders)
+    plan.begin(passes)
+    for some, also in passes:
+        yield from _train_group(plan, world, subjects, some, also)
+    yield from _unlearn_stored(plan, world, subjects, shadows)
+    plan.end()
+
+
+def _unlearn_stored(plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int]) -> Iterator[int]:
     start = world.server.initial()
-    trained = [shadow for shadow in shadows if plan.to_train(shadow)]
-    for first in range(0, max(len(trained), 1), SHADOWS_AT_ONCE):
-        some = trained[first : first + SHADOWS_AT_ONCE]
-        yield from _train_group(plan, world, subjects, some, orders if first == 0 else ())
     for shadow in shadows:
         if plan.not_unlearned(shadow):
             ends = Ends(plan.shadow_store, updates=False, first=start, last=Params.load(plan.state_path(shadow)))
@@ -317,11 +364,13 @@ def read_shadow(path: Path) -> dict[str, torch.Tensor]:
 
 
 def train_share(share: Share) -> Iterator[str]:
-    """A process's part of the work, for `spread`."""
+    """One pass, or some shadows that are only unlearned, in a process of its own, for `spread`."""
     plan, shadows, orders = share
     world = open_world(Run.load(plan.folder), plan.request)
     subjects = Subjects.of(world, plan.request, plan.pool)
-    yield from map(str, make_shadows(plan, world, subjects, shadows, orders))
+    if orders or any(map(plan.to_train, shadows)):
+        yield from map(str, _train_group(plan, world, subjects, shadows, orders))
+    yield from map(str, _unlearn_stored(plan, world, subjects, shadows))
 
 
 def attacker_of(plan: Plan, subjects: Subjects, shadows: int, fpr: float) -> Attacker:

@@ -42,7 +42,7 @@ from ease.runs.records import AuditRecord, Costs, read_record, write_record
 from ease.runs.run import Run, check_answer_file
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
-from ease.storage import sha256
+from ease.storage import remove_leftovers, sha256
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,20 @@ class Audit:
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
         remove_scratch(self.plan)
+        remove_leftovers(self.stored.folder)
         shadows, orders = self.missing()
         workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
         if workers == 1:
             yield from make_shadows(self.plan, self.world, self.subjects, shadows, orders)
         else:
-            shares = [(self.plan, shadows[n::workers], orders[n::workers]) for n in range(workers)]
+            passes = self.plan.passes(shadows, orders, workers)
+            trained = {shadow for some, _ in passes for shadow in some}
+            stored = [shadow for shadow in shadows if shadow not in trained]
+            self.plan.begin(passes)
+            shares = [(self.plan, *each) for each in passes]
+            shares += [(self.plan, tuple(stored[n::workers]), ()) for n in range(workers) if stored[n::workers]]
             yield from map(int, spread(train_share, shares, workers))
+            self.plan.end()
 
     @property
     def workers(self) -> int:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 CLIENTS = (0, 1, 2)
 PATIENCE = 300.0
-UNEQUAL = ("partition.scheme=dirichlet", "partition.beta=0.7", "training.rounds=2", "training.deadline=60")
+UNEQUAL = ("partition.scheme=dirichlet", "partition.beta=0.7", "training.rounds=2")
 
 
 @dataclass
@@ -184,9 +184,9 @@ def test_a_server_that_is_killed_is_resumed_from(both: Both, federation: Federat
 
 
 def test_a_node_that_is_killed_in_a_round_is_left_out_and_comes_back(federation: Federation, tmp_path: Path) -> None:
+    """No deadline is set, so that a busy machine changes nothing: Flower finds out within a minute or so."""
     out = tmp_path / "run"
     settings = (*federation.settings, "engine=flower", f"federation={federation.folder}", "training.rounds=3")
-    settings += ("training.deadline=30",)
     arguments = ("train", "--out", out, "--quiet", *assigned(settings))
     training = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True)
     await_file(out / "rounds" / "00001" / "round.json", training)

@@ -142,7 +142,7 @@ def test_bytes_on_the_line_are_those_that_are_accounted_for(
         answers = list(metered.run(state, local_job(round=number), remote.clients))
         state = state + answers[0].change
     down, up = metered.cost.bytes_down - metered_initial(world), metered.cost.bytes_up
-    assert remote.sent == pytest.approx(down, rel=0.1) and remote.received == pytest.approx(up, rel=0.1)
+    assert remote.sent == pytest.approx(down, rel=0.05) and remote.received == pytest.approx(up, rel=0.05)
     envelope = (remote.received - up) / (4 * 3)
     assert 0 < envelope < 400  # the same for a large model, of which it is nothing
 

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 
 import ease.methods  # noqa: F401 - whose objectives a node knows
@@ -93,6 +94,7 @@ def run_node(
         ending.callback(path.unlink, missing_ok=True)
         ending.callback(line.close)
         node = make_node(config, client, folder, policy, quiet)
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # what it imports takes seconds, and not the first job's
         if upstream is not None:
             ending.enter_context(connected(upstream, folder, client, path))
         if not quiet:
@@ -218,7 +220,7 @@ def run_up(
                 command += [] if insecure else ["--key", str(keys[0]), "--ca", str(keys[1])]
             workers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
             ending.callback(stop, workers[-1])
-        ending.callback(lambda: [worker.terminate() for worker in workers])  # all at once, before each is waited for
+        ending.callback(terminate, workers)  # all at once, before each is waited for
         _await_nodes(folder, clients, server)
         engine = "flower" if flower else "nodes"
         _tell(f"{len(clients)} nodes are up; in another shell:", quiet)
@@ -227,6 +229,11 @@ def run_up(
             watch(server, quiet)
         while True:
             time.sleep(WATCHING)
+
+
+def terminate(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for process in processes:
+        process.terminate()
 
 
 def _await_nodes(folder: Path, clients: Sequence[int], server: FlowerServer | None) -> None:

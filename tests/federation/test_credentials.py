@@ -1,0 +1,205 @@
+"""Keys of a federation, who is admitted, and the line over Flower against a server that is only played."""
+
+import json
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ease.errors import Disconnected, UserError
+from ease.federation.checked import checked
+from ease.federation.credentials import admit, make_authority, make_node_key, read_admitted, told_key
+from ease.federation.fedavg import TrainingConfig
+from ease.federation.flower import GRID, SERVER, Flower
+from ease.federation.launch import QUIET, check_exposure, environment
+from ease.federation.protocol import LocalJob
+from ease.federation.remote import LATE, Remote
+from ease.federation.wire import LENGTH, receive, send
+from ease.runs.world import World
+from ease.storage import write_json
+
+# --- keys ---
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
+    """One between two ends in memory; raises what a real one would."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    while ends:
+        for end in list(ends):
+            try:
+                end.do_handshake()
+                ends.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+
+
+def test_nodes_know_their_server_by_its_authority_and_no_other(tmp_path: Path) -> None:
+    ours, other = (make_authority(tmp_path / name, ("fed.example.org", "127.0.0.1")) for name in ("ours", "other"))
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(ours.server_certificate, ours.server_key)
+    for name in ("fed.example.org", "127.0.0.1"):
+        handshake(server, ssl.create_default_context(cafile=ours.certificate), name)
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        handshake(server, ssl.create_default_context(cafile=ours.certificate), "evil.example.org")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(server, ssl.create_default_context(cafile=other.certificate), "fed.example.org")
+
+
+def test_private_keys_are_for_their_owner_and_are_never_replaced(tmp_path: Path) -> None:
+    made = make_authority(tmp_path / "keys", ("localhost",))
+    make_node_key(tmp_path / "node")
+    for path in (made.server_key, tmp_path / "node"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(UserError, match="is there already"):
+        make_authority(tmp_path / "keys", ("localhost",))
+    with pytest.raises(UserError, match="is there already"):
+        make_node_key(tmp_path / "node")
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["ca.crt", "server.crt", "server.key"]
+    authority = x509.load_pem_x509_certificate(made.certificate.read_bytes())
+    assert isinstance(authority.public_key(), ec.EllipticCurvePublicKey)
+
+
+def test_a_key_speaks_for_one_client(tmp_path: Path) -> None:
+    keys = [make_node_key(tmp_path / name) for name in ("a", "b")]
+    admit(tmp_path, 0, keys[0])
+    admit(tmp_path, 0, keys[0])
+    with pytest.raises(UserError, match="is the key of client 0 already"):
+        admit(tmp_path, 1, keys[0])
+    admit(tmp_path, 1, keys[1])
+    assert read_admitted(tmp_path).by_key() == {told_key(k.read_bytes(), "").hex(): n for n, k in enumerate(keys)}
+    (tmp_path / "rsa.pub").write_text("ssh-rsa AAAA nonsense")
+    with pytest.raises(UserError, match="ease keys node FILE"):
+        admit(tmp_path, 2, tmp_path / "rsa.pub")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "fed.example.org", "::"])
+def test_in_the_clear_is_for_this_machine_alone(host: str) -> None:
+    with pytest.raises(UserError, match="--insecure"):
+        check_exposure(host, insecure=True)
+    check_exposure(host, insecure=False)
+    for own in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
+        check_exposure(own, insecure=True)
+
+
+def test_nothing_phones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flower-superlink").touch()
+    monkeypatch.setenv("EASE_FLOWER", str(tmp_path))
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    found = environment(tmp_path)
+    assert {name: found[name] for name in QUIET} == QUIET and found["FLWR_TELEMETRY_ENABLED"] == "0"
+
+
+# --- the line ---
+
+Reply = Callable[[dict[str, Any], bytes], Iterator[tuple[dict[str, Any], bytes]]]
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Iterator[Callable[[Reply], Flower]]:
+    """Plays the stub at the server: a function says what is answered to what."""
+    lines = []
+
+    def start(reply: Reply) -> Flower:
+        line = socket.socket(socket.AF_UNIX)
+        line.bind(str(tmp_path / GRID))
+        line.listen()
+        lines.append(line)
+
+        def serve() -> None:
+            while True:
+                try:
+                    speaker, _ = line.accept()
+                except OSError:
+                    return
+                with speaker:
+                    message = receive(speaker, 1 << 30, "message")
+                    end = LENGTH.size + LENGTH.unpack_from(message)[0]
+                    for header, data in reply(json.loads(message[LENGTH.size : end]), message[end:]):
+                        text = json.dumps(header).encode()
+                        send(speaker, LENGTH.pack(len(text)) + text + data)
+
+        threading.Thread(target=serve, daemon=True).start()
+        write_json(tmp_path / SERVER, {"insecure": False})
+        return Flower(tmp_path)
+
+    yield start
+    for line in lines:
+        line.close()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[int, str]:
+    """Client -> its key as Flower tells it, of two clients that are admitted."""
+    found = {}
+    for client in (0, 1):
+        public = make_node_key(tmp_path / f"node-{client}")
+        admit(tmp_path, client, public)
+        found[client] = told_key(public.read_bytes(), "").hex()
+    return found
+
+
+def test_whom_an_answer_is_from_the_key_says(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+    """Node 71 has the key of client 0, node 70 that of client 1; node 72 has one that no one admitted."""
+
+    def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        if header["op"] == "nodes":
+            told = {70: keys[1], 71: keys[0], 72: "00ff"}
+            yield {"nodes": [{"node": node, "key": key} for node, key in told.items()]}, b""
+            return
+        place = 0
+        for each in header["to"]:
+            assert each["node"] in (70, 71)
+            yield {"node": each["node"], "error": ""}, data[place : place + each["size"]] + b" to %d" % each["node"]
+            place += each["size"]
+
+    answers = dict(grid(reply).exchange({0: b"zero", 1: b"one"}, 10))
+    assert answers == {0: b"zero to 71", 1: b"one to 70"}
+
+
+def test_errors_and_silence_are_told_in_words(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+    def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        if header["op"] == "nodes":
+            yield {"nodes": [{"node": n, "key": keys[n]} for n in (0, 1)]}, b""
+        else:
+            yield {"node": 0, "error": "Flower error 8: stopped"}, b""
+            time.sleep(1.5)
+
+    line = grid(reply)
+    began = time.monotonic()
+    assert dict(line.exchange({0: b"", 1: b""}, 1.0)) == {0: "Flower error 8: stopped", 1: LATE}
+    assert time.monotonic() - began < 1.4
+
+
+def test_whoever_is_not_connected_is_named(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+    def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        if header["op"] == "nodes":
+            yield {"nodes": [{"node": 5, "key": keys[0]}]}, b""
+        else:
+            yield {"node": 5, "error": ""}, b"here"
+
+    assert dict(grid(reply).exchange({0: b"", 1: b""}, 2.0)) == {
+        0: b"here",
+        1: "its node is not connected to the server",
+    }
+
+
+def test_without_a_server_no_client_is_to_blame(
+    world: World, local_job: Callable[..., LocalJob], tmp_path: Path
+) -> None:
+    """The command stops and says what to do; it does not go on with whoever answered before."""
+    held = {shard.client: shard.train_ids for shard in world.shards}
+    sound = checked(Remote(Flower(tmp_path), held, held, "0" * 32, deadline=5.0), TrainingConfig())
+    with pytest.raises(Disconnected, match="start it with `ease server"):
+        list(sound.run(world.server.initial(), local_job(), [0, 1, 2]))

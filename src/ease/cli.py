@@ -797,7 +797,7 @@ FederationFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder
 def server(
     folder: FederationFolder = Path("federation"),
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys, on this machine alone.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,

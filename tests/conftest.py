@@ -1,12 +1,13 @@
-"""What many tests share: one cache for the session, small worlds, the command line, and a disk that is nearly full."""
+"""What many tests share: one cache for the session, small worlds, the command line, a browser and a full disk."""
 
+import shutil
 import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pytest
 import torch
@@ -352,6 +353,21 @@ def processed() -> Callable[[Path, torch.Tensor], dict[str, torch.Tensor]]:
         return dict(processor(images=given, return_tensors="pt", do_resize=False, do_center_crop=False))
 
     return process
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium that asks nobody for anything; skipped where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync"]
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield running
+        running.close()
 
 
 @pytest.fixture

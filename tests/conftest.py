@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
 
 from ease.audit.config import AuditConfig
 from ease.cli import main
@@ -33,6 +34,8 @@ from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 
+settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("unhurried")
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
 SMALL = (

@@ -23,22 +23,30 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from ease.audit.band import prediction_band
 from ease.audit.config import AuditConfig
-from ease.audit.joint import JointTest, joint_test
+from ease.audit.joint import JointTest
+from ease.audit.verdict import Measure, judged_together
 from ease.methods import make_method
+from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.runs.answers import answer_of, open_world
 from ease.runs.audit import Audit
 from ease.runs.config import load_config
 from ease.runs.forget import forget
-from ease.runs.measuring import LEAST_SPREAD
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.seeding import generator
 from ease.studies.scenarios import scenario_config, scenario_request
 
 KEPT = (-0.5, -0.2, -0.1, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+def named_method(text: str) -> Unlearner:
+    """A method by its name, and by its settings after colons."""
+    name, *settings = text.split(":")
+    return make_method(name, settings)
 
 
 def judge(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -49,13 +57,12 @@ def judge(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
         pass
     request = scenario_request(world, asked.scenario, asked.seed)
     names = asked.methods.split(",")
-    for method in (Retrain(), *(make_method(name.split(":")[0], name.split(":")[1:]) for name in names)):
+    for method in (Retrain(), *map(named_method, names)):
         for _ in forget(run, world, request, method, observe=False):
             pass
     settings = AuditConfig(shadows=asked.shadows, retrains=asked.retrains, workers=1)
     for place, name in enumerate(names):
-        method = make_method(name.split(":")[0], name.split(":")[1:])
-        answer = answer_of(run, request, method)
+        answer = answer_of(run, request, named_method(name))
         audit = Audit.of(run, world, f"{request_id(request)}/{answer.folder.name}", settings)
         every = replace(audit, config=settings.model_copy(update={"retrains": asked.retrains + asked.fresh}))
         for _ in (every if place == 0 else audit).shadows():
@@ -95,15 +102,25 @@ def judge(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 def judged_anew(found: dict[str, Any]) -> JointTest:
     """From the stored measures, by the test as it is now."""
-    measures = found["measures"]
-    retrained = np.array([each[4] for each in measures]).T
-    least = np.array([max(each[3], LEAST_SPREAD) for each in measures])
-    shares = sorted({share for share, _ in measures[0][5]})
-    kept = [(share, np.array([dict(map(tuple, each[5]))[share] for each in measures])) for share in shares]
-    answer = np.array([each[1] for each in measures])
-    planted = [(0.0, retrained[0]), *kept]
-    signed = np.array([not each[0].startswith(("rho", "ks/", "relearn/")) for each in measures])
-    return joint_test(answer, retrained, least, planted, generator(found["seed"], "joint"), signed=signed)
+    joint = judged_together([stored_measure(*each) for each in found["measures"]], generator(found["seed"], "joint"))
+    assert joint is not None
+    return joint
+
+
+def stored_measure(
+    name: str, value: float, before: float | None, resolution: float, retrained: list[float], kept: list[list[float]]
+) -> Measure:
+    at_most = name.startswith(("rho", "ks/", "relearn/"))
+    return Measure(
+        name=name,
+        value=value,
+        retrain=retrained[0],
+        before=before,
+        band=prediction_band(retrained, at_most, resolution),
+        retrained=retrained,
+        kept=kept,
+        resolution=resolution,
+    )
 
 
 def table(folder: Path, figure: Path | None) -> Iterator[str]:

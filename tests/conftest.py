@@ -1,5 +1,6 @@
-"""What many tests share: one cache for the session, small worlds, the command line, and a disk that is nearly full."""
+"""What many tests share: one cache for the session, small worlds, the command line, a browser and a full disk."""
 
+import shutil
 import string
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union
 
 import pytest
 import torch
+from hypothesis import settings
 from pydantic import TypeAdapter
 
 from ease.audit.config import AuditConfig
@@ -34,6 +36,8 @@ from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 
+settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("unhurried")
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
 SMALL = (
@@ -363,6 +367,21 @@ def processed() -> Callable[[Path, torch.Tensor], dict[str, torch.Tensor]]:
         return dict(processor(images=given, return_tensors="pt", do_resize=False, do_center_crop=False))
 
     return process
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium that asks nobody for anything; skipped where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync"]
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield running
+        running.close()
 
 
 @pytest.fixture

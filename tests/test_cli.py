@@ -431,7 +431,7 @@ def uninterrupted(tmp_path_factory, shared_cache: Path, small) -> tuple[Path, fl
     process = start(out, small, EASE_CACHE=str(shared_cache))
     wait_for(out / "run.json", process)
     started = time.monotonic()
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=300) == 0
     assert process.stderr is not None and process.stderr.read() == b""
     process.stderr.close()
     return out, time.monotonic() - started
@@ -459,7 +459,7 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_with_the_same_bytes(
         process.communicate()
         killed += process.returncode == -signal.SIGKILL
     process = start(out, small)
-    _, complaint = process.communicate(timeout=120)
+    _, complaint = process.communicate(timeout=300)
     assert (process.returncode, complaint) == (0, b"")
     assert contents(out).keys() == contents(expected).keys()
     for name, content in contents(expected).items():
@@ -482,7 +482,7 @@ def test_killed_while_it_prepares_the_data_it_ends_with_the_same_bytes(
     process.kill()
     process.communicate()
     process = start(out, small, EASE_CACHE=str(cache))
-    _, complaint = process.communicate(timeout=120)
+    _, complaint = process.communicate(timeout=300)
     assert (process.returncode, complaint) == (0, b"")
     for name, content in contents(expected).items():
         if name.endswith(".safetensors"):
@@ -498,11 +498,11 @@ def test_a_second_process_in_the_same_folder_is_refused(uninterrupted, small, tm
         wait_for(out / "initial.safetensors", first)  # written by one that holds the run
         os.kill(first.pid, signal.SIGSTOP)  # so that it surely still holds the lock
         second = start(out, small)
-        _, complaint = second.communicate(timeout=60)
+        _, complaint = second.communicate(timeout=300)
         os.kill(first.pid, signal.SIGCONT)
         assert second.returncode == 2
         assert complaint.count(b"\n") == 1 and b"another process is working on this run" in complaint
-        _, complaint = first.communicate(timeout=120)
+        _, complaint = first.communicate(timeout=300)
         assert (first.returncode, complaint) == (0, b"")
     finally:
         for process in filter(None, (first, second)):
@@ -519,10 +519,10 @@ def test_control_c_stops_a_real_run_and_it_can_be_continued(uninterrupted, small
     process = start(out, small)
     wait_for(out / "rounds" / "00001" / "round.json", process)
     process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
+    _, complaint = process.communicate(timeout=300)
     assert process.returncode == 130 and b"run the same command again to continue" in complaint
     assert b"Traceback" not in complaint
     process = start(out, small)
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     name = "rounds/00008/state.safetensors"
     assert process.returncode == 0 and contents(out)[name] == contents(uninterrupted[0])[name]

@@ -7,6 +7,7 @@ gives to clients, what it needs, and what it does when it is stopped or a client
 import hashlib
 import tempfile
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,18 +72,22 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 
 
 class Spy(Wrapped):
-    """A federation that notes every job of every client, and each answer."""
+    """A federation that notes every job of every client, each answer, and the longest wait for one."""
 
     def __init__(self, inner: Federation):
         super().__init__(inner)
         self.asked: list[tuple[int, LocalJob]] = []
         self.answers: list[Update] = []
+        self.longest_wait = 0.0
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         self.asked += [(client, job) for client in clients]
+        since = time.monotonic()
         for update in super().run(params, job, clients):
+            self.longest_wait = max(self.longest_wait, time.monotonic() - since)
             self.answers.append(update)
             yield update
+            since = time.monotonic()
 
 
 class Failing(Spy):
@@ -125,8 +130,8 @@ class Posted(Wrapped):
 Fault = Literal["raise", "silence", "drop", "repeat", "delay", "nan", "shape", "pairs", "mask"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 SILENT_SECONDS = 600.0
-PATIENCE = 3.0
-"""Seconds that the checks wait for a client that is silent; honest ones need a small part of it."""
+PATIENCE = 1.0
+"""The least seconds that the checks wait for a client that is silent; honest ones need a small part of it."""
 
 
 class Faulty(Wrapped):
@@ -198,6 +203,7 @@ class Played:
     steps: list[Step]
     asked: list[tuple[int, LocalJob]]
     answers: list[Update]
+    longest_wait: float
     cost: Cost
     given: tuple[dict[str, str], dict[str, str]]
     """What the method was given, before and after: hashes of its files and of the states in memory."""
@@ -233,7 +239,7 @@ class Stage:
             metered = Metered(spy)
             steps = list(self.unlearn(kind, scope, metered))
             given = (before, fingerprint(self.trained))
-            self._played[kind, scope] = Played(steps, spy.asked, spy.answers, metered.cost, given)
+            self._played[kind, scope] = Played(steps, spy.asked, spy.answers, spy.longest_wait, metered.cost, given)
         return self._played[kind, scope]
 
     def unlearn(
@@ -404,7 +410,7 @@ def a_faulty_client_is_named(stage: Stage, kind: type[Unlearner], scope: str) ->
 def withstands(stage: Stage, kind: type[Unlearner], scope: str, fault: Fault) -> None:
     """The method ends in finite states without the faulty client, or in one line; either names it."""
     engine, late = stage.world.federation, fault == "delay"
-    patience = PATIENCE if fault == "silence" else None
+    patience = max(PATIENCE, 5 * stage.play(kind, scope).longest_wait) if fault == "silence" else None
     training = stage.trained.training.model_copy(update={"deadline": patience})
     sound = checked(engine if late else Faulty(engine, fault), training)
     # Checks put answers in order, so what is late has to be so after them for the method to notice.

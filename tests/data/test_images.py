@@ -248,7 +248,7 @@ def test_interrupted_decoding_leaves_nothing_and_starts_again(tmp_path, own_cach
         begun.append(image)
         if image == paths[3]:
             raise KeyboardInterrupt
-        time.sleep(0.1 if image in paths[4:] else 0)  # time enough for the interruption to arrive
+        time.sleep(0.3 if image in paths[4:] else 0)  # time enough for the interruption to arrive
         return decode_image(image, size)
 
     with monkeypatch.context() as patch:
@@ -393,13 +393,16 @@ def test_no_picture_takes_more_than_is_reckoned_for_it(tmp_path, mode):
 def test_all_threads_together_keep_to_the_memory_of_one(tmp_path, monkeypatch):
     """Room for two pictures of 40 x 30 and not for three: eight threads never decode more than two at once."""
     paths = [photo(tmp_path / f"{shade}.png", (shade, 0, 0)) for shade in range(12)]
-    at_once, most, lock = 0, 0, threading.Lock()
+    at_once, most, lock, met = 0, 0, threading.Lock(), threading.Event()
 
     def watched(image, stock=images._to_rgb):
         nonlocal at_once, most
         with lock:
             at_once += 1
             most = max(most, at_once)
+            if most == 2:
+                met.set()
+        met.wait(10)  # the first one, until there is a second
         time.sleep(0.02)
         with lock:
             at_once -= 1

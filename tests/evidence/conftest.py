@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmarks.bitflips import TINY
 
 from ease.audit.config import AuditConfig
 from ease.evidence import issue
@@ -19,21 +20,6 @@ from ease.runs.forget import forget
 from ease.runs.run import Run
 from ease.runs.world import World
 
-TINY = (
-    "data.train=24",
-    "data.validation=0",
-    "data.test=40",
-    "partition.clients=2",
-    "partition.classes=2",
-    "partition.scheme=iid",
-    "partition.validation_share=0.2",
-    "training.rounds=2",
-    "training.local_epochs=1",
-    "training.batch_size=8",
-    "model.hidden=8",
-    "model.embedding=8",
-    "gallery=8",
-)
 CLIENT = ClientRequest(clients=(1,))
 
 

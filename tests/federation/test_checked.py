@@ -151,12 +151,15 @@ def test_one_that_always_breaks_down_is_named_with_its_error(world, local_job) -
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_silent_client_holds_no_one_up(world, local_job, together: bool) -> None:
+    # Trained beforehand, so that a busy machine makes no one late.
+    answers = {each.client: each for each in world.federation.run(world.server.initial(), local_job(), [0, 2])}
+
     class Silent(Wrapped):
         def run(self, params, job, clients):
             for client in clients:
                 if client == 1:
                     threading.Event().wait(600)
-                yield from self.inner.run(params, job, [client])
+                yield answers[client]
 
     engine = Silent(world.federation)
     engine.together = together

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.ledger.test_work import ids_of, told
 from tests.runs.test_head import FOLDER, draw_photographs, more_rounds
 
 from ease.commands.train import train_run
@@ -41,21 +42,10 @@ def folder(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "run"))
 
 
-def told(ease, *arguments: object) -> dict:
-    result = ease(*arguments, "--json")
-    assert result.code == 0, result.err
-    return json.loads(result.out)
-
-
 def closed(ease, folder: Path, *options: object) -> None:
     """Forget and release."""
     name = told(ease, "forget", folder, *options)["id"]
     release(Run.load(folder), name)
-
-
-def ids_of(folder: Path, client: int, count: int) -> list[str]:
-    membership, _ = Run.load(folder).known() or pytest.fail("no membership")
-    return list(membership.clients[client].train_ids[:count])
 
 
 def implied(folder: Path, number: int) -> float:

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +13,8 @@ from PIL import Image
 
 from ease.show.page import Contents, page
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+pytestmark = pytest.mark.slow
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 ROOT = Path(__file__).parents[2]
 Make = Callable[..., Contents]
 Open = Callable[..., Any]
@@ -60,14 +55,6 @@ NAMELESS = """
   return ![label, by && by.textContent, title && title.textContent, tag && tag.textContent].some((t) => t && t.trim());
 }).map((element) => element.outerHTML.slice(0, 80))
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield running
-        running.close()
 
 
 @pytest.fixture

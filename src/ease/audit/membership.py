@@ -16,7 +16,6 @@ from ease.errors import UserError
 
 Variance = Literal["pair", "shared"]
 Tail = Literal["one-sided", "reference"]
-Signal = Literal["present", "none", "inverted"]
 """Whether an attack tells members; inverted: members score below non-members."""
 
 CONFIDENCE = 0.95
@@ -271,13 +270,6 @@ def proportion(hits: int, count: int) -> Estimate:
     low = betaincinv(hits, count - hits + 1, tail) if hits else 0.0
     high = betaincinv(hits + 1, count - hits, 1 - tail) if hits < count else 1.0
     return Estimate(hits / count, float(low), float(high))
-
-
-def signal_of(before: Estimate) -> Signal:
-    """What the AUC before unlearning allows to be said afterwards: nothing where it cannot be told from a guess."""
-    if before.contains(0.5):
-        return "none"
-    return "inverted" if before.high < 0.5 else "present"
 
 
 def attack_inputs(

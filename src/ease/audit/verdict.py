@@ -1,21 +1,24 @@
 """The verdict of an audit as a value: measures beside retrained models, one test over all, and the words for it."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from pydantic import computed_field, model_validator
 
 from ease.audit.band import Band, Limits, prediction_band
-from ease.audit.joint import LEAST_RETRAINED, LEVEL, WANTED_POWER, JointTest
+from ease.audit.joint import LEAST_RETRAINED, LEVEL, WANTED_POWER, JointTest, joint_test
 from ease.config import Config
 
 EVIDENCE = "evidence of approximate erasure"
 """The most that measures can show."""
 LARGEST_MISSED = 0.5
 """An audit that would overlook a model that keeps this share of the forget effect cannot let anything pass."""
+LEAST_SPREAD = 1e-3
+"""Of measures that are no shares of pairs: models that agree to more digits agree by chance."""
 TITLES = {
     "rho": "alignment rho",
     "ks/distance": "KS distance to retrain",
@@ -121,6 +124,25 @@ class Measure(Judged):
     def digits(self) -> int:
         """Decimals to show: recalls are in percent, all else are shares and distances."""
         return 1 if "/recall@" in self.name else 3
+
+
+def judged_together(measures: Sequence[Measure], rng: np.random.Generator, level: float = LEVEL) -> JointTest | None:
+    """All measures together, judged by the retrained models; None where there are too few."""
+    if len(measures[0].retrained) < LEAST_RETRAINED:
+        return None
+    kept = [
+        (share, np.array([dict(measure.kept)[share] for measure in measures]))
+        for share in sorted(dict(measures[0].kept))
+    ]
+    return joint_test(
+        np.array([measure.value for measure in measures]),
+        np.array([measure.retrained for measure in measures]).T,
+        np.array([max(measure.resolution, LEAST_SPREAD) for measure in measures]),
+        [(0.0, np.array([measure.retrain for measure in measures])), *kept],
+        rng,
+        level,
+        signed=np.array([measure.signed for measure in measures]),
+    )
 
 
 class Reason(StrEnum):

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import rfc8785
 
+from ease.config import Config, validate
 from ease.errors import UserError
 
 LARGEST_WHOLE = 2**53 - 1
 """The largest whole number that every reader of JSON keeps as it is."""
+C = TypeVar("C", bound=Config)
 
 
 class Refuted(UserError):
@@ -40,6 +42,17 @@ def parse(content: bytes, source: str) -> Any:
     if spelt != content:
         raise Refuted(f"{source}: damaged, not in the canonical form (RFC 8785) that it was written in")
     return value
+
+
+def parse_as(kind: type[C], content: bytes, source: str) -> C:
+    """A value of some kind from its canonical JSON."""
+    table = parse(content, source)
+    if not isinstance(table, dict):
+        raise Refuted(f"{source}: no {kind.__name__.lower()}")
+    try:
+        return validate(kind, table, source)
+    except UserError as error:
+        raise Refuted(str(error)) from error
 
 
 def _whole(digits: str) -> int | float:

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
-from ease.config import Config, validate
+from ease.config import Config
 from ease.errors import UserError
-from ease.evidence.canonical import Refuted, canonical, parse
+from ease.evidence.canonical import Refuted, canonical, parse_as
 from ease.evidence.keys import PublicKey, SigningKey
 
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
@@ -88,13 +88,7 @@ def _signature(kind: str, content: bytes, key: SigningKey) -> Signature:
 
 def open_envelope(content: bytes, kind: str, source: str) -> Envelope:
     """An envelope of one type whose every signature holds; who the keys belong to is for the caller to know."""
-    table = parse(content, source)
-    if not isinstance(table, dict):
-        raise Refuted(f"{source}: no envelope")
-    try:
-        envelope = validate(Envelope, table, source)
-    except UserError as error:
-        raise Refuted(str(error)) from error
+    envelope = parse_as(Envelope, content, source)
     if envelope.payloadType != kind:
         raise Refuted(f"{source}: holds {envelope.payloadType[:100]!r}, not {kind!r}")
     message = signed_bytes(kind, envelope.content)

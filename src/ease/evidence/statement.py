@@ -5,9 +5,9 @@ from typing import Any, Final, Literal
 from pydantic import Field, field_validator
 
 from ease.audit.verdict import EVIDENCE
-from ease.config import Config, validate
-from ease.errors import UserError
-from ease.evidence.canonical import Refuted, parse
+from ease.config import Config
+from ease.evidence.canonical import Refuted, parse_as
+from ease.runs.records import NamedMethod
 
 PAYLOAD = "application/vnd.in-toto+json"
 STATEMENT: Final = "https://in-toto.io/Statement/v1"
@@ -85,7 +85,7 @@ class Certificate(Config):
     """What was to be forgotten; pairs by their number and a salted hash."""
     answer: str
     """The answer's folder in its request."""
-    method: dict[str, Any]
+    method: NamedMethod
     """Its name as `method`, and its settings."""
     models: Models
     code: Code
@@ -110,13 +110,6 @@ class Certificate(Config):
         if request.get("scope") not in ("client", "class", "sample") or not isinstance(request.get("name"), str):
             raise ValueError("the request has no scope or no name")
         return request
-
-    @field_validator("method")
-    @classmethod
-    def _named(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(settings.get("method"), str):
-            raise ValueError("the method has no name")
-        return settings
 
 
 class Statement(Config):
@@ -150,13 +143,7 @@ def statement_of(certificate: Certificate) -> dict[str, Any]:
 
 def read_statement(content: bytes, source: str) -> Certificate:
     """The certificate in signed bytes."""
-    table = parse(content, source)
-    if not isinstance(table, dict):
-        raise Refuted(f"{source}: no statement")
-    try:
-        found = validate(Statement, table, source)
-    except UserError as error:
-        raise Refuted(str(error)) from error
+    found = parse_as(Statement, content, source)
     if found.subject[0].digest.sha256 != found.predicate.models.after:
         raise Refuted(f"{source}: its subject is not the model that it tells of")
     return found.predicate

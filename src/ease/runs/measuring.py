@@ -13,12 +13,12 @@ from ease.audit.attacks import Attacker, Readings
 from ease.audit.config import AuditConfig
 from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.evaluate import common_size
-from ease.audit.joint import LEAST_RETRAINED, JointTest, joint_test
+from ease.audit.joint import JointTest
 from ease.audit.nearest import near_forget, nearest_forget
 from ease.audit.relearn import Curve, Watch, relearn
 from ease.audit.retrieval import GalleryRecall, chance_recall
 from ease.audit.statistic import Gauge
-from ease.audit.verdict import Measure, Verdict
+from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.methods.base import Trained
 from ease.params import Params
 from ease.requests.request import Request
@@ -33,8 +33,6 @@ KEPT = (0.1, 0.2, 0.4)
 """Shares of the way from the retrained to the trained model at which a trace is planted, to see what would be found."""
 MOST_WATCHED = 200
 """Pairs on each side of a relearning curve."""
-LEAST_SPREAD = 1e-3
-"""Of measures that are no shares of pairs: models that agree to more digits agree by chance."""
 
 Shown = TypeVar("Shown")
 
@@ -194,22 +192,7 @@ class Instruments:
         return measures
 
     def _joint(self, measures: tuple[Measure, ...]) -> JointTest | None:
-        """All measures together, judged by the retrained models; None where there are too few."""
-        if len(measures[0].retrained) < LEAST_RETRAINED:
-            return None
-        kept = [
-            (share, np.array([dict(measure.kept)[share] for measure in measures]))
-            for share in sorted(dict(measures[0].kept))
-        ]
-        return joint_test(
-            np.array([measure.value for measure in measures]),
-            np.array([measure.retrained for measure in measures]).T,
-            np.array([max(measure.resolution, LEAST_SPREAD) for measure in measures]),
-            [(0.0, np.array([measure.retrain for measure in measures])), *kept],
-            generator(self.world.config.seed, "joint"),
-            self.config.level,
-            signed=np.array([measure.signed for measure in measures]),
-        )
+        return judged_together(measures, generator(self.world.config.seed, "joint"), self.config.level)
 
     def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
         def residual(name: str, other: str) -> float:

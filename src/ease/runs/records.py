@@ -1,9 +1,9 @@
 """What the commands write as JSON, and read again: one model for each file, used on both sides."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ease.audit.band import Band
 from ease.audit.config import AuditConfig
@@ -49,18 +49,21 @@ def read_record(kind: type[R], path: Path) -> R:
         raise UserError(f"{error}; {kind.remedy}") from error
 
 
+def _named(settings: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(settings.get("method"), str):
+        raise ValueError("the method has no name")
+    return settings
+
+
+NamedMethod = Annotated[dict[str, Any], AfterValidator(_named)]
+"""A method's name as `method`, and its settings."""
+
+
 class MethodRecord(Record):
     """A file about one method."""
 
-    method: dict[str, Any]
+    method: NamedMethod
     """Its name as `method`, and its settings."""
-
-    @field_validator("method")
-    @classmethod
-    def _named(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(settings.get("method"), str):
-            raise ValueError("the method has no name")
-        return settings
 
     @property
     def method_name(self) -> str:

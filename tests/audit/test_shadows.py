@@ -22,6 +22,7 @@ from ease.audit.shadows import (
     unlearn_shadow,
 )
 from ease.data.partition import Shard
+from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import UPDATES
@@ -146,6 +147,11 @@ def test_without_pairs_of_the_class_there_is_no_attack() -> None:
     found = choose_candidates(SHARDS, ClientRequest(clients=(0,)), OTHERS[:20], strangers, IDS, 0)
     assert (found.members, found.others, found.mismatch) == (12, 0, 0.0)
     assert found.why_no_attack().endswith("and 0 of those are of the forget pairs' pseudo-classes")
+
+
+def test_a_request_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="names no pair that a client holds"):
+        chosen(SampleRequest(ids=("nobody",)))
 
 
 @pytest.mark.parametrize(("pairs", "fewest", "refused"), [(1, 8, True), (7, 8, True), (8, 8, False), (1, 2, True)])

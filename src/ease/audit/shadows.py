@@ -12,6 +12,7 @@ from ease.audit.standing import FEW
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
+from ease.errors import UserError
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
@@ -85,7 +86,7 @@ def choose_candidates(
 ) -> Candidates:
     """Forget pairs and as many of `others`, which no client holds, as have the same mix of pseudo-classes.
 
-    There may be none of either kind; `why_no_attack` tells whether they do for attacks.
+    There may be few of either kind; `why_no_attack` tells whether they do for attacks.
     Non-members of another mix would let an attack score by telling the classes apart. Each gets a home where pairs of
     its class are forgotten, since shadows train on it there.
     """
@@ -94,6 +95,8 @@ def choose_candidates(
     forget = np.concatenate([shard.train[mask] for shard, mask in zip(shards, masks, strict=True)])
     classes = np.concatenate([shard.train_classes[mask] for shard, mask in zip(shards, masks, strict=True)])
     home = np.concatenate([np.full(mask.sum(), shard.client) for shard, mask in zip(shards, masks, strict=True)])
+    if not len(forget):
+        raise UserError("the request names no pair that a client holds: there is nothing to measure")
     order = rng.permutation(len(others))
     chosen = order[match_classes(classes, other_classes[order])]
     homes = np.array([rng.choice(home[classes == label]) for label in other_classes[chosen]], dtype=home.dtype)

@@ -1,6 +1,7 @@
 """What cannot work is refused before a picture is decoded, and what cannot be written before anything is computed."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
     lines = []
     for number in range(10):
         Image.fromarray(np.full((20, 20, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
-        lines.append(f'{{"image": "{number}.png", "captions": ["picture {number}"], "split": "train"}}')
+        split = "test" if number < 2 else "train"
+        lines.append(json.dumps({"image": f"{number}.png", "captions": [f"picture {number}"], "split": split}))
     (tmp_path / "captions.jsonl").write_text("\n".join(lines))
     return tmp_path
 
@@ -63,8 +65,8 @@ def test_settings_that_cannot_work_cost_no_picture(small, settings: tuple[str, .
 
 @pytest.mark.usefixtures("no_pictures")
 def test_too_many_clients_for_a_folder_cost_no_picture(small, folder: Path) -> None:
-    settings = ("data.name=folder", f"data.path={folder}", "partition.clients=6", "partition.classes=2")
-    with pytest.raises(UserError, match=r"partition\.clients = 6: 10 pairs cannot give"):
+    settings = ("data.name=folder", f"data.path={folder}", "partition.clients=5", "partition.classes=2")
+    with pytest.raises(UserError, match=r"partition\.clients = 5: 8 pairs cannot give"):
         World.open(load_config(None, (*small, *settings)))
 
 

@@ -227,6 +227,14 @@ def test_one_line_comes_before_the_work(ease, run: Path) -> None:
     assert "; about " in line and ease("forget", run, "--client", 1, "--method", "finetune", "--quiet").err == ""
 
 
+def test_a_closed_request_is_said_to_be_closed(ease, run: Path) -> None:
+    assert ease("forget", run, "--client", 1, "--method", "finetune", "--quiet").code == 0
+    assert ease("release", run, "--request", "client-1/finetune").code == 0
+    again = ease("forget", run, "--client", 1, "--method", "not")
+    assert again.code == 0 and again.err.startswith("client 1 is closed already; it is answered once more, from")
+    assert ease("forget", run, "--client", 1, "--method", "not").err.startswith("answered already, 20")
+
+
 def test_training_goes_on_after_a_request(ease, run: Path) -> None:
     assert ease("forget", run, "--client", 1, "--quiet").code == 0
     for lock in ("--lock", "--no-lock"):

@@ -287,8 +287,12 @@ def test_a_damaged_run_file_is_named(tmp_path: Path, content: str | dict, messag
 
 
 def test_a_missing_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no run here \(run.json is missing\); make one with: ease train"):
+    with pytest.raises(
+        UserError, match=r"no run here, and no such folder; .*; check the path, or make a run with: ease"
+    ):
         Run.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no run here \(run.json is missing\); make one with: ease train"):
+        Run.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["initial.safetensors", "rounds/00001/state.safetensors", "rounds/00001/updates.bin"])

@@ -90,6 +90,28 @@ def runs_alone(run: Run, folder: Path, python: Path, pictures: list[str]) -> Non
     assert all((folder / name).is_file() for name in named)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["tiny", "clip"])
+def test_graphs_run_without_torch(clean, checkpoint, pictures, small, tmp_path: Path, family: str) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    settings = () if family == "tiny" else (f"model.backbone=hf:{checkpoint(family)}", "model.lora_rank=2")
+    train_run(load_config(None, (*small, *settings)), tmp_path / "run", quiet=True)
+    run, folder = Run.load(tmp_path / "run"), tmp_path / "out"
+    assert {"load.py", "README.md"} <= {path.name for path in export(run, None, "onnx", folder)}
+    code = SCRIPT.split("found = {")[0].replace("Model, check", "Model")
+    code += f"print(json.dumps([model.encode_text({TEXTS}).tolist(), model.encode_image({pictures}).tolist()]))"
+    if family == "tiny":
+        code = "import sys; sys.modules['torch'] = None\n" + code
+    given = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    ended = subprocess.run([clean(None), "-c", code], cwd=folder, env=given, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    text, image = map(torch.tensor, json.loads(ended.stdout.splitlines()[-1]))
+    source = Source.of(run, None)
+    torch.testing.assert_close(text, encode_text(source, TEXTS), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(image, encode_image(source, pictures), rtol=1e-3, atol=1e-4)
+
+
 def test_merged_layers_compute_what_adapters_did() -> None:
     tower = load_tiny().image
     layer = tower.blocks[3].attention.query

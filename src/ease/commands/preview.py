@@ -57,6 +57,8 @@ class Preview:
         """All of it in one line, to be said before the work begins."""
         if self.answered:
             return f"answered already, {self.answered}: {self.meaning}; nothing is computed again"
+        if not self.outlook.fresh:
+            return f"{self.meaning} is closed already; it is answered once more, from the model before its release"
         held = ", ".join(f"{self.names[client]} ({count})" for client, count in self.outlook.clients.items())
         seen = f"; e.g. “{shortened(self.examples[0])}”" if self.examples else ""
         time = "" if self.outlook.seconds is None else f"; about {duration(self.outlook.seconds)}"

@@ -1,5 +1,6 @@
 """Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +130,8 @@ def load_pairs(
 
 
 def check_sizes(data: DataConfig, partition: PartitionConfig, splits: Mapping[str, int]) -> None:
-    """Refuse more clients, classes or canaries than so many pairs can give."""
+    """Refuse splits that leave nothing to train on or to measure, and more clients, classes or canaries than fit."""
+    _check_splits(splits, data)
     train, spare = splits.get("train", 0), splits.get("validation", 0)
     if partition.scheme != "sites":
         check_clients(partition.clients, train)
@@ -144,10 +146,14 @@ def check_sizes(data: DataConfig, partition: PartitionConfig, splits: Mapping[st
 
 def check_splits(pairs: PairSet, config: DataConfig) -> None:
     """Refuse data that could be trained on but not measured, before the training."""
+    _check_splits(Counter(pairs.splits), config)
+
+
+def _check_splits(splits: Mapping[str, int], config: DataConfig) -> None:
     for split in ("train", "test"):
-        count = len(pairs.indices(split))
+        count = splits.get(split, 0)
         if count < MINIMUM_PAIRS:
             raise UserError(
-                f"{config.path}: {count} of the {len(pairs)} pairs are in the {split} split, at least {MINIMUM_PAIRS} "
-                "are needed; name a split for each image, or none and set data.held_out_share"
+                f"{config.path}: {count} of the {sum(splits.values())} pairs are in the {split} split, at least "
+                f"{MINIMUM_PAIRS} are needed; name a split for each image, or none and set data.held_out_share"
             )

@@ -247,14 +247,17 @@ class HubBackbone(nn.Module):
         self.image.mean, self.image.std = self.image.mean.float(), self.image.std.float()
         return self
 
+    @property
+    def padding(self) -> str:
+        """Under causal attention padding changes nothing, so the longest caption is length enough."""
+        return "longest" if isinstance(self.text, ClipTextTower) else "max_length"
+
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Token ids [n, tokens]; a caption longer than the context is cut."""
-        # Under causal attention padding changes nothing, so the longest caption is length enough.
-        padding = "longest" if isinstance(self.text, ClipTextTower) else "max_length"
         # All three families were pretrained on lower case, but not every published tokenizer sees to it.
         encoded = self.tokenizer(
             [caption.lower() for caption in captions],
-            padding=padding,
+            padding=self.padding,
             truncation=True,
             max_length=self.context,
             return_tensors="pt",

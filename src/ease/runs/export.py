@@ -14,7 +14,7 @@ from ease.errors import UserError
 from ease.model.backbones import checkpoint_of
 from ease.model.peft import Adapter, stock_name, write_adapter
 from ease.runs.run import Run
-from ease.runs.standalone import write_standalone
+from ease.runs.standalone import write_beside_graphs, write_standalone
 from ease.runs.using import Encoder, Source
 from ease.storage import write_atomic, write_tensors
 
@@ -107,7 +107,7 @@ def write_onnx(source: Source, out: Path) -> list[Path]:
         graphs[out / f"{modality}.onnx"] = program.model_proto.SerializeToString()
     for path, graph in graphs.items():
         write_atomic(path, graph)
-    return list(graphs)
+    return [*graphs, *write_beside_graphs(source, out)]
 
 
 @contextmanager

@@ -64,6 +64,16 @@ VIT_CONSTANTS = (
     *("TEXT_BLOCKS", "TEXT_HEADS", "CONTEXT", "PADDING", "CPU_IMAGES_AT_ONCE", "CAPTIONS_AT_ONCE"),
 )
 TORCH = "It needs torch, and Pillow where pictures are given as files."
+ONNX_PAGE = """# An image-text model as two ONNX graphs
+
+This folder runs by itself, without EASE and without torch:
+
+    pip install numpy onnxruntime pillow            # and tokenizers or transformers, if load.py asks for them
+    python load.py "a dog in the snow" *.jpg        # how well each picture fits the words
+
+`image.onnx` takes uint8 pixels [n, side, side, 3], `text.onnx` token ids [n, tokens]; both give unit-norm
+embeddings, whose dot products say how well they fit. `load.py` makes pixels and tokens; `settings.json` has the sizes.
+"""
 CHECKED = ("a red car at night", "two dogs on the beach")
 """Texts whose embeddings travel with the model, to be compared after loading."""
 
@@ -123,6 +133,36 @@ def write_standalone(source: Source, out: Path) -> list[Path]:
     return [*written, *_check(source, out)]
 
 
+def write_beside_graphs(source: Source, out: Path) -> list[Path]:
+    """What ONNX graphs of the two encoders need to run by themselves: tokens, a script and a page."""
+    backbone, written = source.backbone, list[Path]()
+    settings: dict[str, Any] = {
+        "image_size": backbone.image_size,
+        "crop": backbone.crop,
+        "context": backbone.context,
+        "temperature": source.config.model.temperature,
+        "request": source.request,
+    }
+    if isinstance(backbone, TinyBackbone):
+        settings |= {"tokens": "words"}
+        written.append(out / "vocabulary.json")
+        write_json(written[-1], list(backbone.vocabulary), sealed=False)
+    elif isinstance(backbone, PhotosVitBackbone):
+        settings |= {"tokens": "pieces"}
+        written.append(_copied(backbone.vocabulary, out / "tokenizer.json"))
+    elif isinstance(backbone, HubBackbone):
+        settings |= {"tokens": "checkpoint", "padding": backbone.padding}
+        folder = checkpoint_folder(source.config.model.backbone)
+        written += [_copied(path, out / "tokenizer" / path.name) for path in _beside_weights(folder)]
+    else:
+        return []
+    script = "".join((ASSETS / name).read_text() for name in ("load_onnx.txt", "load_square.txt", "load_onnx_end.txt"))
+    write_json(out / "settings.json", settings, sealed=False)
+    write_atomic(out / "load.py", script.encode())
+    write_atomic(out / "README.md", ONNX_PAGE.encode())
+    return [*written, *(out / name for name in ("settings.json", "load.py", "README.md"))]
+
+
 def _projectors(source: Source) -> dict[str, Tensor]:
     blocks = [block for block in source.state.blocks if block.kind == "projector"]
     return {name: source.state[name] for block in blocks for name in block.tensors}
@@ -166,12 +206,16 @@ def _checkpoint(source: Source, out: Path) -> list[Path]:
         if isinstance(module, LoraLinear):
             weights[f"{stock_name(layer)}.weight"] = _product(module)
     write_tensors(out / "model.safetensors", weights, sealed=False)
-    others = [
+    return [out / "model.safetensors", *(_copied(path, out / path.name) for path in _beside_weights(folder))]
+
+
+def _beside_weights(folder: Path) -> list[Path]:
+    """Settings and vocabulary of a checkpoint."""
+    return [
         path
         for path in sorted(folder.iterdir())
         if path.suffix in (".json", ".txt", ".model") and not path.name.endswith(".index.json")
     ]
-    return [out / "model.safetensors", *(_copied(path, out / path.name) for path in others)]
 
 
 def _copied(path: Path, target: Path) -> Path:
@@ -187,7 +231,7 @@ def _source(module: Any, constants: tuple[str, ...], parts: tuple[Callable[..., 
 
 
 def _script(needs: str, definitions: str, towers: str) -> str:
-    rest = "".join((ASSETS / name).read_text() for name in (towers, "load_common.txt"))
+    rest = "".join((ASSETS / name).read_text() for name in (towers, "load_square.txt", "load_common.txt"))
     return HEADER.format(needs=needs) + definitions + rest
 
 

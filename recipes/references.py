@@ -57,8 +57,8 @@ with the name that was perhaps meant."""
 PLACES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "Runs",
-        "`ease train FILE --set ...`, `ease demo --set ...`, `ease.train(settings=...)`. Paths in a file are meant from "
-        "its folder, those of `--set` from where you stand.",
+        "`ease train FILE --set ...`, `ease demo --set ...`, `ease.train(settings=...)`. Paths in a file are meant "
+        "from its folder, those of `--set` from where you stand.",
         RunConfig,
     ),
     (

@@ -99,6 +99,17 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text()), f"{page.name}: {link}"
 
 
+def test_the_tests_that_are_said_to_try_a_fault_are_there() -> None:
+    rows = re.findall(r"^\| \d+ \|.*", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert len(rows) == 20
+    for row in rows:
+        named = re.findall(r"`([a-z/_]+\.py) -k (\w+)`", row)
+        assert named, row
+        for file, word in named:
+            tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / file).read_text(), re.MULTILINE)
+            assert any(word in name for name in tests), (file, word)
+
+
 def test_the_index_names_every_page() -> None:
     listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
     assert {path.name for path in ROOT.glob("docs/*.md")} - {"README.md"} <= listed

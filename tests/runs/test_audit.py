@@ -106,6 +106,23 @@ def plan(learnt, **changes: object) -> Plan:
     return replace(fields, **changes)
 
 
+def test_a_pass_that_was_interrupted_is_done_again_in_the_same_company(learnt, tmp_path) -> None:
+    """Trained alone, the last shadow would round otherwise than with the others."""
+    planned, rounds = plan(learnt, method=None, folder=tmp_path), learnt.world.config.training.rounds
+    whole = planned.passes([0, 1, 2], [1])
+    assert whole == [((0, 1, 2), (1,))] == planned.passes([0, 1, 2], [1], workers=1)
+    assert planned.passes([0, 1, 2], [1], workers=2) == [((0, 2), (1,)), ((1,), ())]
+    planned.begin(whole)
+    for shadow in (0, 1):
+        planned.state_path(shadow).parent.mkdir(parents=True, exist_ok=True)
+        planned.state_path(shadow).touch()
+        planned.shadow_path(shadow).touch()
+    assert planned.missing_shadows(3) == [2] and planned.passes([2], []) == whole
+    assert planned.passes([2, 3], []) == [*whole, ((3,), ())] and planned.ticks([2], []) == 4 * rounds
+    planned.end()
+    assert planned.passes([2], []) == [((2,), ())]
+
+
 def test_whatever_decides_a_shadow_decides_its_key(learnt) -> None:
     config = learnt.world.config
     plans = [

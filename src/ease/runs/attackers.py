@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def _passes_path(self) -> Path:
-        return self.shadow_store / "passes.json"
+        return self.store / f"passes-{self.pool}.json"
 
     def passes(self, shadows: Sequence[int], orders: Sequence[int], workers: int = 1) -> list[Pass]:
         """What is trained together. A pass that was interrupted is done once more as it was: in other company the

@@ -15,7 +15,7 @@ test-slow: .venv/hf
 
 # Flower in an environment of its own: it needs no torch, and its pins are not ours.
 test-flower: .venv/ready .venv-flower/ready
-	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 600 $(BIN)/pytest -m engine
+	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 900 $(BIN)/pytest -m engine
 
 check: .venv/ready
 	$(BIN)/ruff format --check src tests benchmarks recipes

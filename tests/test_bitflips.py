@@ -34,7 +34,8 @@ def test_some_flips(bitflips, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_flips(bitflips, tmp_path: Path) -> None:
-    assert counted(bitflips, tmp_path, 60, 2, audited=True)["detected"] > 40
+    flips = 60 if os.environ.get("EASE_SWEEP") == "all" else 24
+    assert counted(bitflips, tmp_path, flips, 2, audited=True)["detected"] > flips * 2 / 3
 
 
 @pytest.mark.parametrize(

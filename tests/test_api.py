@@ -144,7 +144,7 @@ def test_a_site_may_be_called_by_a_number(run: "ease.TrainedRun", monkeypatch) -
     """Then text is its name, as on the command line."""
     seen = []
     monkeypatch.setattr(ease.api, "_sites", lambda folder: {"12", "north"})
-    monkeypatch.setattr(ease.api, "forget_run", lambda folder, clients, *_: seen.append(clients))
+    monkeypatch.setattr(ease.api, "forget_run", lambda folder, wanted, *_: seen.append(wanted.clients))
     run.forget(client=["12", 2])
     assert seen == [["12", 2]]
 

@@ -97,6 +97,7 @@ def test_it_says_what_is_on_record_and_no_more(run: Run, certificate: Path) -> N
         "bases.safetensors",
         "record.json",
         "audit.json",
+        "foundation.safetensors",
     }
     assert all(sha256(folder / name) == told for name, told in found.files.items())
     assert found.directions is not None and found.directions.bases_sha256 == sha256(folder / "bases.safetensors")

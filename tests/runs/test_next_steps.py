@@ -124,7 +124,12 @@ def test_the_page_says_the_same_words_and_steps(reason: Reason) -> None:
     text = " ".join(shown.striptags().split())
     steps = next_steps(audited, "runs/first", "class-2/ease")
     assert audited.verdict.words in text
-    assert all(" ".join(step.split()) in text for step in steps) and ("What can be done next" in text) == bool(steps)
+    for step in steps:
+        command, _, why = " ".join(step.split()).partition(": ")
+        assert command in text and why[1:] in text
+    assert ("ease release" in text) == (
+        reason is Reason.LIKE_RETRAINING or any("ease release" in each for each in steps)
+    )
 
 
 def test_an_audit_that_sees_nothing_says_what_it_would_need() -> None:

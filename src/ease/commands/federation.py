@@ -1,6 +1,5 @@
 """What the commands of a federation of processes do: its keys, server and nodes, and how it stands."""
 
-import grp
 import signal
 import subprocess
 import sys
@@ -133,6 +132,8 @@ def _version() -> str:
 def _group(name: str | None) -> int | None:
     if name is None:
         return None
+    import grp  # of Unix alone, as sockets are
+
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
@@ -149,7 +150,7 @@ class Made:
     files: dict[str, Path]
 
     def as_json(self) -> dict[str, Any]:
-        return {name: str(path) for name, path in self.files.items()}
+        return {"files": {name: str(path) for name, path in self.files.items()}}
 
     def render(self) -> Iterator[RenderableType]:
         for name, path in self.files.items():

@@ -52,6 +52,8 @@ class ForgetOutput(AnswerRecord):
 
     id: str
     """The request, as `--request` takes it."""
+    meaning: str
+    """The request in words."""
     folder: str
     before: Metrics
     """Of the model that was to forget."""
@@ -133,10 +135,49 @@ class EntryOutput(ListedOutput):
     events: tuple[EventOutput, ...]
 
 
+class ConsentOutput(Config):
+    """Why a client that joined is there."""
+
+    client: int
+    time: str
+    given_by: str
+    text: str
+    pairs: int
+    returned: int
+    """How many of the pairs had been forgotten before."""
+
+
 class LedgerOutput(Config):
     """`ease request list`, in the order in which they are worked on."""
 
     requests: tuple[ListedOutput, ...]
+    consents: tuple[ConsentOutput, ...]
+
+
+class GivenOutput(ConsentOutput):
+    """A consent, with what the run remembers of it."""
+
+    sha256: str
+
+
+class JoinOutput(Config):
+    """`ease join`."""
+
+    run: str
+    added: bool
+    """False: it was there already."""
+    client: int
+    name: str | None
+    """Of its site."""
+    training_pairs: int
+    validation_pairs: int
+    left_out: int
+    """Pairs of a kind that was forgotten, which stay out."""
+    consent: GivenOutput
+    after_round: int
+    after_releases: int
+    owner: int | None
+    """The client whose later pairs these are; null: a new client."""
 
 
 class FinishedOutput(Config):
@@ -158,6 +199,63 @@ class WorkOutput(PurgeOutput):
     """`ease work`."""
 
     finished: tuple[FinishedOutput, ...]
+
+
+class NearMissOutput(Config):
+    """A pair that nearly fits some words."""
+
+    id: str
+    cosine: float
+
+
+class MatchOutput(Config):
+    """What some words fit."""
+
+    words: str
+    ids: tuple[str, ...]
+    saying: tuple[str, ...]
+    """Those whose captions have the words."""
+    threshold: float | None
+    """How near a pair had to be; null: captions alone decided."""
+    near_misses: tuple[NearMissOutput, ...]
+
+
+class PreviewOutput(Config):
+    """`ease forget --dry-run`."""
+
+    id: str
+    request: Request
+    meaning: str
+    ids: tuple[str, ...]
+    touches: TouchesOutput
+    examples: tuple[str, ...]
+    """Captions."""
+    matches: tuple[MatchOutput, ...]
+    answered: str
+    """When it was answered already; empty: it was not."""
+    files: tuple[str, ...]
+
+
+class HitOutput(Config):
+    """A pair whose picture some words found."""
+
+    id: str
+    score: float
+    """Cosine of the picture with the words."""
+    caption: str
+    whose: str
+    """`client 3`, or `test` and `validation` for pairs of no client."""
+    forgotten: bool
+    """Whether the request that is looked at named it."""
+
+
+class SearchOutput(Config):
+    """`ease search`."""
+
+    words: str
+    found: dict[str, tuple[HitOutput, ...]]
+    """Model -> the nearest pairs."""
+    page: str | None
 
 
 class AuditOutput(AuditRecord):
@@ -256,6 +354,47 @@ class KeysOutput(Config):
     private: str
     public: str
     key_id: str
+
+
+class MadeOutput(Config):
+    """`ease keys server`, `ease keys node` and `ease keys admit`."""
+
+    files: dict[str, str]
+    """What it is -> where it lies."""
+
+
+class NodeOutput(Config):
+    """One client's node."""
+
+    client: int
+    state: str
+    jobs: int
+    refused: int
+    last: float | None
+    """Seconds since it last began a job; null: it never did."""
+    parts: int
+
+
+class RunStatusOutput(Config):
+    """A run beside its federation."""
+
+    run: str
+    round: int
+    rounds: int
+    bytes_down: int
+    bytes_up: int
+    queue: tuple[tuple[str, str, str], ...]
+    """Requests that wait: name, state, until when."""
+    late: int
+
+
+class StatusOutput(Config):
+    """`ease status`."""
+
+    folder: str
+    server: str
+    nodes: tuple[NodeOutput, ...]
+    run: RunStatusOutput | None
 
 
 class ExportOutput(Config):
@@ -369,7 +508,7 @@ class DoctorOutput(Config):
 
 OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "train": (TrainOutput, ForgetOutput),
-    "forget": (ForgetOutput,),
+    "forget": (ForgetOutput, PreviewOutput),
     "release": (Release,),
     "request add": (EntryOutput,),
     "request list": (LedgerOutput,),
@@ -378,12 +517,18 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "request cancel": (EntryOutput,),
     "work": (WorkOutput,),
     "purge": (PurgeOutput,),
+    "join": (JoinOutput,),
+    "search": (SearchOutput,),
     "audit": (AuditOutput, QuickOutput),
     "report": (ReportOutput,),
     "certificate issue": (CertificateOutput,),
     "certificate sign": (CertificateOutput, VerifyOutput),
     "verify": (VerifyOutput,),
     "keys new": (KeysOutput,),
+    "keys server": (MadeOutput,),
+    "keys node": (MadeOutput,),
+    "keys admit": (MadeOutput,),
+    "status": (StatusOutput,),
     "export": (ExportOutput,),
     "demo": (DemoOutput,),
     "bench": (BenchOutput,),

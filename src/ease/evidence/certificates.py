@@ -146,7 +146,8 @@ def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> d
 
 def files_of(stored: StoredAnswer) -> dict[str, Path]:
     """All files that an answer may have, by name: what a record or a certificate says is never a path."""
-    paths = (stored.record_path, stored.audit_path, stored.model_path, stored.bases_path, stored.held_path)
+    kept = (stored.model_path, stored.bases_path, stored.held_path, stored.foundation_path)
+    paths = (stored.record_path, stored.audit_path, *kept)
     return {path.name: path for path in paths}
 
 

@@ -1,7 +1,9 @@
 """What every method keeps to, whatever it does: the battery of `ease.testing` over all of them and all requests."""
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -28,6 +30,22 @@ from ease.testing import (
 
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
 every_request = pytest.mark.parametrize("scope", SCOPES)
+EXHAUSTIVE = os.environ.get("EASE_SWEEP") == "all"
+
+
+def kinds_in_turn(*others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every method with every choice of the others, and for each one kind of request in turn; EASE_SWEEP=all: all."""
+    combined = product(*(list(enumerate(each)) for each in (sorted(METHODS), *others)))
+    return [
+        (*(value for _, value in each), scope)
+        for each in combined
+        for place, scope in enumerate(SCOPES)
+        if EXHAUSTIVE or (sum(number for number, _ in each) - place) % len(SCOPES) == 0
+    ]
+
+
+def named(value: Any) -> str:
+    return value if isinstance(value, str) else value.__name__
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +82,19 @@ def test_the_contract_where_clients_keep_the_history(stage_of, check, scope: str
 
 
 @pytest.mark.slow
-@every_method
-@every_request
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("ground", [name for name in STAGES if name != "loop"])
+@pytest.mark.parametrize(
+    ("name", "ground", "check", "scope"),
+    kinds_in_turn([name for name in STAGES if name != "loop"], CHECKS),
+    ids=named,
+)
 def test_the_contract_elsewhere(stage_of, ground: str, check, name: str, scope: str) -> None:
     check(stage_of(ground), METHODS[name], scope)
 
 
 @pytest.mark.slow
-@every_method
-@every_request
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "silence"])
+@pytest.mark.parametrize(
+    ("name", "fault", "scope"), kinds_in_turn([fault for fault in FAULTS if fault != "silence"]), ids=named
+)
 def test_every_fault_is_withstood(stage_of, name: str, scope: str, fault: Fault) -> None:
     withstands(stage_of("loop"), METHODS[name], scope, fault)
 

@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -84,27 +84,32 @@ def inside(folder: Path) -> Iterator[None]:
             os.environ["EASE_CACHE"] = cache
 
 
+def end_after(work: Callable[[], object], folder: Path, said: int) -> NoReturn:
+    """Do something from another folder, its words going to a file, and end this process as a command would."""
+    code = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # a test may have replaced them
+        with inside(folder):
+            work()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def forked(work: Callable[[], object], folder: Path) -> Told:
     """Do something in a copy of this process, which spares the imports, from another folder."""
     with tempfile.TemporaryFile() as said:
         child = os.fork()
         if child == 0:
-            code = 1
-            try:
-                for stream in (1, 2):
-                    os.dup2(said.fileno(), stream)
-                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # a test may have replaced them
-                with inside(folder):
-                    work()
-                code = 0
-            except SystemExit as ended:
-                code = ended.code if isinstance(ended.code, int) else 1
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+            end_after(work, folder, said.fileno())
         _, status = os.waitpid(child, 0)
         said.seek(0)
         return Told(os.waitstatus_to_exitcode(status), said.read().decode(errors="replace"))

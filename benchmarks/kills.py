@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.bitflips import TINY, Told, inside
+from benchmarks.bitflips import TINY, Told, end_after, inside
 
 from ease.cli import main as ease_main
 from ease.evidence import new_key, read_log
@@ -141,23 +141,8 @@ def _copied(folder: Path, arguments: Sequence[str], reading: int, writing: int, 
     """A copy of this process, which spares the imports."""
     process = os.fork()
     if process == 0:
-        code = 1
-        try:
-            os.close(reading)
-            for stream in (1, 2):
-                os.dup2(said, stream)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            with inside(folder):
-                watched(writing, folder / "run", lambda: command(*arguments))()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        os.close(reading)
+        end_after(lambda: watched(writing, folder / "run", lambda: command(*arguments))(), folder, said)
     return process
 
 

@@ -16,7 +16,6 @@ from ease.errors import UserError
 
 Variance = Literal["pair", "shared"]
 Tail = Literal["one-sided", "reference"]
-"""Whether an attack tells members; inverted: members score below non-members."""
 
 CONFIDENCE = 0.95
 Z = float(norm.ppf((1 + CONFIDENCE) / 2))

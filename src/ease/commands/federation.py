@@ -6,9 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from rich.console import RenderableType
 
 import ease.methods  # noqa: F401 - whose objectives a node knows
+from ease import __version__
 from ease.config import read_toml, validate
 from ease.console import labelled, megabytes, table
 from ease.errors import Disconnected, UserError
@@ -57,7 +57,7 @@ def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None 
         world.server.device,
         folder,
         world.server.backbone.fingerprint,
-        _version(),
+        __version__,
         rules,
         None if quiet else sys.stderr,
     )
@@ -121,12 +121,6 @@ def connected(upstream: Upstream, folder: Path, client: int, path: Path) -> Iter
         for process in running:
             stop(process)
         thread.join(RETURNING)
-
-
-def _version() -> str:
-    with suppress(PackageNotFoundError):
-        return version("ease-unlearning")
-    return ""
 
 
 def _group(name: str | None) -> int | None:

@@ -198,27 +198,27 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> 
     tell(seen, quiet)
     answer(run, world, request, method, quiet)
     stored = answer_of(run, request, method)
-    before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
-    with status("a quick look", quiet):
-        check, why = _looked_at(run, world, stored, request, method)
     prospects = "" if isinstance(method, Retrain) else audit_prospects(world, request)
-    return ForgetSummary(
-        stored.folder,
-        request,
-        stored.record(),
-        before,
-        check=check,
-        why_no_check=why,
-        prospects=prospects,
-        answered=seen.answered,
-    )
+    with status("a quick look", quiet):
+        return _summary(run, world, stored, request, method, prospects, seen.answered)
 
 
 def summary_of(folder: Path, name: str) -> ForgetSummary:
     """An answer that was given before, as it was shown then."""
     run = Run.load(folder)
     stored, request, method = find_answer(run, name)
-    world = open_world(run, request)
+    return _summary(run, open_world(run, request), stored, request, method, "", when_answered(stored))
+
+
+def _summary(
+    run: Run,
+    world: World,
+    stored: StoredAnswer,
+    request: Request,
+    method: Unlearner,
+    prospects: str,
+    answered: str,
+) -> ForgetSummary:
     before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
     check, why = _looked_at(run, world, stored, request, method)
     return ForgetSummary(
@@ -228,7 +228,8 @@ def summary_of(folder: Path, name: str) -> ForgetSummary:
         before,
         check=check,
         why_no_check=why,
-        answered=when_answered(stored),
+        prospects=prospects,
+        answered=answered,
     )
 
 

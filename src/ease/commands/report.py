@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from rich.console import RenderableType
 from torch import Tensor
 
+from ease import __version__
 from ease.audit.evaluate import embed_pairs
 from ease.console import status
 from ease.errors import UserError
@@ -91,7 +91,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
                 answers = with_thumbnails(run, stored_answers, answers)
     else:
         why_no_pairs = NO_RUN if thumbnails is not False else ""
-    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs, _version())
+    contents = Contents(folder.resolve().name, shlex.quote(str(home)), answers, results, why_no_pairs, __version__)
     out = out or folder / "report.html"
     content = page(contents).encode()
     write_atomic(out, content)
@@ -125,13 +125,6 @@ def _answer(stored: StoredAnswer) -> ReportedAnswer:
             answer, why_no_audit="The model has changed since it was audited, so the verdict no longer holds."
         )
     return replace(answer, audit=audit)
-
-
-def _version() -> str:
-    try:
-        return version("ease-unlearning")
-    except PackageNotFoundError:
-        return ""
 
 
 # Thumbnails

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ease.errors import UserError
 from ease.evidence.canonical import hashed
-from ease.requests.request import Request, SampleRequest
+from ease.requests.request import REQUESTS, Request, SampleRequest
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run
 from ease.storage import exclusive, read_bytes, write_atomic
@@ -19,7 +19,6 @@ from ease.storage import exclusive, read_bytes, write_atomic
 SALT_BYTES = 32
 BUSY_SECONDS = 30.0
 """How long to wait for another process to finish its line."""
-REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def evidence_folder(run: Run) -> Path:
@@ -90,7 +89,7 @@ def without_ids(run: Run, value: Any) -> Any:
         return without_ids(run, value.model_dump(mode="json"))
     if isinstance(value, Mapping):
         try:
-            return told(run, REQUEST.validate_python(dict(value)))
+            return told(run, REQUESTS.validate_python(dict(value)))
         except ValidationError:
             return {str(key): _field(run, key, each) for key, each in value.items()}
     if isinstance(value, list | tuple):

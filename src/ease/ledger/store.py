@@ -17,11 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ease.errors import Unwritable, UserError
 from ease.ledger.states import FOLLOWS, OPEN, State
-from ease.requests.request import Request
+from ease.requests.request import REQUESTS, Request
 from ease.runs.resolve import request_id
 from ease.storage import digest
 
@@ -74,7 +72,6 @@ MIGRATIONS: tuple[str, ...] = (
 )
 """What each version of the schema adds to the one before; `user_version` says how many of them a file has."""
 
-_REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 _COLUMNS = (
     "number, id, request, method, asked_by, ground, reason, priority, submitted, deadline, state, why, batch, outcome, "
     "waived"
@@ -398,7 +395,7 @@ def _migrate(ledger: sqlite3.Connection, path: Path) -> None:
 
 def _entry(row: tuple[Any, ...]) -> Entry:
     told = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    parsed = {"request": _REQUESTS.validate_json(told["request"])}
+    parsed = {"request": REQUESTS.validate_json(told["request"])}
     parsed |= {name: json.loads(told[name]) for name in ("method", "outcome")}
     return Entry(**{**told, **parsed})
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ease.errors import Busy, Unwritable, UserError
 from ease.evidence import attest
 from ease.ledger.outlook import outlook
@@ -23,7 +21,7 @@ from ease.ledger.states import State
 from ease.ledger.store import Entry, Ledger
 from ease.methods import make_method
 from ease.methods.base import Step, Unlearner
-from ease.requests.request import Request, combined, remaining
+from ease.requests.request import REQUESTS, Request, combined, remaining
 from ease.runs.answers import answer_of, open_world, release, start_hash, trained_of
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
@@ -40,7 +38,6 @@ RETAINED = "retain/recall@1"
 Steps = Iterator[tuple[Step, Metrics]]
 Follow = Callable[[Steps, Request, Unlearner], None]
 """Goes through the steps of an answer to its end, showing what it likes."""
-_REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def _answered(
                 request = _left_of(run, [entry.request for entry in left.values()])
             ledger.plan(list(left), {"planned": request.model_dump(mode="json")})
         else:
-            request = _REQUESTS.validate_python(planned)
+            request = REQUESTS.validate_python(planned)
         waived = {entry.waived for entry in left.values()}
         outcome, held = _released(run, request, method, policy, waived, follow)
     except (Busy, Unwritable) as fault:  # none of the request's: it comes first again

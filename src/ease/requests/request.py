@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from ease.config import Config
 from ease.data.membership import Holding
@@ -53,6 +53,8 @@ class SampleRequest(Config):
 
 
 Request = Annotated[ClientRequest | ClassRequest | SampleRequest, Field(discriminator="scope")]
+REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
+"""Reads a request of any kind."""
 
 
 def in_words(request: Request) -> str:
@@ -109,15 +111,20 @@ def validation_mask(request: Request, shard: Shard) -> np.ndarray:
     return np.ones(len(shard.validation_classes), dtype=bool)
 
 
+def named_in(request: Request, holdings: Iterable[Holding]) -> list[str]:
+    """Ids of the training pairs that a request names, whoever holds them."""
+    masks = [(holding.train_ids, forget_mask(request, holding)) for holding in holdings]
+    return [pair_id for held, mask in masks for pair_id, named in zip(held, mask, strict=True) if named]
+
+
 def listed(request: Request, holdings: Iterable[Holding]) -> SampleRequest:
     """The same pairs by their ids; what else was named is kept for people to read."""
     if isinstance(request, SampleRequest):
         return request if request.words or request.clients or request.classes else _with_singles(request)
-    named = [(holding.train_ids, forget_mask(request, holding)) for holding in holdings]
-    ids = [pair_id for held, mask in named for pair_id, chosen in zip(held, mask, strict=True) if chosen]
-    clients = request.clients if isinstance(request, ClientRequest) else ()
-    classes = request.classes if isinstance(request, ClassRequest) else ()
-    return SampleRequest(ids=tuple(sorted(ids)), clients=clients, classes=classes)
+    ids = tuple(sorted(named_in(request, holdings)))
+    if isinstance(request, ClientRequest):
+        return SampleRequest(ids=ids, clients=request.clients)
+    return SampleRequest(ids=ids, classes=request.classes)
 
 
 def _with_singles(request: SampleRequest) -> SampleRequest:

@@ -4,14 +4,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from ease.errors import UserError
+from ease.federation.fedavg import TrainingConfig
 from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
 from ease.methods.foundation import Foundation
 from ease.params import Params
-from ease.requests.request import Request, SampleRequest, in_words
+from ease.requests.request import REQUESTS, Request, SampleRequest, in_words
 from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import named_ids, request_id
@@ -19,8 +18,6 @@ from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.tombstones import Tombstones, read_tombstones
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
-
-_REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 
 FOUNDATION = "foundation.safetensors"
 
@@ -88,9 +85,8 @@ class StoredAnswer:
         return read_record(AnswerRecord, self.record_path)
 
 
-def trained_of(run: Run, request: Request | None = None) -> Trained:
-    """What a method starts from: the finished training, or the last release; for a request that is closed already,
-    what was there before it."""
+def _before(run: Run, request: Request | None) -> tuple[Head, TrainingConfig]:
+    """The head and the finished training that a request begins from, or began from if it is closed already."""
     rounds, wanted = run.history.rounds(), run.config.training.rounds
     if rounds < wanted:
         raise UserError(
@@ -105,6 +101,13 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
     training = run.config.training
     if closed is not None:
         training = training.model_copy(update={"rounds": closed.after_round})
+    return head, training
+
+
+def trained_of(run: Run, request: Request | None = None) -> Trained:
+    """What a method starts from: the finished training, or the last release; for a request that is closed already,
+    what was there before it."""
+    head, training = _before(run, request)
     release = head.follows(training.rounds)
     start = None if release is None else Params.load(check_released_model(run, release))
     held = run.held(head)
@@ -123,11 +126,12 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
 
 def start_hash(run: Run, request: Request | None = None) -> str:
     """Names the state that an answer begins from."""
-    trained = trained_of(run, request)
-    release = (run.head if request is None else run.head.before(request)).follows(trained.training.rounds)
+    head, training = _before(run, request)
+    release = head.follows(training.rounds)
     if release is not None:
+        check_released_model(run, release)
         return release.model_sha256
-    return trained.history.record(trained.training.rounds)["sha256"]["state.safetensors"]
+    return run.history.record(training.rounds)["sha256"]["state.safetensors"]
 
 
 def open_world(run: Run, request: Request | None = None, stones: Tombstones | None = None) -> World:
@@ -214,7 +218,7 @@ def check_named(run: Run, request: Request) -> None:
         return
     asked = read_tombstones(run.folder).renamed(request)
     for path in sorted((run.folder / "requests" / request.name).glob("*/request.json")):
-        found = _REQUESTS.validate_python(read_json(path).get("request"))
+        found = REQUESTS.validate_python(read_json(path).get("request"))
         if found not in (request, asked):
             raise UserError(
                 f"--name {request.name}: another request has this name ({in_words(found)}); choose another name"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ease.data.membership import Membership
 from ease.errors import UserError
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, named_in
 from ease.runs.concepts import Match, match_concept
 from ease.runs.world import World
 from ease.storage import digest, read_bytes
@@ -52,12 +52,7 @@ def request_flags(request: Request) -> str:
 
 def named_ids(membership: Membership, request: Request) -> list[str]:
     """Ids of the training pairs that a request names, whoever holds them."""
-    return [
-        pair_id
-        for holding in membership.clients
-        for pair_id, named in zip(holding.train_ids, forget_mask(request, holding), strict=True)
-        if named
-    ]
+    return named_in(request, membership.clients)
 
 
 def check_request(world: World, request: Request) -> None:

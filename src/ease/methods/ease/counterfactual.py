@@ -170,7 +170,7 @@ def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int
 
 @dataclass(frozen=True)
 class _Rounds:
-    """The rounds that stand for all, and how many clients' updates are in each."""
+    """The rounds that stand for all: what clients did in them, and would have done."""
 
     trained: Trained
     used: Mapping[int, float]

@@ -70,7 +70,9 @@ def test_without_forget_pairs_a_replay_in_a_cohort_is_the_training(learnt, cohor
     history = learnt.trained.history
     job = learnt.trained.training_job(4, request=NOTHING, objective=ROUND)
     for update in cohort.run(history.start(4), job, [0, 1, 2, 3]):
-        close(update.change, history.update(4, update.client).change, 1e-6)
+        change = history.update(4, update.client).change
+        # In single precision, whose sums each processor takes in another order; test_engines compares in double.
+        assert (update.change - change).norm() < 40 * torch.finfo(torch.float32).eps * change.norm()
 
 
 @pytest.mark.parametrize("forget", [1, 10, 30])

@@ -14,6 +14,8 @@ from ease.federation.lock import Lock
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, told_of
 from ease.methods.ease.calibration import (
+    LEAVING,
+    REPLAYED,
     Gap,
     Levels,
     disbelief,
@@ -222,8 +224,9 @@ class Ease(Unlearner):
         now = membership_gap(self._look(trained, request, federation, state), early)
         first = membership_gap(before, early)
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
-        why = disbelief(now, share, slope)
-        wanted, weight = share_to_remove(None if why else now, share, slope)
+        usual = LEAVING if isinstance(request, ClientRequest) else REPLAYED
+        why = disbelief(now, share, slope, usual)
+        wanted, weight = share_to_remove(None if why else now, share, slope, usual)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}
         return wanted, told | ({"why": why} if why else {})
 

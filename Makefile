@@ -45,7 +45,7 @@ bench: .venv/ready
 # Other programs on the same work, in an environment of their own; about 20 minutes on 2 idle cores.
 bench-peers: .venv/ready .venv-peers/ready
 	$(BIN)/python benchmarks/peers.py --fresh --write
-	$(BIN)/python benchmarks/recipes.py --write
+	$(BIN)/python benchmarks/unlearning.py --write
 
 # Every experiment in a small version that needs nothing from outside: about 20 minutes on 2 cores. For a nightly run.
 bench-quick: .venv/ready

@@ -80,8 +80,15 @@ def write_work(folder: Path, setting: Setting) -> None:
 class Contender:
     """A process that does all rounds when it is told to."""
 
-    def __init__(self, name: str, pythons: dict[str, str], folder: Path, threads: int):
-        _, environment, (script, *rest) = CONTENDERS[name]
+    def __init__(
+        self,
+        name: str,
+        pythons: dict[str, str],
+        folder: Path,
+        threads: int,
+        made: tuple[str, tuple[str, ...]] | None = None,
+    ):
+        environment, (script, *rest) = made or CONTENDERS[name][1:]
         self.name, self.folder = name, folder
         self.command = [pythons[environment], str(HERE / "contenders" / script), str(folder), str(threads), *rest]
         source = {"PYTHONPATH": str(HERE.parent / "src")} if environment == "own" else {}

@@ -150,7 +150,8 @@ def section(runs: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "What a client wrote, summed from the history when it asks to be forgotten, of a client that took part as "
-        "often as usual. The record of every round is read (who took part); states and updates only of rounds it was in.",
+        "often as usual. The record of every round is read (who took part); states and updates "
+        "only of rounds it was in.",
         "",
         "| registered clients | rounds | took part in | s, first time | s, best of 3 |",
         "|---|---|---|---|---|",

@@ -31,7 +31,7 @@ SIZES = {
     "small": Setting(),
     "large": Setting(image=1280, text=384, hidden=512),
 }
-TOLERANCE = 1e-3
+TOLERANCE = 1e-5
 """Largest distance of two contenders' final weights, as a share of how far training went: rounding, and no more."""
 CONTENDERS = {
     "bare": ("PyTorch alone", "peers", ("bare.py",)),

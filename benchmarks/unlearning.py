@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from marked import write_section
-from peers import HERE, TOLERANCE, Contender, distance
+from peers import HERE, Contender, distance
 
 from ease.federation.checked import checked
 from ease.methods import make_method
@@ -35,6 +35,8 @@ from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
 
+TOLERANCE = 1e-3
+"""Largest distance of two retrainings, as a share of the way: what rounding grows to in so many rounds."""
 OURS = ("retrain", "fed_eraser", "fed_recover", "ease")
 PUBLIC = ("retrain", "fed_eraser", "fed_recover")
 TITLES = {"retrain": "retraining", "fed_eraser": "FedEraser", "fed_recover": "FedRecover", "ease": "EASE"}

@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Modules are compiled when they are first imported, which most of what comes along never is.
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-quick clean
+.PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-peers bench-quick clean
 
 demo: .venv/ready
 	$(BIN)/ease demo
@@ -43,6 +43,11 @@ browser: .venv/browser
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/train.py
+
+# Other programs on the same work, in an environment of their own; about 20 minutes on 2 idle cores.
+bench-peers: .venv/ready .venv-peers/ready
+	$(BIN)/python benchmarks/peers.py --fresh --write
+	$(BIN)/python benchmarks/unlearning.py --write
 
 # Every experiment in a small version that needs nothing from outside: about 20 minutes on 2 cores. For a nightly run.
 bench-quick: .venv/ready
@@ -83,6 +88,12 @@ bench-quick: .venv/ready
 	.venv-flower/bin/pip install --quiet --disable-pip-version-check --no-compile flwr==1.41.0
 	touch $@
 
+.venv-peers/ready: benchmarks/contenders/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -r benchmarks/contenders/requirements.txt
+	touch $@
+
 # An environment of its own: nothing of it is needed to run or test anything else.
 .venv-docs/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
@@ -90,4 +101,4 @@ bench-quick: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-flower .venv-docs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .venv-docs .venv-peers build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -191,3 +191,86 @@ def test_a_state_before_it_was_held_is_kept_for_it_tells_the_mean(tmp_path: Path
     for check in (history.verify, lambda: history.moved(1)):
         with pytest.raises(UserError, match=r"averaged\.safetensors: damaged"):
             check()
+
+
+# --- many rounds, little space ---
+
+
+def chained(folder: Path, toy_params, rounds: int, held: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> History:
+    """Rounds that follow on each other, but for those that began elsewhere; of some the state was held."""
+    made = History(folder)
+    toy_params(seed=0).save(made.initial_path)
+    for number in range(1, rounds + 1):
+        finished = a_round(toy_params, number)
+        start = None
+        if number in broken:
+            start = folder / f"elsewhere-{number}.safetensors"
+            toy_params(seed=100 + number).save(start)
+        if number in held:
+            finished = replace(finished, averaged=toy_params(seed=200 + number))
+        made.append(finished, {}, start)
+    return made
+
+
+@pytest.mark.parametrize("rounds", [[1], [2, 3, 4], [1, 3, 4, 6], [1, 2, 3, 4, 5, 6, 7]], ids=str)
+@pytest.mark.parametrize("held", [(), (3,), (4, 5)], ids=str)
+@pytest.mark.parametrize("broken", [(), (4,)], ids=str)
+def test_what_rounds_did_is_the_sum_of_what_each_did(tmp_path, toy_params, rounds, held, broken) -> None:
+    history = chained(tmp_path, toy_params, 7, held, broken)
+
+    def one(number: int) -> Params:
+        after = toy_params(seed=200 + number if number in held else number)
+        before = toy_params(seed=100 + number if number in broken else number - 1)
+        return after.map(torch.Tensor.double) - before.map(torch.Tensor.double)
+
+    found = history.moved_over(rounds)
+    for name, tensor in found.tensors.items():
+        expected = sum(one(number)[name] for number in rounds)
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
+
+
+def test_rounds_between_two_ends_are_not_read(tmp_path, toy_params) -> None:
+    history = chained(tmp_path, toy_params, 6)
+    for number in (2, 3, 4, 5):
+        history.state_path(number).unlink()
+    history.moved_over(range(1, 7))
+    with pytest.raises(UserError, match="missing"):
+        history.moved_over([1, 2, 4])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e30])
+def test_half_the_space_keeps_eleven_bits_of_every_value(tmp_path, toy_params, scale) -> None:
+    change = toy_params(seed=3).map(lambda tensor: scale * tensor)
+    update = Update(4, 2, change, {"loss": torch.tensor(1.0)})
+    stored = History(tmp_path, half=True)
+    toy_params(seed=0).save(stored.initial_path)
+    stored.append(Round(1, toy_params(seed=1), (update,)), {})
+    stored.verify()
+    found = History(tmp_path).update(1, 4).change  # whoever reads it need not know
+    largest = max(float(tensor.abs().max()) for tensor in change.tensors.values())
+    for name, tensor in change.tensors.items():
+        assert found[name].dtype == tensor.dtype
+        # Half an ulp of eleven bits, and below 2^-29 of the largest value half an ulp of the smallest normal number.
+        bound = torch.maximum(tensor.abs() * 2**-11, torch.full_like(tensor, largest * 2**-39))
+        assert bool(((found[name] - tensor).abs() <= bound).all())
+
+
+def test_nothing_at_all_can_be_halved(tmp_path, toy_params) -> None:
+    stored = History(tmp_path, half=True)
+    toy_params(seed=0).save(stored.initial_path)
+    stored.append(Round(1, toy_params(seed=1), (Update(0, 1, toy_params(0.0)),)), {})
+    assert same(History(tmp_path).update(1, 0).change, toy_params(0.0))
+
+
+@pytest.mark.parametrize("exponent", [301, -301, 1.5, "1", True, None])
+def test_a_power_that_no_update_has_is_refused(tmp_path, toy_params, exponent) -> None:
+    from ease.storage import read_json, write_json
+
+    stored = History(tmp_path, half=True)
+    toy_params(seed=0).save(stored.initial_path)
+    stored.append(a_round(toy_params, 1), {})
+    record = read_json(stored.record_path(1))
+    record["updates"]["0"]["exponent"] = exponent
+    write_json(stored.record_path(1), record)
+    with pytest.raises(UserError, match="not the record of a round"):
+        stored.update(1, 0)

@@ -1,6 +1,8 @@
 """The meter counts the bytes that encoded messages really have."""
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -198,3 +200,15 @@ def test_replays_and_measurements_are_not_free(world, local_job) -> None:
         list(metered.run(world.server.initial(), job, [world.shards[0].client]))
         passed[objective] = metered.cost.pairs_passed
     assert passed == {"replay": 2 * 3 * (pairs - 4), "levels": pytest.approx(pairs / 3), "align": 3 * pairs}
+
+
+def test_no_state_is_kept_alive_whoever_it_was_sent_to(toy_params, local_job) -> None:
+    """Of many clients each was last drawn in another round: their states would fill the memory."""
+    metered, alive = Metered(Answers()), []
+    for number in range(6):
+        state = toy_params(seed=number)
+        alive += [weakref.ref(tensor) for tensor in state.tensors.values()]
+        list(metered.run(state, local_job(round=number), [number % 3]))
+    del state
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)

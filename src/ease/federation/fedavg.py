@@ -40,6 +40,8 @@ class TrainingConfig(Config):
     """Weight of a client in the average: its number of pairs, or the same for all."""
     history: Literal["server", "client"] = "server"
     """Who keeps the clients' updates: the server, or each client its own, with the states it was sent."""
+    history_precision: Literal["float32", "float16"] = "float32"
+    """How the server stores updates: whole, or in half the space, each rounded by up to 1 part in 2,000."""
     aggregation: Aggregation = "mean"
     """How updates become one: `mean`, or `median`, `trimmed` or `krum`, which few hostile clients cannot move far."""
     hostile: float = Field(0.2, ge=0, lt=0.5)

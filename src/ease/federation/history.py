@@ -6,6 +6,7 @@ states alone.
 """
 
 import hashlib
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class History:
     """Wait for the disk after every file; only scratch histories need not."""
     updates: bool = True
     """Whether clients' updates are kept here; if not, each client keeps its own."""
+    half: bool = False
+    """Whether updates are written in half precision; what is there already is read as it was written."""
 
     @property
     def initial_path(self) -> Path:
@@ -67,13 +70,34 @@ class History:
 
     def moved(self, number: int) -> Params:
         """The mean update of a round, in double precision, from global states alone."""
-        record, start = self.record(number), self.start_path(number)
-        for name in record["sha256"]:
-            if name in (STATE, AVERAGED):
-                self._verify(number, name)
-        _verify_file(start, record["start_sha256"])
-        after = self._round(number) / (AVERAGED if AVERAGED in record["sha256"] else STATE)
-        return Params.load(after).zip(lambda new, old: new.double() - old.double(), Params.load(start))
+        return self.moved_over([number])
+
+    def moved_over(self, rounds: Iterable[int]) -> Params:
+        """What some rounds did, added up. Of rounds that follow on each other only the two ends are read."""
+        return _sum(self._way(first, last) for first, last in self._stretches(rounds))
+
+    def _way(self, first: int, last: int) -> Params:
+        """From the state that a round began from to the one that another made, before anything was held."""
+        after = AVERAGED if AVERAGED in self.record(last)["sha256"] else STATE
+        self._verify(last, after)
+        _verify_file(self.start_path(first), self.record(first)["start_sha256"])
+        return Params.load(self._round(last) / after).zip(
+            lambda new, old: new.double() - old.double(), Params.load(self.start_path(first))
+        )
+
+    def _stretches(self, rounds: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """First and last of rounds each of which began from what the one before it made, and from nothing else."""
+        first = last = 0
+        made: str | None = None
+        for number in rounds:
+            record = self.record(number)
+            if first and not (number == last + 1 and made is not None and record["start_sha256"] == made):
+                yield first, last
+                first = 0
+            first, last = first or number, number
+            made = None if AVERAGED in record["sha256"] else record["sha256"].get(STATE)
+        if first:
+            yield first, last
 
     def update_path(self, number: int, client: int) -> Path:
         """The file that holds a client's update: all of a round, one after the other, each as `Params.save` writes."""
@@ -81,13 +105,17 @@ class History:
 
     def update(self, number: int, client: int) -> Update:
         """A client's update as it was averaged in a round, refused if it is damaged."""
-        change = Params.from_bytes(self._update_bytes(number, client))
-        return Update(client, self.record(number)["pairs"][str(client)], change)
+        return Update(client, self.record(number)["pairs"][str(client)], self._change(number, client))
 
     def update_block(self, number: int, client: int, block: Block) -> dict[str, torch.Tensor]:
         """One block of a client's update."""
-        change = Params.from_bytes(self._update_bytes(number, client))
+        change = self._change(number, client)
         return {name: change[name] for name in block.tensors}
+
+    def _change(self, number: int, client: int) -> Params:
+        change = Params.from_bytes(self._update_bytes(number, client))
+        exponent = self.record(number)["updates"][str(client)].get("exponent")
+        return change if exponent is None else whole(change, exponent)
 
     def record_path(self, number: int) -> Path:
         return self._round(number) / "round.json"
@@ -132,7 +160,7 @@ class History:
             finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
         places: dict[str, dict[str, Any]] = {}
         if self.updates:
-            write_atomic(folder / UPDATES, _packed(finished.updates, places), self.durable)
+            write_atomic(folder / UPDATES, _packed(finished.updates, places, self.half), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,
@@ -198,6 +226,14 @@ class History:
         return self.folder / "rounds" / f"{number:05d}"
 
 
+def _sum(parts: Iterable[Params]) -> Params:
+    found = iter(parts)
+    total = next(found)
+    for each in found:
+        total = total + each
+    return total
+
+
 def _verify_file(path: Path, expected: str | None, otherwise: str = DAMAGED) -> None:
     if not path.is_file():
         raise UserError(f"{path}: {MISSING}")
@@ -205,18 +241,52 @@ def _verify_file(path: Path, expected: str | None, otherwise: str = DAMAGED) -> 
         raise UserError(f"{path}: {otherwise}")
 
 
-def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]]) -> Iterator[bytes]:
+def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]], half: bool) -> Iterator[bytes]:
     """Updates as bytes, one at a time; `places` is told where each lies and what its hash is."""
     offset = 0
     for update in updates:
-        data = update.change.file_bytes()
+        change, exponent = halved(update.change) if half else (update.change, None)
+        data = change.file_bytes()
         places[str(update.client)] = {
             "offset": offset,
             "bytes": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
+            **({} if exponent is None else {"exponent": exponent}),
         }
         offset += len(data)
         yield data
+
+
+LARGEST_HALF = 15
+"""Power of two up to which half precision goes."""
+MOST_SHIFTED = 300
+"""Powers of two that a change may be shifted by: more than single precision spans."""
+
+
+def halved(change: Params) -> tuple[Params, int]:
+    """Single precision as half, shifted by a power of two so that its largest value just fits, and that power.
+
+    Changes are small, and many of their values would be below what half precision tells from zero.
+    """
+    largest = max((float(t.abs().max()) for t in change.tensors.values() if t.numel()), default=0.0)
+    exponent = LARGEST_HALF - math.frexp(largest)[1] if largest else 0
+    single = torch.float32
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ldexp(tensor.double(), torch.tensor(exponent)).half() if tensor.dtype == single else tensor
+
+    return change.map(rounded), exponent
+
+
+def whole(change: Params, exponent: int) -> Params:
+    """What `halved` was given, but for its rounding."""
+
+    def restored(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float16:
+            return tensor
+        return torch.ldexp(tensor.double(), torch.tensor(-exponent)).float()
+
+    return change.map(restored)
 
 
 @lru_cache(maxsize=64)
@@ -257,6 +327,9 @@ def _can_be_a_path(text: str) -> bool:
 def _is_place(found: Any) -> bool:
     """Whether it says where an update lies, and its hash."""
     if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
+        return False
+    shifted = found.get("exponent", 0)
+    if type(shifted) is not int or abs(shifted) > MOST_SHIFTED:
         return False
     return all(type(found.get(name)) is int and found[name] >= 0 for name in ("offset", "bytes"))
 

@@ -1,10 +1,11 @@
 """Counts what really crosses between server and clients: bytes both ways, messages and client steps."""
 
+import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ease.federation.codec import Part, job_length, part_length, parts_of, update_length
+from ease.federation.codec import Part, encode_part, job_length, part_length, parts_of, update_length
 from ease.federation.lock import Lock
 from ease.federation.objectives import objective
 from ease.federation.protocol import Federation, LocalJob, Update, Wrapped, own_jobs
@@ -31,16 +32,21 @@ class Metered(Wrapped):
     def __init__(self, inner: Federation, known: Sequence[Params] = ()):
         super().__init__(inner)
         self.cost = Cost()
-        self._known = known
+        self._known = {_fingerprint(each) for each in known}
         """States that clients have from the training; the rounds of it that they replay began from such."""
-        self._kept: dict[int, dict[Part, Params | Lock]] = {}
-        """Client -> what it keeps: lock, reference and base of the request, and the last whole state it was sent."""
+        self._kept: dict[int, dict[Part, bytes]] = {}
+        """Client -> what it keeps: lock, reference and base of the request, and the last whole state it was sent.
+
+        By hash: of ten thousand clients, each was last drawn in another round, and would hold another state here.
+        """
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        asked = objective(job.objective)
+        asked, parts = objective(job.objective), parts_of(job, params)  # heavy ones are the same for all
+        marks = {part: _fingerprint(value) for part, value in parts.items()}
+        lengths = {marks[part]: part_length(value) for part, value in parts.items()}
         for client, own in own_jobs(self.inner, job, clients).items():
             self.cost.messages += 1
-            self.cost.bytes_down += job_length(own) + self._parts_length(client, own, params)
+            self.cost.bytes_down += job_length(own) + self._parts_length(client, own, marks, lengths)
         started = time.perf_counter()
         for update in self.inner.run(params, job, clients):  # all at once, so that an engine may run them together
             self.cost.client_seconds += time.perf_counter() - started
@@ -53,13 +59,16 @@ class Metered(Wrapped):
             yield update
             started = time.perf_counter()
 
-    def _parts_length(self, client: int, job: LocalJob, state: Params) -> int:
+    def _parts_length(
+        self, client: int, job: LocalJob, marks: Mapping[Part, bytes], lengths: Mapping[bytes, int]
+    ) -> int:
         """Bytes of the job's parts that the client does not have; a part that serves twice is sent once."""
-        kept, parts = self._kept.setdefault(client, {}), parts_of(job, state)
-        known, length = [*self._known, *kept.values()], 0
-        for part in parts.values():
-            if part not in known:
-                known.append(part)
-                length += part_length(part)
-        kept.update({name: part for name, part in parts.items() if name != "state" or job.sparse is None})
-        return length
+        kept = self._kept.setdefault(client, {})
+        missing = set(marks.values()) - self._known - set(kept.values())
+        kept.update({part: mark for part, mark in marks.items() if part != "state" or job.sparse is None})
+        return sum(lengths[mark] for mark in missing)
+
+
+def _fingerprint(part: Params | Lock) -> bytes:
+    """Equal for equal parts alone: of what is sent, which tells layout and values."""
+    return hashlib.sha256(encode_part(part)).digest()

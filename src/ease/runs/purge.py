@@ -195,7 +195,7 @@ def _rederive(staged: Staged, world: World, release: Release) -> Iterator[Line]:
     if not history.updates:
         return
     shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
-    scratch = History(staged.folder)
+    scratch = History(staged.folder, half=history.half)
     leaving = leaving_clients(request)
     known = run.known()
     assert known is not None

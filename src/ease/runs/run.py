@@ -113,7 +113,8 @@ class Run:
 
     @property
     def history(self) -> History:
-        return History(self.folder, updates=self.config.training.history == "server")
+        training = self.config.training
+        return History(self.folder, updates=training.history == "server", half=training.history_precision == "float16")
 
     def hosted(self, world: World) -> World:
         """The world, its clients' disks being folders of this run where they keep their own history.

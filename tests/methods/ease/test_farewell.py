@@ -157,6 +157,20 @@ def test_what_was_held_after_a_round_is_not_taken_for_what_clients_did(toy_param
     assert all(torch.equal(tensor, torch.full_like(tensor, 3.0)) for tensor in history.moved(1).tensors.values())
 
 
+def test_rounds_without_the_leaving_client_are_not_read(kept) -> None:
+    """Client 2 was in rounds 1, 2, 5 and 6: of round 3 and 4 only the states at both ends are needed."""
+    server, _, keepers, _ = kept()
+    request = ClientRequest(clients=(2,))
+    before = written_by(server, request, keepers, {}, "auto")
+    for number in (3, 4):
+        server.history.update_path(number, 0).unlink()
+    server.history.state_path(3).unlink()
+    after = written_by(server, request, keepers, {}, "auto")
+    assert (before.early, before.late, before.retained) == (after.early, after.late, after.retained)
+    with pytest.raises(UserError, match="missing"):
+        written_by(server, ClientRequest(clients=(0,)), keepers, {}, "auto")
+
+
 # --- refusals ---
 
 

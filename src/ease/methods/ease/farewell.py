@@ -137,20 +137,31 @@ def _zeros(trained: Trained) -> Params:
 
 
 def _read(trained: Trained, wanted: Sequence[Wanted]) -> Groups:
-    """By the same identity: of a round only those updates are read whose weights differ, if they are fewer."""
+    """By the same identity: of a round only those updates are read whose weights differ, if they are fewer.
+
+    Where none differ, a round counts for what it did, and global states at both ends of a stretch of such rounds tell
+    their sum: what is read grows with the rounds that a leaving client took part in, not with all.
+    """
     total = [_zeros(trained), _zeros(trained)]
+    alike: dict[tuple[bool, float], list[int]] = {}
     for each in wanted:
         stored = round_weights(trained, each.round)
         weights: Mapping[int, float] = _differences(stored, each)
         if trained.training.aggregation == "mean" and len(weights) < len(each.weights):
-            moved = trained.history.moved(each.round)
-            total[each.late] = total[each.late] + (each.scale * sum(stored.values())) * moved
+            alike.setdefault((each.late, _round_off(each.scale * sum(stored.values()))), []).append(each.round)
         else:
             weights = each.weights
         for client, weight in weights.items():
             change = trained.history.update(each.round, client).change.map(torch.Tensor.double)
             total[each.late] = total[each.late] + (each.scale * weight) * change
+    for (late, scale), rounds in alike.items():
+        total[late] = total[late] + scale * trained.history.moved_over(rounds)
     return total[0], total[1]
+
+
+def _round_off(scale: float) -> float:
+    """A scale of one, without the last bit that a division and its inverse may leave."""
+    return 1.0 if abs(scale - 1) < 1e-12 else scale
 
 
 def _differences(stored: Mapping[int, float], wanted: Wanted) -> dict[int, float]:

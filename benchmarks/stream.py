@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ease.federation.history import History
 from ease.ledger.policy import load_policy
 from ease.ledger.store import Draft, Ledger
 from ease.ledger.work import work
@@ -52,12 +53,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--share", type=float, default=0.02, help="of all pairs that a request for single pairs names")
     parser.add_argument("--method", default="ease")
     parser.add_argument("--method-set", nargs="*", default=[], help="settings of the method")
+    parser.add_argument("--policy-set", nargs="*", default=[], help="settings of policy.toml")
     parser.add_argument("--set", nargs="*", default=[], dest="settings")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
     config = load_experiment(args.experiment, args.settings).run.model_copy(update={"seed": args.seed})
     method = make_method(args.method, tuple(args.method_set)).model_dump(mode="json")
-    results = stream(config, args.out, args.requests, args.at_once, args.share, method)
+    results = stream(config, args.out, args.requests, args.at_once, args.share, method, args.policy_set)
     write_json(args.out / "stream.json", results, sealed=False)
     (args.out / "stream.md").write_text(page(results))
     (args.out / "stream.svg").write_bytes(encode(stream_figure(drawn_from(results)), "svg"))
@@ -65,7 +67,13 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def stream(
-    config: RunConfig, out: Path, count: int, at_once: int, share: float, method: dict[str, Any]
+    config: RunConfig,
+    out: Path,
+    count: int,
+    at_once: int,
+    share: float,
+    method: dict[str, Any],
+    policy_settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, answer one request after the other, retrain twice without all of them, and measure everything."""
     run = Run.create(out / "run", config)
@@ -73,7 +81,7 @@ def stream(
     for record in run.train(world) if not run.head.releases else ():
         print(f"round {record['round']}", flush=True)
     run, ledger = Run.load(out / "run"), Ledger(out / "run")
-    policy = load_policy(run.folder, ["hold.retain_points=100"])  # falls are measured here, not judged
+    policy = load_policy(run.folder, ["hold.retain_points=100", *policy_settings])  # falls are measured here, not judged
     asked = requests_in_turn(world, count, share, config.seed)
     for number in range(0, count, at_once):
         for place, request in enumerate(asked[number : number + at_once], start=number):
@@ -88,20 +96,21 @@ def stream(
     gone = run.head.gone
     end = World(world.server, world.evaluator).without(*gone)
     retrained = [retrain(run, end, order) for order in range(2)]
-    sets = sets_of(world, asked)
+    sets, first = sets_of(world, asked), History(run.folder)
     rows, spent, whole = [], Spent(), Spent()
     for number, (request, stored) in enumerate(zip(gone, answers, strict=True)):
         told = stored.record().metrics
         closed = {each.id for each in ledger.entries() if each.outcome.get("release") == number + 1}
         left = without(world.evaluator.shards, gone[: number + 1])
         for _ in closed:  # each of them alone would have been a retraining
-            whole += retraining_of(run, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left))
+            whole += retraining_of(run, first, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left))
         spent += Spent(
             told["cost/pairs_passed"], told["cost/bytes_up"] + told["cost/bytes_down"], len(stored.record().rounds)
         )
         rows.append(
             {
                 "kind": request.scope,
+                "trained_again": bool(run.head.releases[number].rounds),
                 "closed": sorted(int(each) for each in closed),
                 "seconds": told["cost/seconds"],
                 "share": spent.over(whole),
@@ -111,7 +120,7 @@ def stream(
     return {
         "config": config.model_dump(mode="json"),
         "requests": [{"kind": each.scope, "pairs": len(sets[f"forget/{n}"])} for n, each in enumerate(asked)],
-        "trained": measure(world, run.history.state(run.history.rounds()), sets),
+        "trained": measure(world, first.state(first.rounds()), sets),
         "retrain": {**measure(world, retrained[0][0], sets), "seconds": retrained[0][1]},
         "again": measure(world, retrained[1][0], sets),
         "rows": rows,
@@ -134,10 +143,10 @@ class Spent:
         return {name: value / asdict(other)[name] for name, value in asdict(self).items()}
 
 
-def retraining_of(run: Run, pairs: int, clients: int) -> Spent:
+def retraining_of(run: Run, first: History, pairs: int, clients: int) -> Spent:
     """What a retraining with so many pairs and clients costs: every pair in each epoch of each round."""
-    training, rounds = run.config.training, range(1, run.history.rounds() + 1)
-    records = [run.history.record(number) for number in rounds]
+    training, rounds = run.config.training, range(1, first.rounds() + 1)
+    records = [first.record(number) for number in rounds]
     sent = sum(record["bytes_up"] + record["bytes_down"] for record in records)
     there = sum(len(record["pairs"]) for record in records) / len(records)
     return Spent(pairs * len(rounds) * training.local_epochs, sent * min(1.0, clients / there), len(rounds))
@@ -232,11 +241,12 @@ def page(results: dict[str, Any]) -> str:
             twice = " / ".join(f"{recall(results[each], name):.1f}" for each in ("retrain", "again"))
             figures = " | ".join(f"{value:.1f}" for value in told)
             first = number == row["closed"][0]
+            again = " (trained again)" if row["trained_again"] else ""
             beside = [f"{recall(row['metrics'], part):.1f}" for part in ("retain", "test")] if first else ["", ""]
             cost = " / ".join(f"{share:.0%}" for share in row["share"].values()) if first else ""
             seconds = f"{row['seconds']:.1f}" if first else ""
             lines.append(
-                f"| {number + 1} {asked['kind']} | {asked['pairs']} | {figures} | {twice} | {' | '.join(beside)} | "
+                f"| {number + 1} {asked['kind']}{again} | {asked['pairs']} | {figures} | {twice} | {' | '.join(beside)} | "
                 f"{seconds} | {cost} |"
             )
     names = [f"forget/{number}" for number in range(len(results["requests"]))]

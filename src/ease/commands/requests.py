@@ -59,7 +59,8 @@ class EntrySummary:
         yield labelled("state", f"{entry.state}{f': {entry.why}' if entry.why else ''}")
         if "answer" in entry.outcome:
             number = entry.outcome.get("release")
-            yield labelled("answer", f"{entry.outcome['answer']}{f', release {number}' if number else ''}")
+            again = ", trained from the start" if entry.outcome.get("trained_again") else ""
+            yield labelled("answer", f"{entry.outcome['answer']}{f', release {number}' if number else ''}{again}")
         if self.seen is not None:
             yield from _touched(self.seen)
         rows = [[each.time[:19], each.before, each.after, each.by, each.why] for each in self.events]
@@ -72,6 +73,7 @@ def _touched(seen: Outlook) -> Iterator[RenderableType]:
         return
     before = f", {seen.gone} more were forgotten before" if seen.gone else ""
     yield labelled("touches", f"{seen.fresh} of {seen.left} training pairs{before}")
+    yield labelled("gone then", f"{seen.worn:.0%} of what the model was trained on")
     held = ", ".join(f"{client} ({count})" for client, count in seen.clients.items())
     yield labelled("clients", f"{held}; in {len(seen.rounds)} rounds")
     yield labelled("models", ", ".join(seen.models) or "none")

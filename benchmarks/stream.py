@@ -81,7 +81,9 @@ def stream(
     for record in run.train(world) if not run.head.releases else ():
         print(f"round {record['round']}", flush=True)
     run, ledger = Run.load(out / "run"), Ledger(out / "run")
-    policy = load_policy(run.folder, ["hold.retain_points=100", *policy_settings])  # falls are measured here, not judged
+    policy = load_policy(
+        run.folder, ["hold.retain_points=100", *policy_settings]
+    )  # falls are measured here, not judged
     asked = requests_in_turn(world, count, share, config.seed)
     for number in range(0, count, at_once):
         for place, request in enumerate(asked[number : number + at_once], start=number):
@@ -103,7 +105,9 @@ def stream(
         closed = {each.id for each in ledger.entries() if each.outcome.get("release") == number + 1}
         left = without(world.evaluator.shards, gone[: number + 1])
         for _ in closed:  # each of them alone would have been a retraining
-            whole += retraining_of(run, first, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left))
+            whole += retraining_of(
+                run, first, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left)
+            )
         spent += Spent(
             told["cost/pairs_passed"], told["cost/bytes_up"] + told["cost/bytes_down"], len(stored.record().rounds)
         )
@@ -246,8 +250,8 @@ def page(results: dict[str, Any]) -> str:
             cost = " / ".join(f"{share:.0%}" for share in row["share"].values()) if first else ""
             seconds = f"{row['seconds']:.1f}" if first else ""
             lines.append(
-                f"| {number + 1} {asked['kind']}{again} | {asked['pairs']} | {figures} | {twice} | {' | '.join(beside)} | "
-                f"{seconds} | {cost} |"
+                f"| {number + 1} {asked['kind']}{again} | {asked['pairs']} | {figures} | {twice} | "
+                f"{' | '.join(beside)} | {seconds} | {cost} |"
             )
     names = [f"forget/{number}" for number in range(len(results["requests"]))]
     weights = [each["pairs"] for each in results["requests"]]

@@ -83,6 +83,8 @@ class TouchesOutput(Config):
     """What an answer is expected to take; null where no round was timed."""
     share: float
     """The same as a share of retraining."""
+    method: str
+    """Which answers it: the one that was asked for, or `retrain` if the policy trains from the start."""
     worn: float
     """Share of the pairs of the last training from the start that will be gone once this is answered."""
     strange: tuple[str, ...]

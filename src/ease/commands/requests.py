@@ -13,8 +13,8 @@ from ease.commands.forget import recalled
 from ease.commands.train import tell_threads
 from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
-from ease.ledger.outlook import Outlook, outlook
-from ease.ledger.policy import Policy
+from ease.ledger.outlook import Outlook, answering, outlook
+from ease.ledger.policy import Policy, load_policy
 from ease.ledger.purging import purge_released
 from ease.ledger.store import Consent, Draft, Entry, Event, Ledger, now
 from ease.ledger.work import Finished, Steps, work
@@ -78,7 +78,8 @@ def _touched(seen: Outlook) -> Iterator[RenderableType]:
     yield labelled("clients", f"{held}; in {len(seen.rounds)} rounds")
     yield labelled("models", ", ".join(seen.models) or "none")
     seconds = "" if seen.seconds is None else f"about {seen.seconds:.0f} s, "
-    yield labelled("cost", f"{seconds}{seen.share:.0%} of retraining")
+    again = "; training from the start, for so much is gone" if seen.method == "retrain" else ""
+    yield labelled("cost", f"{seconds}{seen.share:.0%} of retraining{again}")
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,8 @@ def _shown(run: Run, id: str, added: bool | None = None) -> EntrySummary:
     entry = ledger.entry(id)
     waits = entry.state in ("submitted", "approved", "pending")
     method = make_method(entry.method["method"], table=entry.method)
+    if waits:
+        method = answering(run, entry.request, method, load_policy(run.folder))
     seen = outlook(run, entry.request, method) if waits else None
     return EntrySummary(entry, seen, tuple(ledger.events(id)), added)
 

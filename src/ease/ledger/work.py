@@ -15,13 +15,12 @@ from typing import Any
 
 from ease.errors import Busy, Unwritable, UserError
 from ease.evidence import attest
-from ease.ledger.outlook import outlook
+from ease.ledger.outlook import answering, outlook
 from ease.ledger.policy import Policy
 from ease.ledger.states import State
 from ease.ledger.store import Entry, Ledger
 from ease.methods import make_method
 from ease.methods.base import Step, Unlearner
-from ease.methods.retrain import Retrain
 from ease.requests.request import REQUESTS, Request, combined, remaining
 from ease.runs.answers import answer_of, open_world, release, start_hash, trained_of
 from ease.runs.evaluation import evaluation_sets, measure
@@ -117,7 +116,7 @@ def _answered(
             if len(left) > 1 and (why := outlook(run, request, method).refusal):
                 yield ended(list(left)[1:], "approved", f"not together: {why}")
                 request = _left_of(run, [entry.request for entry in left.values()])
-            method = _renewing(run, request, method, policy)
+            method = answering(run, request, method, policy)
             ledger.plan(list(left), _plan(request, method))
         else:
             request = REQUESTS.validate_python(planned)
@@ -135,15 +134,6 @@ def _answered(
 def _plan(request: Request, method: Unlearner) -> dict[str, Any]:
     """What is about to be done, for whoever has to go on with it."""
     return {"planned": request.model_dump(mode="json"), "method": method.model_dump(mode="json")}
-
-
-def _renewing(run: Run, request: Request, method: Unlearner, policy: Policy) -> Unlearner:
-    """The method that was asked for, or a training from the start that later requests go on from, if so much is gone
-    by now that subtracting is no longer near."""
-    kept_by_clients = run.config.training.history == "client"
-    if isinstance(method, Retrain) or kept_by_clients or outlook(run, request, method).worn <= policy.retrain.gone_share:
-        return method
-    return Retrain(keep=True)
 
 
 def _left_of(run: Run, requests: Sequence[Request]) -> Request:

@@ -150,7 +150,8 @@ def open_world(run: Run, request: Request | None = None, stones: Tombstones | No
     known = run.known(len(head.releases))
     forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
     stones = stones or read_tombstones(run.folder)
-    return World.open(run.config, known, forgotten, stones.bars if stones.ids else None).without(*head.gone)
+    world = World.open(run.config, known, forgotten, stones.bars if stones.ids else None)
+    return replace(world.without(*head.gone), renewed=head.renewed)
 
 
 def _answered(run: Run) -> list[Request]:

@@ -22,7 +22,7 @@ class Release(Config):
     """How many rounds had been trained by then."""
     purged: bool = False
     """Whether what was there before it is gone for good."""
-    rounds: str = Field("", pattern=r"^$|^requests/[^/\\]+/[^/\\]+/rounds$")
+    rounds: str = Field("", pattern=r"^$|^requests/[^./\\][^/\\]*/[^./\\][^/\\]*/rounds$")
     """Where the rounds lie if the answer is a training from the start that later requests go on from; else nothing."""
 
 

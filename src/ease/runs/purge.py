@@ -140,12 +140,12 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
         if path.name != "journal":  # answers of clients, which need not be asked for again
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     world = open_world(run)
-    before = World(world.server, world.evaluator).without(*head.gone[: place + 1])
+    then = Head(releases=head.releases[:place])
+    before = World(world.server, world.evaluator, renewed=then.renewed).without(*head.gone[: place + 1])
     ids = set(named_ids(known[0], release.request))
     ids |= _validation_ids(run, release.request)
     stones = read_tombstones(run.folder).over(known[0], ids)
     superseded = Head(releases=head.releases[:until]).renewed > place
-    then = Head(releases=head.releases[:place])
     rederived = [] if superseded else list(_rederive(staged, run.hosted(before), release, run.history_of(then)))
     newer = head.releases[place + 1 :]
     purged = release.model_copy(update={"request": stones.renamed(release.request), "purged": True})

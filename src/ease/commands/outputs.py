@@ -605,6 +605,7 @@ FILES: dict[str, type[Config]] = {
     "purge.json": PurgeRecord,
     "tombstones.json": Tombstones,
     "rounds/*/round.json": RoundFile,
+    "requests/*/*/rounds/*/round.json": RoundFile,
     "clients/*/rounds/*/round.json": KeptRound,
     "requests/*/*/request.json": BegunFile,
     "requests/*/*/record.json": AnswerRecord,

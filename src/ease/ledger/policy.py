@@ -16,7 +16,7 @@ class HoldPolicy(Config):
 
 
 class RetrainPolicy(Config):
-    gone_share: float = Field(0.5, gt=0, le=1)
+    gone_share: float = Field(0.4, gt=0, le=1)
     """Once more than this share of what the model was trained on is gone, a request is answered by training from the
     start, and later ones go on from there: what is subtracted is true for small changes. 1: never."""
 

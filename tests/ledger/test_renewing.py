@@ -10,6 +10,7 @@ import torch
 from tests.ledger.test_work import add, ids_of, listed, told
 from tests.runs.test_purge import holds, implied
 
+from ease.audit.config import AuditConfig
 from ease.commands.train import train_run
 from ease.errors import UserError
 from ease.evidence import read_log
@@ -21,8 +22,9 @@ from ease.ledger.store import Ledger
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.methods.foundation import Foundation
-from ease.requests.request import ClientRequest, SampleRequest, redealt, without
+from ease.requests.request import ClientRequest, SampleRequest, forget_mask, redealt, without
 from ease.runs.answers import answer_of, open_world, release, trained_of
+from ease.runs.audit import Audit
 from ease.runs.config import load_config
 from ease.runs.forget import forget
 from ease.runs.head import Head
@@ -187,6 +189,21 @@ def test_rounds_that_are_missing_are_no_training_to_go_on_from(ease, kept: Path,
     shutil.rmtree(answer / "rounds" / f"{ROUNDS:05d}")
     with pytest.raises(UserError, match="rounds of this training are missing"):
         release(Run.load(folder), f"client-1/{answer.name}")
+
+
+# --- audits ---
+
+
+def test_an_audit_counts_showings_in_the_training_that_its_request_began_from(folder: Path) -> None:
+    """A client had left before the second request, and the third began from other rounds."""
+    run = Run.load(folder)
+    for place, request in enumerate(run.head.gone):
+        world = open_world(run, request)
+        method = make_method("retrain", ("keep=true",)) if place else make_method("ease")
+        audit = Audit(run, world, answer_of(run, request, method), request, method, AuditConfig())
+        left = [shard.keep(~forget_mask(request, shard)) for shard in world.shards]
+        epochs = run.config.training.local_epochs
+        assert audit._shown_in_training() == ROUNDS * epochs * sum(len(shard.train) for shard in left)
 
 
 # --- purge ---

@@ -1,7 +1,7 @@
 """What `ease request` and `ease work` do: hand requests in, look at them, decide, and answer what waits."""
 
 import getpass
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,13 +58,21 @@ class EntrySummary:
                 yield labelled(name, getattr(entry, name))
         yield labelled("state", f"{entry.state}{f': {entry.why}' if entry.why else ''}")
         if "answer" in entry.outcome:
-            number = entry.outcome.get("release")
-            again = ", trained from the start" if entry.outcome.get("trained_again") else ""
-            yield labelled("answer", f"{entry.outcome['answer']}{f', release {number}' if number else ''}{again}")
+            yield labelled("answer", _answer(entry.outcome))
         if self.seen is not None:
             yield from _touched(self.seen)
         rows = [[each.time[:19], each.before, each.after, each.by, each.why] for each in self.events]
         yield table("Steps", ["time (UTC)", "from", "to", "by", "why"], rows, text_columns=5)
+
+
+def _answer(outcome: Mapping[str, Any]) -> str:
+    """Where an answer lies, and what it became."""
+    number, again = outcome.get("release"), outcome.get("trained_again")
+    return (
+        str(outcome.get("answer", ""))
+        + (f", release {number}" if number else "")
+        + (", trained from the start" if again else "")
+    )
 
 
 def _touched(seen: Outlook) -> Iterator[RenderableType]:
@@ -137,7 +145,7 @@ class WorkSummary:
             [
                 ", ".join(each.ids),
                 each.state,
-                each.why or f"{each.outcome.get('answer', '')}, release {each.outcome.get('release', '')}",
+                each.why or _answer(each.outcome),
                 *(_figure(each.outcome.get(name)) for name in ("retain_before", "retain_after", "seconds")),
             ]
             for each in self.finished

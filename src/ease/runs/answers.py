@@ -252,6 +252,9 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
         raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
     stored = StoredAnswer(run.folder / "requests" / request_name / (label or "ease"))
+    if not label and not stored.done:  # the queue may have answered by another method
+        released = [each.answer for each in run.head.releases if each.answer.startswith(f"{request_name}/")]
+        stored = StoredAnswer(run.folder / "requests" / released[-1]) if released else stored
     if not stored.done:
         known = ", ".join(finished_answers(run)) or "none"
         raise UserError(f"{name}: no finished request of that name in {run.folder}; finished: {known}")

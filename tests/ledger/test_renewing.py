@@ -259,3 +259,15 @@ def test_a_head_names_no_rounds_outside_its_answers() -> None:
     for path in ("../rounds", "requests/../../rounds", "/rounds", "requests/a/rounds"):
         with pytest.raises(ValueError, match="rounds"):
             Head.model_validate({"releases": [{**told, "rounds": path}]})
+
+
+@pytest.mark.slow
+def test_requests_before_and_after_a_training_from_the_start_are_audited(ease, folder: Path) -> None:
+    name = told(ease, "forget", folder, "--client", 2)["id"]
+    release(Run.load(folder), name)
+    for request in ("client-1", "client-2"):
+        result = ease("audit", folder, "--request", request, "--retrain", "--shadows", 4, "--pool", 16, "--json")
+        assert result.code == 0, result.err
+        assert told(ease, "certificate", folder, "--request", request)
+        certificate = folder / "requests" / request / "ease" / "certificate.json"
+        assert ease("verify", certificate, "--run", folder).code == 0

@@ -1,8 +1,9 @@
-"""Answers a stream of mixed requests, each released before the next, and compares the end with one retraining.
+"""Answers a stream of mixed requests, each released before the next, and compares the end with retrainings.
 
 python benchmarks/stream.py --requests 20 --seed 0 --out results/stream
 python benchmarks/stream.py experiments/main-flickr8k.toml --requests 8 --seed 0 --out results/stream-flickr8k \\
     --set run.data.path=flickr8k/dataset_flickr8k.json
+python benchmarks/stream.py --read results/stream*/stream.json    # one line for each
 
 Kinds take turns: single pairs of a client, a client, single pairs of another client, a class. What each names is drawn
 from what is left by then. Requests go through the ledger, as people would hand them in; with `--at-once 5` five are
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ease.federation.history import History
 from ease.ledger.policy import load_policy
 from ease.ledger.store import Draft, Ledger
 from ease.ledger.work import work
@@ -47,34 +49,58 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("experiment", nargs="?", type=Path, default=ROOT / "experiments" / "stream.toml")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--read", type=Path, nargs="*", help="only show finished ones, one line each")
+    parser.add_argument("--retrains", type=int, default=2, help="retrainings without all that is gone, in other orders")
     parser.add_argument("--at-once", type=int, default=1, help="requests that are handed in before the queue is worked")
     parser.add_argument("--share", type=float, default=0.02, help="of all pairs that a request for single pairs names")
     parser.add_argument("--method", default="ease")
     parser.add_argument("--method-set", nargs="*", default=[], help="settings of the method")
+    parser.add_argument("--policy-set", nargs="*", default=[], help="settings of policy.toml")
     parser.add_argument("--set", nargs="*", default=[], dest="settings")
     args = parser.parse_args(words)
+    if args.read:
+        print(table([json.loads(path.read_text()) for path in args.read]))
+        return
+    if args.out is None or args.retrains < 2:
+        parser.error(
+            "name a folder with --out, and at least two --retrains: their spread is what a gap is held against"
+        )
     torch.set_num_threads(1)
     config = load_experiment(args.experiment, args.settings).run.model_copy(update={"seed": args.seed})
     method = make_method(args.method, tuple(args.method_set)).model_dump(mode="json")
-    results = stream(config, args.out, args.requests, args.at_once, args.share, method)
+    asked = Asked(args.requests, args.at_once, args.share, args.retrains)
+    results = stream(config, args.out, asked, method, args.policy_set)
     write_json(args.out / "stream.json", results, sealed=False)
     (args.out / "stream.md").write_text(page(results))
     (args.out / "stream.svg").write_bytes(encode(stream_figure(drawn_from(results)), "svg"))
     print(page(results))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the stream is made of."""
+
+    count: int
+    at_once: int
+    share: float
+    retrains: int
+
+
 def stream(
-    config: RunConfig, out: Path, count: int, at_once: int, share: float, method: dict[str, Any]
+    config: RunConfig, out: Path, wanted: Asked, method: dict[str, Any], policy_settings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Train, answer one request after the other, retrain twice without all of them, and measure everything."""
+    """Train, answer one request after the other, retrain without all of them, and measure everything."""
+    count, at_once = wanted.count, wanted.at_once
     run = Run.create(out / "run", config)
     world = World.open(config, run.known())
     for record in run.train(world) if not run.head.releases else ():
         print(f"round {record['round']}", flush=True)
     run, ledger = Run.load(out / "run"), Ledger(out / "run")
-    policy = load_policy(run.folder, ["hold.retain_points=100"])  # falls are measured here, not judged
-    asked = requests_in_turn(world, count, share, config.seed)
+    policy = load_policy(
+        run.folder, ["hold.retain_points=100", *policy_settings]
+    )  # falls are measured here, not judged
+    asked = requests_in_turn(world, count, wanted.share, config.seed)
     for number in range(0, count, at_once):
         for place, request in enumerate(asked[number : number + at_once], start=number):
             entry, _ = ledger.add(Draft(request, method, asked_by="benchmark", id=f"{place:03d}"))
@@ -87,21 +113,24 @@ def stream(
     answers = [StoredAnswer(run.folder / "requests" / release.answer) for release in run.head.releases]
     gone = run.head.gone
     end = World(world.server, world.evaluator).without(*gone)
-    retrained = [retrain(run, end, order) for order in range(2)]
-    sets = sets_of(world, asked)
+    retrained = [retrain(run, end, order) for order in range(wanted.retrains)]
+    sets, first = sets_of(world, asked), History(run.folder)
     rows, spent, whole = [], Spent(), Spent()
     for number, (request, stored) in enumerate(zip(gone, answers, strict=True)):
         told = stored.record().metrics
         closed = {each.id for each in ledger.entries() if each.outcome.get("release") == number + 1}
         left = without(world.evaluator.shards, gone[: number + 1])
         for _ in closed:  # each of them alone would have been a retraining
-            whole += retraining_of(run, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left))
+            whole += retraining_of(
+                run, first, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left)
+            )
         spent += Spent(
             told["cost/pairs_passed"], told["cost/bytes_up"] + told["cost/bytes_down"], len(stored.record().rounds)
         )
         rows.append(
             {
                 "kind": request.scope,
+                "trained_again": bool(run.head.releases[number].rounds),
                 "closed": sorted(int(each) for each in closed),
                 "seconds": told["cost/seconds"],
                 "share": spent.over(whole),
@@ -111,9 +140,11 @@ def stream(
     return {
         "config": config.model_dump(mode="json"),
         "requests": [{"kind": each.scope, "pairs": len(sets[f"forget/{n}"])} for n, each in enumerate(asked)],
-        "trained": measure(world, run.history.state(run.history.rounds()), sets),
-        "retrain": {**measure(world, retrained[0][0], sets), "seconds": retrained[0][1]},
-        "again": measure(world, retrained[1][0], sets),
+        "trained": measure(world, first.state(first.rounds()), sets),
+        "retrained": [{**measure(world, model, sets), "seconds": seconds} for model, seconds in retrained],
+        "method": method,
+        "policy": policy.model_dump(mode="json"),
+        "at_once": at_once,
         "rows": rows,
         "sets": {name: len(positions) for name, positions in sets.items()},
     }
@@ -134,10 +165,10 @@ class Spent:
         return {name: value / asdict(other)[name] for name, value in asdict(self).items()}
 
 
-def retraining_of(run: Run, pairs: int, clients: int) -> Spent:
+def retraining_of(run: Run, first: History, pairs: int, clients: int) -> Spent:
     """What a retraining with so many pairs and clients costs: every pair in each epoch of each round."""
-    training, rounds = run.config.training, range(1, run.history.rounds() + 1)
-    records = [run.history.record(number) for number in rounds]
+    training, rounds = run.config.training, range(1, first.rounds() + 1)
+    records = [first.record(number) for number in rounds]
     sent = sum(record["bytes_up"] + record["bytes_down"] for record in records)
     there = sum(len(record["pairs"]) for record in records) / len(records)
     return Spent(pairs * len(rounds) * training.local_epochs, sent * min(1.0, clients / there), len(rounds))
@@ -200,6 +231,87 @@ def recall(metrics: dict[str, float], name: str) -> float:
     return metrics[f"{name}/recall@1"]
 
 
+def reference(retrained: Sequence[dict[str, float]], name: str) -> float:
+    """What retraining gives, by the mean of some."""
+    return float(np.mean([recall(each, name) for each in retrained]))
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """How far a model's recalls lie from the mean of retrainings."""
+
+    requests: list[float]
+    """Of each request's pairs."""
+    forget: float
+    """Over all forgotten pairs."""
+    retain: float
+    test: float
+
+    @classmethod
+    def of(cls, results: dict[str, Any], model: dict[str, float], retrained: Sequence[dict[str, float]]) -> "Gaps":
+        def gap(name: str) -> float:
+            return recall(model, name) - reference(retrained, name)
+
+        requests = [gap(f"forget/{number}") for number in range(len(results["requests"]))]
+        weights = [each["pairs"] for each in results["requests"]]
+        return cls(requests, float(np.average(requests, weights=weights)), gap("retain"), gap("test"))
+
+    @property
+    def distance(self) -> float:
+        return float(np.mean(np.abs(self.requests)))
+
+    @property
+    def furthest(self) -> float:
+        return max(self.requests, key=abs)
+
+    @property
+    def near(self) -> int:
+        """Requests within three points."""
+        return sum(abs(each) <= 3 for each in self.requests)
+
+
+def compared(results: dict[str, Any]) -> tuple[Gaps, list[Gaps]]:
+    """The last release beside all retrainings, and each retraining beside the others."""
+    models = results["retrained"]
+    others = [Gaps.of(results, each, [one for one in models if one is not each]) for each in models]
+    return Gaps.of(results, results["rows"][-1]["metrics"], models), others
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """One line for each stream: gaps to retraining in points of R@1, in brackets those of one more retraining."""
+    lines = [
+        "| seed | requests | gone | trained again at | forget | distance of a request | within 3 | furthest | retain "
+        "| test | computing / bytes / rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for results in found:
+        (end, others), rows = compared(results), results["rows"]
+        gone, left = sum(each["pairs"] for each in results["requests"]), results["sets"]["retain"]
+
+        def usual(name: str, others: list[Gaps] = others) -> float:
+            return float(np.mean([abs(getattr(each, name)) for each in others]))
+
+        cells = [
+            f"{results['config']['seed']}",
+            f"{len(end.requests)}, {results['at_once']} at once",
+            f"{gone / (gone + left):.0%}",
+            ", ".join(str(row["closed"][-1] + 1) for row in rows if row["trained_again"]) or "never",
+            f"{end.forget:+.1f} ({usual('forget'):.1f})",
+            f"{end.distance:.1f} ({usual('distance'):.1f})",
+            f"{end.near} ({usual('near'):.0f})",
+            f"{end.furthest:+.1f} ({usual('furthest'):.1f})",
+            f"{end.retain:+.1f} ({usual('retain'):.1f})",
+            f"{end.test:+.1f} ({usual('test'):.1f})",
+            shares(rows[-1]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shares(row: dict[str, Any]) -> str:
+    return " / ".join(f"{row['share'][name]:.0%}" for name in ("passed", "bytes", "rounds"))
+
+
 def drawn_from(results: dict[str, Any]) -> StreamResults:
     rows, requests = results["rows"], results["requests"]
     names = [*(f"forget/{number}" for number in range(len(requests))), "retain", "test"]
@@ -211,7 +323,7 @@ def drawn_from(results: dict[str, Any]) -> StreamResults:
         retain=[recall(row["metrics"], "retain") for row in rows],
         test=[recall(row["metrics"], "test") for row in rows],
         shares={name: [row["share"][name] for row in rows] for name in ("passed", "bytes", "rounds")},
-        retrain={name: recall(results["retrain"], name) for name in names},
+        retrain={name: reference(results["retrained"], name) for name in names},
     )
 
 
@@ -222,35 +334,38 @@ def page(results: dict[str, Any]) -> str:
         f"R@1 in percent, galleries of {last['gallery']:.0f} pairs. Cost until then, as a share of retraining after "
         "each request: pairs passed through the model / bytes / synchronous rounds.",
         "",
-        "| request | pairs | trained | when closed | at the end | retrain, twice | retain | test | seconds | cost |",
+        "| request | pairs | trained | when closed | at the end | retrain (spread) | retain | test | seconds | cost |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for number in row["closed"]:
             name, asked = f"forget/{number}", results["requests"][number]
             told = [recall(each, name) for each in (results["trained"], row["metrics"], last)]
-            twice = " / ".join(f"{recall(results[each], name):.1f}" for each in ("retrain", "again"))
+            others = [recall(each, name) for each in results["retrained"]]
             figures = " | ".join(f"{value:.1f}" for value in told)
             first = number == row["closed"][0]
+            again = " (trained again)" if row["trained_again"] else ""
             beside = [f"{recall(row['metrics'], part):.1f}" for part in ("retain", "test")] if first else ["", ""]
-            cost = " / ".join(f"{share:.0%}" for share in row["share"].values()) if first else ""
+            cost = shares(row) if first else ""
             seconds = f"{row['seconds']:.1f}" if first else ""
             lines.append(
-                f"| {number + 1} {asked['kind']} | {asked['pairs']} | {figures} | {twice} | {' | '.join(beside)} | "
-                f"{seconds} | {cost} |"
+                f"| {number + 1} {asked['kind']}{again} | {asked['pairs']} | {figures} | "
+                f"{np.mean(others):.1f} ({np.std(others, ddof=1):.1f}) | "
+                f"{' | '.join(beside)} | {seconds} | {cost} |"
             )
-    names = [f"forget/{number}" for number in range(len(results["requests"]))]
-    weights = [each["pairs"] for each in results["requests"]]
-    for label, one in (("At the end", last), ("Another retraining", results["again"])):
-        gaps = [recall(one, name) - recall(results["retrain"], name) for name in names]
-        beside = {part: recall(one, part) - recall(results["retrain"], part) for part in ("retain", "test")}
-        lines += [
+    seconds = [each["seconds"] for each in results["retrained"]]
+    return "\n".join(
+        [
+            *lines,
             "",
-            f"{label}: forget {np.average(gaps, weights=weights):+.1f} from retrain's (mean over pairs; mean distance "
-            f"of a request {np.mean(np.abs(gaps)):.1f}, furthest {max(gaps, key=abs):+.1f}), retain "
-            f"{beside['retain']:+.1f}, test {beside['test']:+.1f}.",
+            f"The end beside the mean of {len(seconds)} retrainings; in brackets, each of them beside the others:",
+            "",
+            table([results]),
+            "",
+            f"One retraining took {np.mean(seconds):.1f} s.",
+            "",
         ]
-    return "\n".join([*lines, "", f"One retraining took {results['retrain']['seconds']:.1f} s.", ""])
+    )
 
 
 if __name__ == "__main__":

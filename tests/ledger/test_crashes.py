@@ -26,9 +26,12 @@ BEFORE = (
     ["train", "--out", "run", "--quiet", *SETTINGS],
     ["request", "add", "run", "--client", "1", "--approve", "--id", "c", "--quiet"],
     ["request", "add", "run", "--samples", "ids.txt", "--approve", "--id", "s", "--quiet"],
+    ["request", "add", "run", "--samples", "more.txt", "--approve", "--id", "t", "--quiet"],
     ["request", "add", "run", "--client", "1", "--by", "another", "--approve", "--id", "again", "--quiet"],
 )
-COMMANDS = {"work": ["work", "run", "--quiet", "--set", "hold.retain_points=100"], "purge": ["purge", "run", "--quiet"]}
+POLICY = ["--set", "hold.retain_points=100", "--set", "retrain.gone_share=0.35"]
+"""A client of three leaves; with pairs of another, more than that is gone, and all is trained from the start."""
+COMMANDS = {"work": ["work", "run", "--quiet", *POLICY], "purge": ["purge", "run", "--quiet"]}
 STRUCK_BY_DEFAULT = 4
 
 
@@ -83,11 +86,15 @@ def begun(tmp_path_factory) -> dict[str, Begun]:
         command(BEFORE[0])
         held = json.loads((folder / "run" / "membership.json").read_text())["clients"]
         (folder / "ids.txt").write_text("\n".join(held[0]["train_ids"][:2]))
+        (folder / "more.txt").write_text("\n".join(held[2]["train_ids"][:2]))
         for arguments in BEFORE[1:]:
             command(arguments)
-    return {
+    whole = {
         name: begin(folder, arguments, tmp_path_factory.mktemp(name), contents) for name, arguments in COMMANDS.items()
     }
+    head = Run.load(folder / "run").head
+    assert head.renewed == 2 and len(head.releases) == 3  # one subtracted, one trained from the start, one after it
+    return whole
 
 
 @pytest.mark.parametrize("name", COMMANDS)

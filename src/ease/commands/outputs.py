@@ -83,6 +83,10 @@ class TouchesOutput(Config):
     """What an answer is expected to take; null where no round was timed."""
     share: float
     """The same as a share of retraining."""
+    method: str
+    """Which answers it: the one that was asked for, or `retrain` if the policy trains from the start."""
+    worn: float
+    """Share of the pairs of the last training from the start that will be gone once this is answered."""
     strange: tuple[str, ...]
     """Ids, clients or classes that this run does not have."""
 
@@ -602,6 +606,7 @@ FILES: dict[str, type[Config]] = {
     "purge.json": PurgeRecord,
     "tombstones.json": Tombstones,
     "rounds/*/round.json": RoundFile,
+    "requests/*/*/rounds/*/round.json": RoundFile,
     "clients/*/rounds/*/round.json": KeptRound,
     "requests/*/*/request.json": BegunFile,
     "requests/*/*/record.json": AnswerRecord,

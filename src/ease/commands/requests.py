@@ -1,7 +1,7 @@
 """What `ease request` and `ease work` do: hand requests in, look at them, decide, and answer what waits."""
 
 import getpass
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +13,8 @@ from ease.commands.forget import recalled
 from ease.commands.train import tell_threads
 from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
-from ease.ledger.outlook import Outlook, outlook
-from ease.ledger.policy import Policy
+from ease.ledger.outlook import Outlook, answering, outlook
+from ease.ledger.policy import Policy, load_policy
 from ease.ledger.purging import purge_released
 from ease.ledger.store import Consent, Draft, Entry, Event, Ledger, now
 from ease.ledger.work import Finished, Steps, work
@@ -58,12 +58,21 @@ class EntrySummary:
                 yield labelled(name, getattr(entry, name))
         yield labelled("state", f"{entry.state}{f': {entry.why}' if entry.why else ''}")
         if "answer" in entry.outcome:
-            number = entry.outcome.get("release")
-            yield labelled("answer", f"{entry.outcome['answer']}{f', release {number}' if number else ''}")
+            yield labelled("answer", _answer(entry.outcome))
         if self.seen is not None:
             yield from _touched(self.seen)
         rows = [[each.time[:19], each.before, each.after, each.by, each.why] for each in self.events]
         yield table("Steps", ["time (UTC)", "from", "to", "by", "why"], rows, text_columns=5)
+
+
+def _answer(outcome: Mapping[str, Any]) -> str:
+    """Where an answer lies, and what it became."""
+    number, again = outcome.get("release"), outcome.get("trained_again")
+    return (
+        str(outcome.get("answer", ""))
+        + (f", release {number}" if number else "")
+        + (", trained from the start" if again else "")
+    )
 
 
 def _touched(seen: Outlook) -> Iterator[RenderableType]:
@@ -72,11 +81,13 @@ def _touched(seen: Outlook) -> Iterator[RenderableType]:
         return
     before = f", {seen.gone} more were forgotten before" if seen.gone else ""
     yield labelled("touches", f"{seen.fresh} of {seen.left} training pairs{before}")
+    yield labelled("gone then", f"{seen.worn:.0%} of what the model was trained on")
     held = ", ".join(f"{client} ({count})" for client, count in seen.clients.items())
     yield labelled("clients", f"{held}; in {len(seen.rounds)} rounds")
     yield labelled("models", ", ".join(seen.models) or "none")
     seconds = "" if seen.seconds is None else f"about {seen.seconds:.0f} s, "
-    yield labelled("cost", f"{seconds}{seen.share:.0%} of retraining")
+    again = "; training from the start, for so much is gone" if seen.method == "retrain" else ""
+    yield labelled("cost", f"{seconds}{seen.share:.0%} of retraining{again}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ class WorkSummary:
             [
                 ", ".join(each.ids),
                 each.state,
-                each.why or f"{each.outcome.get('answer', '')}, release {each.outcome.get('release', '')}",
+                each.why or _answer(each.outcome),
                 *(_figure(each.outcome.get(name)) for name in ("retain_before", "retain_after", "seconds")),
             ]
             for each in self.finished
@@ -229,6 +240,8 @@ def _shown(run: Run, id: str, added: bool | None = None) -> EntrySummary:
     entry = ledger.entry(id)
     waits = entry.state in ("submitted", "approved", "pending")
     method = make_method(entry.method["method"], table=entry.method)
+    if waits:
+        method = answering(run, entry.request, method, load_policy(run.folder))
     seen = outlook(run, entry.request, method) if waits else None
     return EntrySummary(entry, seen, tuple(ledger.events(id)), added)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +268,10 @@ def _before(run: Run, certificate: Certificate) -> str:
     for release in run.head.releases:
         if release.model_sha256 == wanted:
             return _hashes_to(run.model_path(release), wanted)
-    for number in range(run.history.rounds(), 0, -1):
-        if run.history.record(number)["sha256"]["state.safetensors"] == wanted:
-            return _hashes_to(run.history.state_path(number), wanted)
+    for history in (replace(run.history, place=place) for place in run.head.places):
+        for number in range(history.rounds(), 0, -1):
+            if history.record(number)["sha256"]["state.safetensors"] == wanted:
+                return _hashes_to(history.state_path(number), wanted)
     raise Refuted("no model of this run has the hash of the model before")
 
 

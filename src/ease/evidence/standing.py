@@ -34,7 +34,8 @@ def _releases(run: Run) -> None:
         if log is None or not log.tells(RELEASED, answer=label, release=place):
             witness(run, stored, release.request)
             told = {"answer": label, "release": place, "model": release.model_sha256}
-            append(run, RELEASED, {**told, "after_round": release.after_round})
+            again = {"trained_again": True} if release.rounds else {}
+            append(run, RELEASED, {**told, "after_round": release.after_round, **again})
 
 
 def _joins(run: Run) -> None:

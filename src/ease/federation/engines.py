@@ -53,10 +53,11 @@ def remote_engine(
     holdings: Mapping[int, Sequence[str]],
     held: Mapping[int, Collection[str]],
     gone: tuple[Request, ...],
+    renewed: int,
     backbone: str,
     deadline: float | None,
 ) -> Remote:
     """Clients of the federation in `folder`: by the sockets of their nodes, or anywhere behind a Flower server."""
     sockets = {client: node_socket(folder, client) for client in holdings}
     line: Line = Flower(folder) if kind == "flower" else Sockets(sockets)
-    return Remote(line, holdings, held, run_name, gone, backbone, deadline)
+    return Remote(line, holdings, held, run_name, gone, renewed, backbone, deadline)

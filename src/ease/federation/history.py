@@ -24,6 +24,7 @@ from ease.storage import read_json, read_some, sha256, write_atomic, write_json
 
 MISSING = "missing from the history; restore it or train again"
 UPDATES = "updates.bin"
+ROUNDS = "rounds"
 DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
 AT_CLIENTS = (
     'this run keeps updates at its clients (training.history = "client") and none at the server; use --method ease, '
@@ -45,6 +46,8 @@ class History:
     """Whether clients' updates are kept here; if not, each client keeps its own."""
     half: bool = False
     """Whether updates are written in half precision; what is there already is read as it was written."""
+    place: str = ROUNDS
+    """Where the rounds lie under the folder: a training that was made again has a place of its own."""
 
     @property
     def initial_path(self) -> Path:
@@ -223,7 +226,7 @@ class History:
         _verify_file(self._round(number) / name, self.record(number)["sha256"].get(name))
 
     def _round(self, number: int) -> Path:
-        return self.folder / "rounds" / f"{number:05d}"
+        return self.folder / self.place / f"{number:05d}"
 
 
 def _sum(parts: Iterable[Params]) -> Params:

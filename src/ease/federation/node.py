@@ -35,7 +35,7 @@ from ease.federation.shelf import Shelf
 from ease.federation.wire import UPDATE, Answer, Ask, Present, decode_ask, encode, receive, send
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params, layout_of
-from ease.requests.request import Request, without
+from ease.requests.request import Request, redealt, without
 from ease.storage import digest, read_json, write_json
 
 HOUR = 3600.0
@@ -147,7 +147,7 @@ class Node:
         if objection := self.policy.objection(job, ask.cohort, self._times, now):
             raise UserError(objection)
         self._check_layout(job, state)
-        engine = self._engine(ask.run, ask.gone)
+        engine = self._engine(ask.run, ask.gone, ask.renewed)
         self._times.append(now)
         (update,) = engine.perform(state, {self.shard.client: job})
         self._say(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
@@ -171,7 +171,7 @@ class Node:
         if own is not None and shapes != {name: shape for name, shape, _ in layout_of(own.tensors)}:
             raise UserError("the state is not one of this client's model; give server and nodes the same configuration")
 
-    def _engine(self, run: str, gone: tuple[Request, ...]) -> Loop:
+    def _engine(self, run: str, gone: tuple[Request, ...], renewed: int) -> Loop:
         """The client's data without what closed requests named; what was closed once stays closed."""
         path = self.folder / "runs" / run / "gone.json"
         closed = validate(Gone, read_json(path), str(path)).requests if path.is_file() else ()
@@ -179,13 +179,13 @@ class Node:
             raise UserError(f"the job would touch what a closed request took away ({lost[0].scope})")
         if gone != closed:
             write_json(path, Gone(requests=gone).model_dump(mode="json"))
-        if self._ready is None or self._ready[0] != (run, gone):
-            left = without((self.shard,), gone)
+        if self._ready is None or self._ready[0] != (run, gone, renewed):
+            left = redealt(without((self.shard,), gone), {self.shard.client: self.shard}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
             kept = Kept(self.shard.client, path.parent)
             data = replace(ClientData.of(left[0], self.activations, self.device), kept=kept)
-            self._ready = (run, gone), Loop(self.model, {self.shard.client: data})
+            self._ready = (run, gone, renewed), Loop(self.model, {self.shard.client: data})
         return self._ready[1]
 
     def _present(self, ask: Ask) -> Present:

@@ -93,6 +93,8 @@ class Remote:
     """The same without what is gone."""
     run_name: str
     gone: tuple[Request, ...] = ()
+    renewed: int = 0
+    """How many of them came before the training from the start that the run goes on from."""
     backbone: str = ""
     """Hash of the frozen weights that nodes must have."""
     deadline: float | None = None
@@ -221,6 +223,7 @@ class Remote:
             cohort=cohort,
             parts=tuple(sorted(parts)),
             gone=gone,
+            renewed=self.renewed,
         )
         return encode(ask, {JOB: job, **lacking})
 

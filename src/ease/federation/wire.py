@@ -47,6 +47,8 @@ class Ask(Config):
     """What the job comes with, sent now or earlier; other states that it names are the client's own."""
     gone: tuple[Request, ...] = ()
     """Requests that are closed: the job may not touch what they name."""
+    renewed: int = Field(0, ge=0)
+    """How many of them came before the training from the start whose rounds a job may repeat."""
 
 
 class Present(Config):

@@ -8,10 +8,13 @@ from typing import Any
 
 from ease.data.membership import Membership
 from ease.errors import UserError
+from ease.ledger.policy import Policy
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
 from ease.methods.ease.counterfactual import replay_count
+from ease.methods.retrain import Retrain
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.runs.head import Head
 from ease.runs.run import Run
 from ease.runs.tombstones import read_tombstones
 
@@ -36,6 +39,10 @@ class Outlook:
     """What an answer is expected to take; None where no round was timed."""
     share: float
     """The same as a share of retraining."""
+    method: str
+    """Which answers it."""
+    worn: float
+    """Share of the pairs of the last training from the start that will be gone once this is answered."""
     strange: tuple[str, ...]
     """Ids, clients or classes that this run does not have."""
 
@@ -91,8 +98,27 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
         models=(f"trained, round {history.rounds()}", *(each.answer for each in head.releases)) if rounds else (),
         seconds=None if each is None else cost * each,
         share=cost / run.config.training.rounds,
+        method=method.name,
+        worn=_worn(members, head, request),
         strange=_strange(members, len(known[1]), request),
     )
+
+
+def answering(run: Run, request: Request, method: Unlearner, policy: Policy) -> Unlearner:
+    """The method that was asked for, or a training from the start that later requests go on from: once much is gone,
+    what is subtracted is no longer true. Where clients keep the history, a second one would overwrite the first."""
+    at_clients = run.config.training.history == "client"
+    if isinstance(method, Retrain) or at_clients or outlook(run, request, method).worn <= policy.retrain.gone_share:
+        return method
+    return Retrain(keep=True)
+
+
+def _worn(members: Membership, head: Head, request: Request) -> float:
+    """How much of what the last training from the start had is gone once a request is answered."""
+    never = _named(members, head.gone[: head.renewed])
+    gone = _named(members, (*head.gone, request))
+    had = {holding.client: ids - never.get(holding.client, set()) for holding, ids in _held(members)}
+    return sum(len(ids & gone[client]) for client, ids in had.items()) / max(1, sum(map(len, had.values())))
 
 
 def _held(members: Membership) -> list[tuple[Any, set[str]]]:

@@ -1,4 +1,4 @@
-"""What a run's queue does by itself: when a model is held for a person, and when what it leaves behind is purged."""
+"""What a run's queue does by itself: when it holds a model for a person, trains from the start, or purges."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,12 @@ class HoldPolicy(Config):
     """A model whose recall@1 of retained pairs lies more points than that below the one before waits for a person."""
 
 
+class RetrainPolicy(Config):
+    gone_share: float = Field(0.4, gt=0, le=1)
+    """Once more than this share of what the model was trained on is gone, a request is answered by training from the
+    start, and later ones go on from there: what is subtracted is true for small changes. 1: never."""
+
+
 class PurgePolicy(Config):
     after_days: float | None = Field(None, ge=0)
     """Purge at the end of `ease work` what was released so long ago; absent: only `ease purge` does."""
@@ -24,6 +30,7 @@ class Policy(Config):
     """`policy.toml` of a run; absent, the defaults."""
 
     hold: HoldPolicy = HoldPolicy()
+    retrain: RetrainPolicy = RetrainPolicy()
     purge: PurgePolicy = PurgePolicy()
 
 

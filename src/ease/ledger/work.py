@@ -15,7 +15,7 @@ from typing import Any
 
 from ease.errors import Busy, Unwritable, UserError
 from ease.evidence import attest
-from ease.ledger.outlook import outlook
+from ease.ledger.outlook import answering, outlook
 from ease.ledger.policy import Policy
 from ease.ledger.states import State
 from ease.ledger.store import Entry, Ledger
@@ -92,7 +92,7 @@ def _answered(
     def given_back() -> dict[str, Any]:
         """What is remembered of requests that come here again: of a release that was made, what it was to forget."""
         made = request is not None and request in run.head.gone
-        return {"planned": request.model_dump(mode="json")} if request is not None and made else {}
+        return _plan(request, method) if request is not None and made else {}
 
     def ended(these: Sequence[str], state: State, why: str, outcome: dict[str, Any] | None = None) -> Finished:
         ledger.move(these, state, by, why, outcome)
@@ -101,8 +101,9 @@ def _answered(
         return Finished(tuple(these), state, why, outcome or {})
 
     try:
-        method = make_method(entries[0].method["method"], table=entries[0].method)
-        planned = entries[0].outcome.get("planned")
+        planned, by_method = (entries[0].outcome.get(name) for name in ("planned", "method"))
+        settings = by_method or entries[0].method
+        method = make_method(settings["method"], table=settings)
         if planned is None:
             trained_of(run)  # an unfinished training can answer nothing
             for entry in entries:
@@ -115,7 +116,8 @@ def _answered(
             if len(left) > 1 and (why := outlook(run, request, method).refusal):
                 yield ended(list(left)[1:], "approved", f"not together: {why}")
                 request = _left_of(run, [entry.request for entry in left.values()])
-            ledger.plan(list(left), {"planned": request.model_dump(mode="json")})
+            method = answering(run, request, method, policy)
+            ledger.plan(list(left), _plan(request, method))
         else:
             request = REQUESTS.validate_python(planned)
         waived = {entry.waived for entry in left.values()}
@@ -127,6 +129,11 @@ def _answered(
         yield ended(list(left), "pending", str(error), given_back())
         return
     yield ended(list(left), "pending" if held else "done", held, outcome)
+
+
+def _plan(request: Request, method: Unlearner) -> dict[str, Any]:
+    """What is about to be done, for whoever has to go on with it."""
+    return {"planned": request.model_dump(mode="json"), "method": method.model_dump(mode="json")}
 
 
 def _left_of(run: Run, requests: Sequence[Request]) -> Request:
@@ -172,4 +179,5 @@ def _released(
         release(run, name)
     attest(run)
     place = next(number for number, each in enumerate(run.head.releases, start=1) if each.request == request)
-    return {**outcome, "release": place}, ""
+    again = {"trained_again": True} if run.head.releases[place - 1].rounds else {}
+    return {**outcome, "release": place, **again}, ""

@@ -92,6 +92,8 @@ class Step:
     """Directions to keep locked in later training, on the step whose state says where they are held."""
     foundation: Foundation | None = None
     """What the next answer can build on, on the last step."""
+    round: Round | None = None
+    """The round as a whole, where the answer is a training that later requests are to go on from."""
 
 
 Need = Literal["history", "forget data", "leaving client"]

@@ -1,10 +1,12 @@
 """Retraining from the start without the forget data: the reference every method is measured against."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, retained_clients, share_of, step_of
@@ -22,11 +24,15 @@ class Retrain(Unlearner):
     """Another number gives another order of the data: several of them make the retrain band."""
     share: float = Field(1.0, gt=0, le=1)
     """Stop after this share of the rounds: a compute-matched reference."""
+    keep: bool = False
+    """Keep every client's updates. Once released, later requests go on from this training and no more from the first
+    one, whose updates hold what is forgotten."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        self.check(trained.training)
         recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
         clients = retained_clients(request, federation)
-        stream = f"retrain-{self.order}"
+        stream = "train" if self.keep else f"retrain-{self.order}"  # more rounds and replays go on with it
         for finished in fedavg(
             trained.initial,
             federation,
@@ -37,7 +43,18 @@ class Retrain(Unlearner):
             request=request,
             stream=stream,
         ):
-            yield step_of(finished, "retrain")
+            step = step_of(finished, "retrain")
+            yield replace(step, round=finished) if self.keep else step
+
+    def check(self, training: TrainingConfig) -> None:
+        """Refuse to keep what could not take the place of the first training."""
+        if self.keep and (self.share < 1 or self.order):
+            raise UserError("keep = true: later requests need a whole training; leave out `share` and `order`")
+        if self.keep and training.history == "client":
+            raise UserError(
+                'keep = true: clients keep their updates of the first training (training.history = "client"), and a '
+                "second one would overwrite them; train anew into another folder"
+            )
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return share_of(training, self.share)

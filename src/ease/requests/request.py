@@ -1,6 +1,7 @@
 """What is to be forgotten: whole clients, pseudo-classes, or pairs by their ids, however those were found."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -102,6 +103,23 @@ def without(shards: Iterable[Shard], gone: Iterable[Request]) -> tuple[Shard, ..
         leaving = leaving_clients(request)
         shards = [shard.keep(~forget_mask(request, shard)) for shard in shards if shard.client not in leaving]
     return tuple(shards)
+
+
+def redealt(
+    shards: Iterable[Shard], dealt: Mapping[int, Shard | Holding], never: Sequence[Request]
+) -> tuple[Shard, ...]:
+    """The same shards as a later training from the start found them: a pair's place counts what that training had.
+
+    `dealt` is what each client held at first, and `never` what was closed before that training.
+    """
+    if not never:
+        return tuple(shards)
+    found = []
+    for shard in shards:
+        had = ~np.any([forget_mask(each, dealt[shard.client]) for each in never], axis=0)
+        places = np.arange(len(shard.train)) if shard.places is None else shard.places
+        found.append(replace(shard, places=(np.cumsum(had) - 1)[places], dealt=int(had.sum())))
+    return tuple(found)
 
 
 def validation_mask(request: Request, shard: Shard) -> np.ndarray:

@@ -1,11 +1,12 @@
 """Answers to requests as they are kept in a run, and the trained model that they began from."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig
+from ease.federation.history import ROUNDS
 from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
 from ease.methods.foundation import Foundation
@@ -62,6 +63,11 @@ class StoredAnswer:
         return self.folder / FOUNDATION
 
     @property
+    def rounds_path(self) -> Path:
+        """Rounds of a training from the start that later requests can go on from."""
+        return self.folder / ROUNDS
+
+    @property
     def done(self) -> bool:
         return self.record_path.is_file()
 
@@ -113,7 +119,7 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
     held = run.held(head)
     answer = None if release is None else StoredAnswer(run.model_path(release).parent)
     return Trained(
-        run.history,
+        run.history_of(head),
         training,
         run.config.model.temperature,
         run.config.seed,
@@ -131,7 +137,7 @@ def start_hash(run: Run, request: Request | None = None) -> str:
     if release is not None:
         check_released_model(run, release)
         return release.model_sha256
-    return run.history.record(training.rounds)["sha256"]["state.safetensors"]
+    return run.history_of(head).record(training.rounds)["sha256"]["state.safetensors"]
 
 
 def open_world(run: Run, request: Request | None = None, stones: Tombstones | None = None) -> World:
@@ -144,7 +150,8 @@ def open_world(run: Run, request: Request | None = None, stones: Tombstones | No
     known = run.known(len(head.releases))
     forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
     stones = stones or read_tombstones(run.folder)
-    return World.open(run.config, known, forgotten, stones.bars if stones.ids else None).without(*head.gone)
+    world = World.open(run.config, known, forgotten, stones.bars if stones.ids else None)
+    return replace(world.without(*head.gone), renewed=head.renewed)
 
 
 def _answered(run: Run) -> list[Request]:
@@ -162,11 +169,18 @@ def release(run: Run, name: str) -> Release:
             raise UserError(f"{name}: this request is closed already; the run goes on from it")
         if (journal := stored.folder / "journal").exists():
             shutil.rmtree(journal)  # of an answer that was struck while it cleaned up: nobody comes back to it
+        again = replace(run.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
+        if stored.rounds_path.exists() and again.rounds() < run.history.rounds():
+            raise UserError(
+                f"{stored.rounds_path}: rounds of this training are missing; delete {stored.folder} and run `ease "
+                "forget` again"
+            )
         made = Release(
             request=request,
             answer=stored.folder.relative_to(run.folder / "requests").as_posix(),
             model_sha256=sha256(stored.model_path),
             after_round=run.history.rounds(),
+            rounds=again.place if stored.rounds_path.exists() else "",
         )
         write_head(run.folder / "head.json", Head(releases=(*run.head.releases, made)))
     return made
@@ -238,6 +252,9 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
         raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
     stored = StoredAnswer(run.folder / "requests" / request_name / (label or "ease"))
+    if not label and not stored.done:  # the queue may have answered by another method
+        released = [each.answer for each in run.head.releases if each.answer.startswith(f"{request_name}/")]
+        stored = StoredAnswer(run.folder / "requests" / released[-1]) if released else stored
     if not stored.done:
         known = ", ".join(finished_answers(run)) or "none"
         raise UserError(f"{name}: no finished request of that name in {run.folder}; finished: {known}")

@@ -204,9 +204,10 @@ class Audit:
     def _shown_in_training(self) -> int:
         """How often retained pairs were shown to the trained model, all showings together."""
         retained = {shard.client: int((~forget_mask(self.request, shard)).sum()) for shard in self.world.shards}
-        training = self.run.config.training
+        training = self.trained.training
         columns = self.trained.history.columns(training.rounds)
-        return training.local_epochs * sum(retained[client] for _, client in columns)
+        # Clients that left before are in the history, and retain nothing.
+        return training.local_epochs * sum(retained.get(client, 0) for _, client in columns)
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:

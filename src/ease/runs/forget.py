@@ -12,6 +12,7 @@ from typing import Any
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.fedavg import fedavg
+from ease.federation.history import History
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, step_of
@@ -57,7 +58,8 @@ def forget(
             }
             known = (trained.start,)  # every client was sent the trained model
             begun = run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known
-            yield from _follow(*begun, digest(settings))
+            made = replace(trained.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
+            yield from _follow(*begun, digest(settings), made)
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
@@ -100,8 +102,12 @@ def _follow(
     observe: bool,
     known: Sequence[Params] = (),
     key: str = "",
+    history: History | None = None,
 ) -> Iterator[tuple[Step, dict[str, float]]]:
-    """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count."""
+    """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count.
+
+    Rounds that the method keeps go to `history`.
+    """
     begun = stored.folder / "request.json"
     if begun.is_file() and read_json(begun) != settings:
         shutil.rmtree(stored.folder)  # begun on another trained model: those answers are no use
@@ -118,6 +124,7 @@ def _follow(
     started = time.perf_counter()
     last: Step | None = None
     kept: tuple[Path, ...] = ()
+    down = up = 0
     for step in _undone_if_refused(steps(metered), stored.folder if fresh else None):
         if last is None:
             write_json(begun, settings)
@@ -132,6 +139,10 @@ def _follow(
         if step.foundation is not None:
             step.foundation.save(stored.foundation_path)
             kept = (*kept, stored.foundation_path)
+        if step.round is not None and history is not None:
+            sent = {"bytes_down": metered.cost.bytes_down - down, "bytes_up": metered.cost.bytes_up - up}
+            history.append(step.round, sent)
+        down, up = metered.cost.bytes_down, metered.cost.bytes_up
         yield step, metrics
         started = time.perf_counter()
     if last is None:

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from ease.config import Config, validate
+from ease.federation.history import ROUNDS
 from ease.requests.request import Request
 from ease.storage import SMALL_JSON, read_json, write_json
 
@@ -19,6 +22,8 @@ class Release(Config):
     """How many rounds had been trained by then."""
     purged: bool = False
     """Whether what was there before it is gone for good."""
+    rounds: str = Field("", pattern=r"^$|^requests/[^./\\][^/\\]*/[^./\\][^/\\]*/rounds$")
+    """Where the rounds lie if the answer is a training from the start that later requests go on from; else nothing."""
 
 
 class Head(Config):
@@ -35,6 +40,16 @@ class Head(Config):
     @property
     def gone(self) -> tuple[Request, ...]:
         return tuple(release.request for release in self.releases)
+
+    @property
+    def renewed(self) -> int:
+        """How many releases there are up to the last training from the start: what they closed was never in it."""
+        return max((n for n, each in enumerate(self.releases, start=1) if each.rounds), default=0)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where the rounds of each training from the start lie; the last is what the run goes on from."""
+        return (ROUNDS, *(each.rounds for each in self.releases if each.rounds))
 
     def follows(self, rounds: int) -> Release | None:
         """The release that came after so many rounds and before the next one, if there was one: the last of them."""

@@ -21,7 +21,7 @@ from ease.config import Config, validate
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.fedavg import average
-from ease.federation.history import AVERAGED, History
+from ease.federation.history import AVERAGED, ROUNDS, History
 from ease.federation.protocol import Replay, Update
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.params import Params
@@ -123,12 +123,15 @@ def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pa
             if not left:
                 shutil.rmtree(staged.folder, ignore_errors=True)  # of a process killed at its very end
                 return
-            _stage(staged, head, left[0], time)
+            _stage(staged, head, left[0], time, until)
             yield _apply(staged)
 
 
-def _stage(staged: Staged, head: Head, place: int, time: str) -> None:
-    """Write everything that will take the place of something, and then the plan."""
+def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None) -> None:
+    """Write everything that will take the place of something, and then the plan.
+
+    Rounds before a training from the start that is purged with it need not be made again: nobody goes on from them.
+    """
     run, release = staged.run, head.releases[place]
     known = run.known()
     assert known is not None  # it has releases
@@ -137,11 +140,13 @@ def _stage(staged: Staged, head: Head, place: int, time: str) -> None:
         if path.name != "journal":  # answers of clients, which need not be asked for again
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     world = open_world(run)
-    before = World(world.server, world.evaluator).without(*head.gone[: place + 1])
+    then = Head(releases=head.releases[:place])
+    before = World(world.server, world.evaluator, renewed=then.renewed).without(*head.gone[: place + 1])
     ids = set(named_ids(known[0], release.request))
     ids |= _validation_ids(run, release.request)
     stones = read_tombstones(run.folder).over(known[0], ids)
-    rederived = list(_rederive(staged, run.hosted(before), release))
+    superseded = Head(releases=head.releases[:until]).renewed > place
+    rederived = [] if superseded else list(_rederive(staged, run.hosted(before), release, run.history_of(then)))
     newer = head.releases[place + 1 :]
     purged = release.model_copy(update={"request": stones.renamed(release.request), "purged": True})
     releases = (*head.releases[:place], purged, *newer)
@@ -149,6 +154,7 @@ def _stage(staged: Staged, head: Head, place: int, time: str) -> None:
     write_json(staged.folder / TOMBSTONES, as_json(stones))
     write_json(staged.folder / "membership.json", stones.buried(known[0]).model_dump(mode="json"))
     removed = [*_removed(run, head, place), *_cached(world)]
+    removed += _replaced_rounds(run, then) if superseded else ()
     gone = [line.what for line in removed]
     for path in _with_requests(run, gone):
         _write_renamed(path, staged, stones)
@@ -188,14 +194,25 @@ def _apply(staged: Staged) -> Pass:
 # --- the history ---
 
 
-def _rederive(staged: Staged, world: World, release: Release) -> Iterator[Line]:
+def _replaced_rounds(run: Run, head: Head) -> Iterator[Line]:
+    """The training that a head comes from, if it is still there."""
+    for name in (head.places[-1], _starts(head.places[-1])):
+        if (run.folder / name).exists():
+            yield Line(what=name, why="it was made again from the start since, without the pairs")
+
+
+def _starts(rounds: str) -> str:
+    """Where states lie that rounds began from, beside those rounds, if no file of the run has them."""
+    return rounds.removesuffix(ROUNDS) + "starts"
+
+
+def _rederive(staged: Staged, world: World, release: Release, history: History) -> Iterator[Line]:
     """Stage the rounds that the request's pairs were in, without them; `world` is the one without them."""
     run, request = staged.run, release.request
-    history = run.history
     if not history.updates:
         return
     shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
-    scratch = History(staged.folder, half=history.half)
+    scratch = History(staged.folder, half=history.half, place=history.place)
     leaving = leaving_clients(request)
     known = run.known()
     assert known is not None
@@ -210,7 +227,7 @@ def _rederive(staged: Staged, world: World, release: Release) -> Iterator[Line]:
             start = Params.load(start_path)
         else:  # a release that came between: moved by as much as the state before it
             start = old + (scratch.state(number - 1) - history.state(number - 1))
-            start_path = staged.folder / "starts" / f"{number:05d}.safetensors"
+            start_path = staged.folder / _starts(history.place) / f"{number:05d}.safetensors"
             start.save(start_path)
         there = [client for client in history.clients(number) if client not in leaving]
         updates = [history.update(number, client) for client in there if client not in holders]
@@ -241,7 +258,7 @@ def _rederive(staged: Staged, world: World, release: Release) -> Iterator[Line]:
         os.utime(scratch.record_path(number), ns=(times.st_atime_ns, times.st_mtime_ns))  # how long rounds took
         who = ", ".join(map(str, sorted(leaving & set(history.clients(number))) or asked))
         if who:
-            yield Line(what=f"rounds/{number:05d}", why=f"updates of {who} and the state that they made")
+            yield Line(what=f"{history.place}/{number:05d}", why=f"updates of {who} and the state that they made")
 
 
 def _made(folder: Path) -> Path:
@@ -276,9 +293,10 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
         elif begun != current:
             yield Line(what=name, why="an answer that began from a model that still held the pairs")
     for path in sorted(answer.glob("*")):
-        if path.is_dir():
+        if path.is_dir() and not (release.rounds and path.name in (ROUNDS, _starts(ROUNDS))):
             yield Line(what=path.relative_to(folder).as_posix(), why="a trial or a journal of the released answer")
-    locking = next((each for each in reversed(head.releases) if run.tells_directions(each)), None)
+    since = head.releases[head.renewed :]
+    locking = next((each for each in reversed(since) if run.tells_directions(each)), None)
     for older in head.releases[:place]:  # the newest purged one stays: later ones began from it
         for name in (
             "model.safetensors",

@@ -113,8 +113,17 @@ class Run:
 
     @property
     def history(self) -> History:
+        return self.history_of(self.head)
+
+    def history_of(self, head: Head) -> History:
+        """Of the training from the start that a head comes from."""
         training = self.config.training
-        return History(self.folder, updates=training.history == "server", half=training.history_precision == "float16")
+        return History(
+            self.folder,
+            updates=training.history == "server",
+            half=training.history_precision == "float16",
+            place=head.places[-1],
+        )
 
     def hosted(self, world: World) -> World:
         """The world, its clients' disks being folders of this run where they keep their own history.
@@ -259,9 +268,10 @@ class Run:
     def held(self, head: Head) -> Held | None:
         """Directions that released answers keep down: each answer's hold those of all before it, at its own state.
 
-        An answer of a method that tells of none leaves those before it, where its model has them.
+        An answer of a method that tells of none leaves those before it, where its model has them. A training from the
+        start never saw what they were of.
         """
-        telling = [release for release in head.releases if self.tells_directions(release)]
+        telling = [release for release in head.releases[head.renewed :] if self.tells_directions(release)]
         found = load_held(self.model_path(telling[-1]).parent) if telling else None
         if found is None or telling[-1] == head.releases[-1]:
             return found

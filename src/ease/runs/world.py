@@ -20,7 +20,7 @@ from ease.federation.protocol import Engine
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits, first_adapted
 from ease.params import Params
-from ease.requests.request import Request, without
+from ease.requests.request import Request, redealt, without
 from ease.runs.config import RunConfig, choose_device
 
 
@@ -83,6 +83,8 @@ class World:
     """Folders that stand for the clients' own disks, one for each; absent: clients keep nothing."""
     run_name: str = ""
     """What nodes know the run by, where clients are nodes."""
+    renewed: int = 0
+    """How many of the closed requests came before the training from the start that the run goes on from."""
 
     @classmethod
     def open(
@@ -135,7 +137,8 @@ class World:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """What the clients hold now."""
-        return without(self.evaluator.shards, self.gone)
+        dealt = {holding.client: holding for holding in self.server.membership.clients}
+        return redealt(without(self.evaluator.shards, self.gone), dealt, self.gone[: self.renewed])
 
     @cached_property
     def federation(self) -> Engine:
@@ -148,6 +151,7 @@ class World:
                 {holding.client: holding.train_ids for holding in self.server.membership.clients},
                 {shard.client: frozenset(shard.train_ids) for shard in self.shards},
                 self.gone,
+                self.renewed,
                 self.server.backbone.fingerprint,
                 self.config.training.deadline,
             )

@@ -42,6 +42,8 @@ class History:
     """Wait for the disk after every file; only scratch histories need not."""
     updates: bool = True
     """Whether clients' updates are kept here; if not, each client keeps its own."""
+    keeps: frozenset[int] | None = None
+    """Clients whose updates are kept; absent: all. Only scratch histories are for readers that ask for some alone."""
 
     @property
     def initial_path(self) -> Path:
@@ -132,7 +134,8 @@ class History:
             finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
         places: dict[str, dict[str, Any]] = {}
         if self.updates:
-            write_atomic(folder / UPDATES, _packed(finished.updates, places), self.durable)
+            kept = [each for each in finished.updates if self.keeps is None or each.client in self.keeps]
+            write_atomic(folder / UPDATES, _packed(kept, places), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ease.audit.attacks import Attacker
 from ease.audit.caveats import (
     NO_ATTACKS,
     NOT_TESTED,
@@ -143,11 +144,18 @@ class Audit:
 
     @cached_property
     def instruments(self) -> Instruments:
-        attacker = None
-        if not self.subjects.candidates.why_no_attack():
-            attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
         kind = OneByOne if self.subjects.candidates.members < FEW else Instruments
-        return kind(self.world, self.request, self.trained, self.retrained, self.subjects, attacker, self.config)
+        return kind(self.world, self.request, self.trained, self.retrained, self.subjects, self.attacker, self.config)
+
+    @cached_property
+    def attacker(self) -> Attacker | None:
+        if self.subjects.candidates.why_no_attack():
+            return None
+        return attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
+
+    def lend(self, other: "Audit") -> None:
+        """Let an audit of another answer to the request use what was looked at here: retrained models are the same."""
+        other.__dict__["instruments"] = self.instruments.with_attacker(other.attacker)
 
     @cached_property
     def retrained(self) -> dict[str, Params]:
@@ -238,6 +246,13 @@ class Together:
         self.plan.begin(passes)
         yield from map(int, spread(train_share, [(self.plan, *each) for each in passes], workers))
         self.plan.end()
+
+    def judge(self) -> Iterator[AuditRecord]:
+        """One verdict after the other."""
+        for place, audit in enumerate(self.audits):
+            if place:
+                self.first.lend(audit)
+            yield audit.judge()
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:

@@ -107,7 +107,7 @@ class Instruments:
         held = {name: look.retained for name, look in looks.items()}
         found = Attacked([], {}, "")
         if self.attacker is not None:
-            targets = {name: self.subjects.split(read) for name, read in reads.items()}
+            targets = {**self._known_targets, "unlearned": self.subjects.split(reads["unlearned"])}
             found = attack_all(self.attacker, targets, self.config)
         start, gauge = self.trained.initial, self.gauge
         stayed = attack_retained(self.world, self.subjects, gauge, start, reads, self._retained, held)
@@ -143,6 +143,11 @@ class Instruments:
     def _known(self) -> dict[str, Look]:
         """Looked at once, however many answers are measured."""
         return self._look(self._models)
+
+    @cached_property
+    def _known_targets(self) -> dict[str, tuple[Readings, Readings]]:
+        """What attacks are given of them: always the same objects, so that each is attacked once."""
+        return {name: self.subjects.split(look.read) for name, look in self._known.items()}
 
     def _look(self, models: Mapping[str, Params]) -> dict[str, Look]:
         every = np.concatenate([self.subjects.positions, self._retained])

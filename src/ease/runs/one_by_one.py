@@ -61,6 +61,9 @@ class OneByOne(Instruments):
             *standing_measures(
                 {name: place.standing for name, place in places.items()},
                 {name: place.log_odds for name, place in places.items()},
+                self._galleries.shape[1],
+                len(self.gauge.pool),
+                self.gauge.temperature,
             ),
         )
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)

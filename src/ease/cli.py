@@ -20,6 +20,8 @@ from ease.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ease.commands.audit import AuditsSummary, AuditSummary
+
 
 class Summary(Protocol):
     """What a command ends with: an object for machines, tables for people."""
@@ -451,7 +453,10 @@ def purge(
 @app.command()
 def audit(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    request: Annotated[str, typer.Option(help="The answer to audit, e.g. client-3 or client-3/finetune.")],
+    request: Annotated[
+        list[str],
+        typer.Option(help="The answer to audit, e.g. client-3 or client-3/finetune; several share their shadows."),
+    ],
     shadows: Annotated[int, typer.Option(min=4, help="Shadow models, an even number. More make sharper attacks.")] = 16,
     retrains: Annotated[int, typer.Option(min=1, help="Further retrainings that an answer is compared with.")] = 9,
     fpr: Annotated[float, typer.Option(help="False positive rate at which found members are told.")] = 0.01,
@@ -476,18 +481,24 @@ def audit(
     Examples: `ease audit runs/first --request client-3 --retrain`, `ease audit runs/first --request client-3 --quick`
     """
     from ease.audit.config import AuditConfig
-    from ease.commands.audit import audit_run, quick_run
+    from ease.commands.audit import audit_run, audits_run, quick_run
     from ease.config import validate
 
     if quick:
         if exit_code or retrain:
             raise UserError("--quick gives no verdict and compares with no retraining: leave --exit-code and --retrain")
-        _finish(quick_run(run, request, quiet or as_json), as_json)
+        if len(request) > 1:
+            raise UserError("--quick looks at one answer: name one --request")
+        _finish(quick_run(run, request[0], quiet or as_json), as_json)
         return
 
     values = {"shadows": shadows, "retrains": retrains, "fpr": fpr, "pool": pool, "workers": workers, "attack": attack}
     config = validate(AuditConfig, values, "ease audit")
-    summary = audit_run(run, request, config, retrain, quiet or as_json)
+    silent = quiet or as_json
+    if len(request) == 1:
+        summary: AuditSummary | AuditsSummary = audit_run(run, request[0], config, retrain, silent)
+    else:
+        summary = audits_run(run, request, config, retrain, silent)
     _finish(summary, as_json)
     if exit_code:
         raise typer.Exit(summary.exit_code)

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ease.audit.band import prediction_band, reach
 from ease.seeding import generator
@@ -55,3 +57,22 @@ def test_models_that_agree_are_not_taken_to_agree_for_ever() -> None:
     """Four times 0 of 100 pairs found: one of 100 more is no finding. t(0.975, 3) = 3.182, times 0.01 · sqrt(1.25)."""
     band = prediction_band([0.0, 0.0, 0.0, 0.0], resolution=0.01)
     assert band is not None and band.high == pytest.approx(0.03558, rel=1e-3) and band.contains(0.01)
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=2, max_size=6),
+    st.sampled_from([(0.0, 1.0), (0.0, 100.0), (-2.0, 2.0), (0.0, math.inf)]),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_no_band_leaves_what_a_measure_can_be_and_each_holds_the_mean(
+    shares: list[float], limits: tuple[float, float], pairs: int, at_most: bool
+) -> None:
+    """Recalls of -0.6 or 107 were seen with few pairs and few models."""
+    least, most = limits
+    top = most if math.isfinite(most) else 50.0
+    values = [least + share * (top - least) for share in shares]
+    band = prediction_band(values, at_most, (top - least) / pairs, limits)
+    assert band is not None and band.high <= most
+    assert band.low is None if at_most else least <= band.low <= band.high
+    assert band.contains(min(max(float(np.mean(values)), least), most))

@@ -412,3 +412,29 @@ def test_too_few_nonmembers_are_refused_with_the_numbers():
 def test_far_below_a_half_is_leakage_too():
     assert leakage(0.1) == 0.9
     assert leakage(0.7) == 0.7
+
+
+def fixed_scores(pairs: int, models: int, phase: float) -> np.ndarray:
+    """Scores that every machine computes alike."""
+    pair, model = np.meshgrid(np.arange(pairs), np.arange(models), indexing="ij")
+    return 2 * np.sin(1.7 * pair + phase) + np.cos(3.1 * pair * model + 2.3 * model + phase)
+
+
+def test_scores_are_those_of_the_published_implementations() -> None:
+    """Numbers that the public code gave for these scores, the first column being the target.
+
+    LiRA: `generate_ours` and `generate_ours_offline` of tensorflow/privacy, research/mi_lira_2021/plot.py at 3d499e6,
+    with the sign turned, since there lower means member. RMIA: `run_rmia` of privacytrustlab/ml_privacy_meter,
+    attacks.py at a555fce, with eight references that saw no pair and offline_a = 0.3.
+    """
+    inside = (3 * np.arange(8)[:, None] + np.arange(9)) % 2 == 0
+    scores, population = fixed_scores(8, 9, 0.0) + 1.5 * inside, fixed_scores(12, 9, 0.5)
+    target, shadows, members = scores[:, 0], scores[:, 1:], inside[:, 1:]
+    online = [5.402228, 0.253595, 6.215754, 0.815137, 7.33192, 1.480104, 7.302713, 1.632154]
+    offline = [6.787898, 1.283381, 7.750928, 2.102204, 10.024794, 3.13509, 10.14372, 2.657502]
+    relative = [12, 5, 12, 0, 12, 5, 12, 2]  # of 12 population pairs
+    np.testing.assert_allclose(lira(target, shadows, members, True, "pair"), online, atol=1e-6)
+    np.testing.assert_allclose(lira(target, shadows, members, False, "pair", "reference"), offline, atol=1e-6)
+    nowhere = np.zeros_like(members)
+    found = rmia(target, shadows, nowhere, population[:, 0], population[:, 1:], 0.3)
+    assert (12 * found).round(9).tolist() == relative

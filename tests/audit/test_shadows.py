@@ -1,5 +1,6 @@
 """Shadow federations: balanced membership, matched non-members, and training equal to the engine's own."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,22 @@ from hypothesis import strategies as st
 from ease.audit.shadows import (
     MOST_MISMATCH,
     Candidates,
-    ShadowHistory,
+    Shadow,
     choose_candidates,
     match_classes,
+    scratch_history,
     shadow_request,
     shadow_shards,
     train_federations,
-    unlearn_shadow,
+    unlearn_shadows,
 )
+from ease.audit.side_by_side import SideBySide
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.history import UPDATES
 from ease.federation.loop import Loop
+from ease.federation.protocol import Federation
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.retrain import Retrain
@@ -295,10 +298,11 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
 # --- unlearning a shadow ---
 
 
-@pytest.mark.parametrize(("name", "kept"), [("ease", True), ("finetune", False)])
-def test_a_shadow_is_unlearned_as_by_hand_and_keeps_only_what_the_method_needs(
-    world, tmp_path: Path, name: str, kept: bool
+@pytest.mark.parametrize(("name", "updates"), [("ease", 1), ("fed_eraser", 3), ("finetune", 0)])
+def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
+    world, tmp_path: Path, name: str, updates: int
 ) -> None:
+    """Side by side, two shadows end where each ends alone; of three clients EASE reads the leaving one's updates."""
     request, method = ClientRequest(clients=(1,)), make_method(name)
     if name == "ease":
         method = make_method(name, ("delta=0.5",))  # the small world has no held-out pairs to choose it by
@@ -306,16 +310,44 @@ def test_a_shadow_is_unlearned_as_by_hand_and_keeps_only_what_the_method_needs(
     candidates = choose_candidates(
         world.shards, request, test, world.evaluator.classes_of(test), world.evaluator.pairs.ids, 0
     )
-    shards = shadow_shards(world.shards, request, candidates, candidates.included(0, 0))
+    federations = [shadow_shards(world.shards, request, candidates, candidates.included(n, 0)) for n in (0, 1)]
     training = TrainingConfig(rounds=2, local_epochs=1, batch_size=8)
-    history = ShadowHistory.begin(tmp_path, world.server.initial(), "history" in method.needs)
-    for (finished,) in together(world, [shards], ["shadow-0"], training):
-        history.append(finished)
-    assert bool(list(tmp_path.rglob(UPDATES))) == kept
-    trained = Trained(history.history, training, 0.07, 3)
-    state = unlearn_shadow(
-        world.server.model, world.evaluator.activations, world.server.device, shards, trained, request, method
-    )
-    *_, last = method.unlearn(trained, request, simulation(world, shards))
-    assert_close(state, last.state)
-    assert (state - trained.final).norm() > 0.01
+    histories = [
+        scratch_history(tmp_path / str(n), world.server.initial(), federations[n], [method], request, training)
+        for n in (0, 1)
+    ]
+    for rounds in together(world, federations, ["shadow-0", "shadow-1"], training):
+        for history, finished in zip(histories, rounds, strict=True):
+            history.append(finished, {})
+    assert [len(history.record(2)["updates"]) for history in histories] == [updates] * 2
+    shadows = [
+        Shadow(shards, Trained(history, training, 0.07, 3 + n), request)
+        for n, (shards, history) in enumerate(zip(federations, histories, strict=True))
+    ]
+    seen = world.evaluator
+    states = unlearn_shadows(seen.model, seen.activations, world.server.device, shadows, method)
+    for shadow, state in zip(shadows, states, strict=True):
+        *_, last = method.unlearn(shadow.trained, request, simulation(world, shadow.shards))
+        assert_close(state, last.state)
+        assert (state - shadow.trained.final).norm() > 0.01
+    assert (states[0] - states[1]).norm() > 0.01
+
+
+def test_a_mistake_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(world) -> None:
+    seen, before = world.evaluator, threading.active_count()
+    together = SideBySide.of(seen.model, [world.shards, world.shards], seen.activations, world.server.device)
+
+    def asks(federation: Federation) -> Params:
+        job = TrainingConfig().job(1, 0, 0.07)
+        while True:
+            list(federation.run(world.server.initial(), job, federation.clients))
+
+    def fails(federation: Federation) -> Params:
+        raise UserError("no such direction")
+
+    with pytest.raises(UserError, match="no such direction"):
+        together.unlearn([asks, fails])
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(timeout=5)
+    assert threading.active_count() == before

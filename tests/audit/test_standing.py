@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ease.audit.standing import Standing, standing, standing_measures
+from ease.audit.statistic import statistics
 
 
 def drawn(pairs: int, size: int, captions: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +50,7 @@ def test_measures_are_means_over_pairs_and_know_what_one_pair_may_do() -> None:
     models = ("unlearned", "trained", "retrain", "retrain-1")
     stand = {name: Standing(np.array([1.0, 16.0]), np.array([0.1, -0.3])) for name in models}
     log_odds = {name: np.array([-1.0, -4.0]) for name in models}
-    rank, margin, level = standing_measures(stand, log_odds)
+    rank, margin, level = standing_measures(stand, log_odds, 50, 16, 0.07)
     assert (rank.value, margin.value, level.value) == (2.0, pytest.approx(-0.1), -2.5)
     assert rank.resolution == 0.25 and rank.signed and margin.signed and level.signed
     assert [each.title for each in (rank, margin, level)] == [
@@ -55,3 +58,27 @@ def test_measures_are_means_over_pairs_and_know_what_one_pair_may_do() -> None:
         "similarity margin",
         "log-odds",
     ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 5), st.integers(2, 12), st.floats(0.01, 1.0), st.integers(0, 99))
+def test_no_band_of_few_pairs_leaves_what_its_measure_can_be(
+    pairs: int, models: int, size: int, temperature: float, seed: int
+) -> None:
+    """Of models drawn without rule; two of them make bands of 22 deviations."""
+    rng, names = torch.Generator().manual_seed(seed), ["unlearned", "trained", "retrain"]
+    names += [f"retrain-{order}" for order in range(1, models)]
+    stand, odds = {}, {}
+    for name in names:
+        image, text = (
+            normalize(torch.randn(*shape, 3, generator=rng), dim=-1) for shape in ((pairs, size), (pairs, size, 2))
+        )
+        pool = normalize(torch.randn(2, 16, 3, generator=rng), dim=-1)
+        stand[name] = standing(image, text)
+        odds[name] = statistics(image[:, 0], text[:, 0], pool[0], pool[1], temperature)["log_odds"]
+    rank, margin, level = standing_measures(stand, odds, size, 16, temperature)
+    middle, reach = -np.log(16), 2 / temperature
+    for measure, least, most in ((rank, 0, np.log2(size)), (margin, -2, 2), (level, middle - reach, middle + reach)):
+        assert measure.band is not None and measure.band.low is not None
+        assert least - 1e-9 <= measure.band.low <= measure.band.high <= most + 1e-9
+        assert all(least - 1e-6 <= value <= most + 1e-6 for value in (measure.value, *measure.retrained))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ease.api import Verdict
-from ease.commands.audit import AuditSummary, _pair_rows
+from ease.commands.audit import AuditsSummary, AuditSummary, _pair_rows
 from ease.commands.forget import answer
 from ease.commands.train import train_run
 from ease.methods import make_method
@@ -159,6 +159,25 @@ def test_the_exit_code_tells_scripts_only_when_asked(ease, monkeypatch, passed: 
     assert ease("audit", "runs/first", "--request", "client-1").code == 0
     result = ease("audit", "runs/first", "--request", "client-1", "--exit-code")
     assert (result.code, result.out) == (code, "the page\n")
+
+
+@pytest.mark.parametrize(
+    ("passed", "code"), [((True, True), 0), ((True, None), 3), ((None, False), 1), ((False, True), 1)]
+)
+def test_several_answers_pass_only_if_all_do(ease, monkeypatch, passed: tuple[bool | None, ...], code: int) -> None:
+    verdicts = [SimpleNamespace(verdict=SimpleNamespace(passed=each)) for each in passed]
+    audits = AuditsSummary(tuple(AuditSummary(each, "client-1", Path("r")) for each in verdicts))  # type: ignore[arg-type]
+    monkeypatch.setattr(AuditSummary, "render", lambda _: iter(["a page"]))
+    monkeypatch.setattr("ease.commands.audit.audits_run", lambda *_: audits)
+    result = ease("audit", "runs/first", "--request", "client-1", "--request", "client-1/not", "--exit-code")
+    assert (result.code, result.out) == (code, "a page\na page\n")
+
+
+def test_audits_share_shadows_for_different_answers_to_one_request_alone(ease, run: Path) -> None:
+    asked = ("--request", "client-1/finetune") * 2
+    result = ease("audit", run, *asked)
+    assert result.code == 2 and "different answers to one request" in result.err and result.err.count("\n") == 1
+    assert ease("audit", run, *asked, "--quick").err == "error: --quick looks at one answer: name one --request\n"
 
 
 def test_a_quick_look_is_one_object_or_a_few_lines_and_no_verdict(ease, run: Path) -> None:

@@ -192,6 +192,70 @@ def test_another_method_trains_no_retraining_again_and_more_shadows_keep_those_t
     assert make("rollback", 4, 2) == 0 and not streams
 
 
+def short_world(learnt) -> tuple[Any, Any]:
+    """Configuration and world of a training of two short rounds."""
+    training = learnt.world.config.training.model_copy(update={"rounds": 2, "local_epochs": 1})
+    config = learnt.world.config.model_copy(update={"training": training})
+    return config, replace(learnt.world, server=replace(learnt.world.server, config=config))
+
+
+def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_gets_alone(
+    learnt, tmp_path: Path, monkeypatch
+) -> None:
+    config, world = short_world(learnt)
+    trainings: list[int] = []
+
+    def spy(*arguments: Any) -> Any:
+        trainings.append(len(arguments[4]))
+        yield from train_federations(*arguments)
+
+    monkeypatch.setattr(ease.runs.attackers, "train_federations", spy)
+    methods = [make_method(name) for name in ("rollback", "fed_eraser", "finetune")]
+
+    def make(folder: str, *some: Any) -> dict[str, bytes]:
+        planned = plan(learnt, config=config, folder=tmp_path / folder, method=some[0], beside=tuple(some[1:]))
+        missing, promised = planned.missing_shadows(4), planned.ticks(planned.missing_shadows(4), [1])
+        subjects = Subjects.of(world, planned.request, planned.pool)
+        assert sum(make_shadows(planned, world, subjects, missing, [1])) == promised
+        assert not planned.missing_shadows(4) and not list(planned.store.glob(f"{LEFTOVER}*"))
+        return {name: content for name, (content, _) in files(tmp_path / folder).items()}
+
+    alone = {name: content for method in methods for name, content in make(method.name, method).items()}
+    trainings.clear()
+    assert make("together", *methods) == alone
+    assert trainings == [5], "one training for three methods, two of which read its history"
+
+
+@pytest.mark.parametrize("method", ["rollback", "finetune"])
+def test_an_unlearning_that_was_interrupted_ends_in_the_same_bytes(
+    learnt, tmp_path: Path, monkeypatch, method: str
+) -> None:
+    """Shadows share passes: those left over go through the method once more in the company that they had."""
+    config, world = short_world(learnt)
+    store = ease.runs.attackers._store_readings
+
+    def make(folder: str, stored: int) -> dict[str, bytes]:
+        planned = plan(learnt, config=config, folder=tmp_path / folder, method=make_method(method))
+        left = iter(range(stored))
+
+        def until_then(*arguments: Any) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            store(*arguments)
+
+        monkeypatch.setattr(ease.runs.attackers, "_store_readings", until_then)
+        subjects = Subjects.of(world, planned.request, planned.pool)
+        while (missing := planned.missing_shadows(4)) or planned.missing_orders(1):
+            try:
+                list(make_shadows(planned, world, subjects, missing, planned.missing_orders(1)))
+            except KeyboardInterrupt:
+                left = iter(range(99))
+        return {name: content for name, (content, _) in files(tmp_path / folder).items()}
+
+    whole = make("whole", 99)
+    assert make("trained", 3) == whole and make("unlearned", 6) == whole
+
+
 def test_a_stored_shadow_is_unlearned_as_it_would_have_been_at_once(learnt, tmp_path: Path) -> None:
     """Fine-tuning right after the training, and again from the stored end of it."""
     training = learnt.world.config.training.model_copy(update={"rounds": 1, "local_epochs": 1})

@@ -101,7 +101,16 @@ class Attacker:
         return bavaria(*known) if family == "bavaria" else lira(*known)
 
     def judge(self, attack: str, target: Readings, population: Readings) -> AttackResult:
-        """AUC over the candidates, and the share of members found at a threshold set on the shadows' non-members."""
+        """AUC over the candidates, and the share of members found at a threshold set on the shadows' non-members.
+
+        Of the same readings it is found once: retrained models are beside every answer that is judged.
+        """
+        key = attack, id(target)
+        if key not in self._judged:
+            self._judged[key] = target, self._judge(attack, target, population)
+        return self._judged[key][1]
+
+    def _judge(self, attack: str, target: Readings, population: Readings) -> AttackResult:
         scores = self.score(attack, target, population)
         members, others = scores[self.member], scores[~self.member]
         tpr = None
@@ -149,6 +158,11 @@ class Attacker:
     @cached_property
     def _left_out(self) -> dict[str, np.ndarray]:
         """Attack -> its scores, once it was asked for."""
+        return {}
+
+    @cached_property
+    def _judged(self) -> dict[tuple[str, int], tuple[Readings, AttackResult]]:
+        """Attack and identity of readings, which are kept so that no others take it -> those and what was found."""
         return {}
 
     def _without_threshold(self, scores: np.ndarray) -> AttackResult:

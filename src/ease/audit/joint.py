@@ -105,7 +105,7 @@ def joint_test(
     (_, origin), (share, near) = kept[0], kept[-1] if kept[-1][0] >= 1 else kept[1]
     effect = (near - origin) / share
     simulated = _Simulated.of(null, effect, least, rng, draws)
-    (statistics,) = _statistics(answer[None], retrained[None], least, effect)
+    (statistics,) = _statistics(answer[None], _estimated(retrained[None], least), effect)
     told = np.ones(len(answer), bool) if signed is None else signed
     power = tuple((share, simulated.refused(measures - origin, level)) for share, measures in kept[1:])
     return JointTest(
@@ -124,9 +124,9 @@ class _Simulated:
     """Federations of retrained models drawn like the real ones, and one more model each."""
 
     effect: np.ndarray
-    least: np.ndarray
     further: np.ndarray  # [draws, m]
-    retrained: np.ndarray  # [draws, models, m]
+    estimated: "Estimated"
+    """What the models drawn as retrained ones tell."""
     statistics: np.ndarray  # [draws, 2]
     least_p: np.ndarray
     """The smaller p-value of each draw, sorted."""
@@ -136,10 +136,10 @@ class _Simulated:
         cls, null: Null, effect: np.ndarray, least: np.ndarray, rng: np.random.Generator, draws: int
     ) -> "_Simulated":
         noise = null.like(rng, (draws, null.models + 1))
-        retrained, further = noise[:, :-1], noise[:, -1]
-        statistics = _statistics(further, retrained, least, effect)
+        further, estimated = noise[:, -1], _estimated(noise[:, :-1], least)
+        statistics = _statistics(further, estimated, effect)
         smaller = _tails(statistics, statistics).min(axis=1)
-        return cls(effect, least, further, retrained, statistics, np.sort(smaller))
+        return cls(effect, further, estimated, statistics, np.sort(smaller))
 
     def p_value(self, statistics: np.ndarray) -> float:
         """Of one pair of statistics [2], the smaller tail judged by the smaller tails of the draws."""
@@ -148,7 +148,7 @@ class _Simulated:
 
     def refused(self, shift: np.ndarray, level: float) -> float:
         """How often a model is refused whose measures are shifted by so much."""
-        shifted = _statistics(self.further + shift, self.retrained, self.least, self.effect)
+        shifted = _statistics(self.further + shift, self.estimated, self.effect)
         smaller = _tails(shifted, self.statistics).min(axis=1)
         places = np.searchsorted(self.least_p, smaller, "right")
         return float(((1 + places) / (1 + len(self.least_p)) <= level).mean())
@@ -173,9 +173,13 @@ def _trace(answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect:
     return Estimate(float(share), float(share) - away, float(share) + away)
 
 
-def _statistics(answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect: np.ndarray) -> np.ndarray:
-    """How far answers [b, m] lie from retrained models [b, models, m]: along the effect, in all directions [b, 2]."""
-    centre, spread, correlation = _estimated(retrained, least)
+Estimated = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Centre [b, m], spread [b, m] and correlation [b, m, m] of retrained models."""
+
+
+def _statistics(answer: np.ndarray, estimated: Estimated, effect: np.ndarray) -> np.ndarray:
+    """How far answers [b, m] lie from retrained models: along the effect, in all directions [b, 2]."""
+    centre, spread, correlation = estimated
     away, line = (answer - centre) / spread, effect / spread
     weighted = np.linalg.solve(correlation, np.stack([away, line], axis=-1))
     along, whole = (line * weighted[..., 0]).sum(-1), (line * weighted[..., 1]).sum(-1).clip(1e-12)
@@ -192,7 +196,7 @@ def _tails(statistics: np.ndarray, drawn: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
-def _estimated(retrained: np.ndarray, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _estimated(retrained: np.ndarray, least: np.ndarray) -> Estimated:
     """Centre [b, m], spread [b, m] and shrunk correlation [b, m, m] of values [b, models, m].
 
     Correlations of so few models are mostly noise: they are drawn towards none by as much as their own variance asks
@@ -202,8 +206,8 @@ def _estimated(retrained: np.ndarray, least: np.ndarray) -> tuple[np.ndarray, np
     centre = retrained.mean(axis=1)
     spread = np.maximum(retrained.std(axis=1, ddof=1), least)
     scaled = (retrained - centre[:, None]) / spread[:, None]
-    products = np.einsum("bki,bkj->bij", scaled, scaled) / (models - 1)
-    squares = np.einsum("bki,bkj->bij", scaled**2, scaled**2)
+    products = scaled.swapaxes(1, 2) @ scaled / (models - 1)
+    squares = (scaled**2).swapaxes(1, 2) @ scaled**2
     # The variance of a correlation, from how much the products of single models vary.
     mean = products * (models - 1) / models
     variance = models / (models - 1) ** 3 * (squares - models * mean**2)

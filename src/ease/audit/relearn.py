@@ -46,7 +46,12 @@ class Watch:
     def margin(self, state: Params) -> float:
         """How much more strongly the watched pairs are held."""
         odds = self.gauge.read(state, np.concatenate([self.watched, self.unseen]))["log_odds"]
-        return float(odds[: len(self.watched)].mean() - odds[len(self.watched) :].mean())
+        return self.between(odds[: len(self.watched)], odds[len(self.watched) :])
+
+    @staticmethod
+    def between(watched: np.ndarray, unseen: np.ndarray) -> float:
+        """The same, of log-odds that were read already."""
+        return float(watched.mean() - unseen.mean())
 
 
 def relearn(

@@ -2,21 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ease.audit.side_by_side import SideBySide
 from ease.audit.standing import FEW
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.errors import UserError
-from ease.federation.engines import make_engine
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
-from ease.federation.protocol import Update
+from ease.federation.protocol import Federation, Update
 from ease.federation.together import GroupSize, LocalTraining, train_in_groups, training_of
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
@@ -201,20 +202,21 @@ def _groups(trainings: list[Enlisted], device: torch.device) -> list[list[Enlist
     return [list(group) for _, group in groupby(ordered, key=lambda entry: entry[1].client)]
 
 
-@dataclass(frozen=True)
-class ShadowHistory:
-    """Keeps what an unlearning method may read of a shadow's training, in a scratch folder."""
-
-    history: History
-
-    @classmethod
-    def begin(cls, folder: Path, start: Params, with_updates: bool) -> "ShadowHistory":
-        history = History(folder, durable=False, updates=with_updates)
-        start.save(history.initial_path, durable=False)
-        return cls(history)
-
-    def append(self, finished: Round) -> None:
-        self.history.append(finished, {})
+def scratch_history(
+    folder: Path,
+    start: Params,
+    shards: Sequence[Shard],
+    readers: Sequence[Unlearner],
+    request: Request,
+    training: TrainingConfig,
+) -> History:
+    """A history for what some methods read of a shadow's training, and nothing else of it."""
+    clients = sum(len(shard.train) >= MINIMUM_PAIRS for shard in shards)
+    read = [method.reads_updates_of(request, training, clients) for method in readers]
+    some = [chosen for chosen in read if chosen is not None]
+    history = History(folder, durable=False, keeps=frozenset[int]().union(*some) if len(some) == len(read) else None)
+    start.save(history.initial_path, durable=False)
+    return history
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,17 +237,25 @@ class Ends(History):
         """They came from files that are checked as they are read."""
 
 
-def unlearn_shadow(
-    model: DualEncoder,
-    activations: Activations,
-    device: torch.device,
-    shards: Sequence[Shard],
-    trained: Trained,
-    request: Request,
-    method: Unlearner,
-) -> Params:
-    """The shadow after the same unlearning that the target went through."""
-    state = trained.start
-    for step in method.unlearn(trained, request, make_engine("cohort", model, shards, activations, device)):
-        state = step.state
-    return state
+@dataclass(frozen=True)
+class Shadow:
+    """A trained shadow, ready to be unlearned."""
+
+    shards: Sequence[Shard]
+    trained: Trained
+    request: Request
+
+
+def unlearn_shadows(
+    model: DualEncoder, activations: Activations, device: torch.device, shadows: Sequence[Shadow], method: Unlearner
+) -> list[Params]:
+    """The shadows after the same unlearning that the target went through, all side by side."""
+
+    def whole(shadow: Shadow, federation: Federation) -> Params:
+        state = shadow.trained.start
+        for step in method.unlearn(shadow.trained, shadow.request, federation):
+            state = step.state
+        return state
+
+    together = SideBySide.of(model, [shadow.shards for shadow in shadows], activations, device)
+    return together.unlearn([partial(whole, shadow) for shadow in shadows])

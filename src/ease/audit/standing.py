@@ -45,21 +45,29 @@ def _queries(scores: Tensor) -> tuple[Tensor, Tensor]:
     return ranks.double().log().mean(1), (own.squeeze(-1) - others.amax(-1)).mean(1)
 
 
-def standing_measures(found: Mapping[str, Standing], log_odds: Mapping[str, np.ndarray]) -> list[Measure]:
-    """Means over the pairs, model by model.
+def standing_measures(
+    found: Mapping[str, Standing], log_odds: Mapping[str, np.ndarray], gallery: int, pool: int, temperature: float
+) -> list[Measure]:
+    """Means over the pairs, model by model, each in a gallery and against a pool of so many pairs.
 
     Ranks as logarithms: one place among the first says as much as many among the last. One direction of one pair may
-    always be an octave off.
+    always be an octave off. Bands end where cosines do: margins at 2, and log-odds at 2 / temperature from what a pool
+    of pairs all alike would give.
     """
     pairs = len(next(iter(log_odds.values())))
     ranks = {name: float(np.log2(each.rank).mean()) for name, each in found.items()}
     margins = {name: float(each.margin.mean()) for name, each in found.items()}
     levels = {name: float(each.mean()) for name, each in log_odds.items()}
-    anything = (-np.inf, np.inf)
+    last, alike, reach = float(np.log2(gallery)), -float(np.log(pool)), 2 / temperature
     return [
-        Measure.of("pair/rank", ranks, 0.5 / pairs, "0 is the first place, 1 the second, 2 the fourth", (0, np.inf)),
+        Measure.of("pair/rank", ranks, 0.5 / pairs, "0 is the first place, 1 the second, 2 the fourth", (0, last)),
         Measure.of(
-            "pair/margin", margins, note="similarity to the own partner less that to the nearest other", limits=anything
+            "pair/margin", margins, note="similarity to the own partner less that to the nearest other", limits=(-2, 2)
         ),
-        Measure.of("pair/log_odds", levels, note="of being partners, against the pool", limits=anything),
+        Measure.of(
+            "pair/log_odds",
+            levels,
+            note="of being partners, against the pool",
+            limits=(alike - reach, alike + reach),
+        ),
     ]

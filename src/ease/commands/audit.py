@@ -1,7 +1,7 @@
 """What `ease audit` does: make the shadows, take every measure, and show one page."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from ease.audit.verdict import EVIDENCE, Measure
 from ease.commands.forget import answer
 from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
+from ease.errors import UserError
 from ease.ledger.outlook import seconds_per_round
 from ease.methods.retrain import Retrain
 from ease.runs.answers import find_answer, open_world
 from ease.runs.attackers import Subjects
-from ease.runs.audit import Audit
+from ease.runs.audit import Audit, Together
 from ease.runs.next_steps import next_steps
 from ease.runs.quick import RULE, Level, QuickCheck, quick_check
 from ease.runs.records import AuditRecord, PairRecord, Price
@@ -130,35 +131,71 @@ def _cost(name: str, price: Price) -> list[str]:
     return [name.replace("_", " "), *shown, f"{price.ratio:.0%}"]
 
 
+@dataclass(frozen=True)
+class AuditsSummary:
+    """Audits of several answers to one request, one page after the other."""
+
+    audits: tuple[AuditSummary, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"audits": [each.as_json() for each in self.audits]}
+
+    @property
+    def exit_code(self) -> int:
+        """Not passed counts before what cannot be told, and passed only if all did."""
+        codes = {each.exit_code for each in self.audits}
+        return next(code for code in (EXIT_CODES[False], EXIT_CODES[None], EXIT_CODES[True]) if code in codes)
+
+    def render(self) -> Iterator[RenderableType]:
+        for each in self.audits:
+            yield from each.render()
+
+
 def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet: bool) -> AuditSummary:
     """Audit a finished answer of a run."""
+    return audits_run(folder, (name,), config, retrain, quiet).audits[0]
+
+
+def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain: bool, quiet: bool) -> AuditsSummary:
+    """Audit finished answers to one request of a run, all from the same trained shadows."""
     run = Run.load(folder)
-    _, request, _ = find_answer(run, name)
+    found = [find_answer(run, name) for name in names]
+    request = found[0][1]
+    strangers = [name for name, (_, asked, _) in zip(names, found, strict=True) if asked != request]
+    if strangers or len({stored.folder for stored, _, _ in found}) < len(found):
+        raise UserError(
+            f"{strangers[0] if strangers else names[-1]}: audits share shadows where they are of different answers to "
+            f"one request, and the first is {names[0]}; audit it by a command of its own"
+        )
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     Subjects.of(world, request, config.pool)  # refuses too large a pool before the long work begins
     if retrain:
         answer(run, world, request, Retrain(), quiet)
-    audit = Audit.of(run, world, name, config)
+    together = Together(tuple(Audit.of(run, world, name, config) for name in names))
     with run.locked():
-        total = audit.ticks_left()
-        _tell_time(run, audit, quiet)
+        total = together.ticks_left()
+        _tell_time(run, together, quiet)
         with ticks_bar("shadow models", total, quiet or not total) as advance:
-            for ticks in audit.shadows():
+            for ticks in together.shadows():
                 advance(ticks)
         with status("attacks, distances and relearning", quiet):
-            record = audit.judge()
-    return AuditSummary(record, name, audit.stored.folder)
+            records = list(together.judge())
+    return AuditsSummary(
+        tuple(
+            AuditSummary(record, name, audit.stored.folder)
+            for record, name, audit in zip(records, names, together.audits, strict=True)
+        )
+    )
 
 
-def _tell_time(run: Run, audit: Audit, quiet: bool) -> None:
+def _tell_time(run: Run, audit: Together, quiet: bool) -> None:
     """How long the trainings of an audit are expected to take, by the rounds of the run itself."""
     (shadows, orders), each = audit.missing(), seconds_per_round(run)
     if quiet or each is None or not (shadows or orders):
         return
-    processes = min(audit.workers, max(1, len(shadows) // 2 + len(orders)))
-    seconds = (len(shadows) + len(orders)) * run.config.training.rounds * each / processes
+    seconds = (len(shadows) + len(orders)) * run.config.training.rounds * each / audit.processes()
     errors.print(
         f"{len(shadows)} shadow models and {len(orders)} retrainings are to be trained, about {duration(seconds)}; "
         "what is finished is kept if you stop",

@@ -271,6 +271,12 @@ class AuditOutput(AuditRecord):
     """Commands to go on with where the verdict is not that it passed."""
 
 
+class AuditsOutput(Config):
+    """`ease audit` with several `--request`."""
+
+    audits: tuple[AuditOutput, ...]
+
+
 class QuickOutput(Config):
     """`ease audit --quick`."""
 
@@ -523,7 +529,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "purge": (PurgeOutput,),
     "join": (JoinOutput,),
     "search": (SearchOutput,),
-    "audit": (AuditOutput, QuickOutput),
+    "audit": (AuditOutput, AuditsOutput, QuickOutput),
     "report": (ReportOutput,),
     "certificate issue": (CertificateOutput,),
     "certificate sign": (CertificateOutput, VerifyOutput),

@@ -1,7 +1,7 @@
 """Cached activations of some pairs, ready for the adapted part of the model: on its device, or streamed to it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -120,6 +120,25 @@ class Examples:
             gathered += [] if mask is None else [mask.gather(rows, captions)]
             image, text, *masks = _copied(gathered, self.device, side)
             yield image, text, masks[0] if masks else None
+
+
+@dataclass(frozen=True)
+class Chosen(Examples):
+    """Some of shared pairs, by their places there: no state is copied before it is asked for."""
+
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, positions: np.ndarray) -> "Chosen":
+        return replace(self, rows=self.rows[positions])
+
+    def part(self, start: int, stop: int) -> "Chosen":
+        return replace(self, rows=self.rows[start:stop])
+
+    def feed(self, batches: Sequence[Batch]) -> Iterator[States]:
+        yield from super().feed([(self.rows[positions], captions) for positions, captions in batches])
 
 
 def _index(values: np.ndarray, device: torch.device) -> Tensor:

@@ -48,6 +48,8 @@ class History:
     """Whether updates are written in half precision; what is there already is read as it was written."""
     place: str = ROUNDS
     """Where the rounds lie under the folder: a training that was made again has a place of its own."""
+    keeps: frozenset[int] | None = None
+    """Clients whose updates are kept; absent: all. Only scratch histories are for readers that ask for some alone."""
 
     @property
     def initial_path(self) -> Path:
@@ -163,7 +165,8 @@ class History:
             finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
         places: dict[str, dict[str, Any]] = {}
         if self.updates:
-            write_atomic(folder / UPDATES, _packed(finished.updates, places, self.half), self.durable)
+            kept = [each for each in finished.updates if self.keeps is None or each.client in self.keeps]
+            write_atomic(folder / UPDATES, _packed(kept, places, self.half), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,

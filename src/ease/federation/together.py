@@ -234,27 +234,48 @@ class Pool:
     clients: Mapping[int, ClientData]
     offsets: Mapping[int, int]
 
+    def place(self, client: int, rows: np.ndarray) -> np.ndarray:
+        """Where a client's own pairs lie."""
+        return self.offsets[client] + rows
+
+
+@dataclass(frozen=True)
+class SharedPool(Pool):
+    """Clients that hold some pairs in common, each of which is here once; there is no offset then."""
+
+    rows: Mapping[int, np.ndarray]
+    """Client -> where each of its pairs lies."""
+
+    def place(self, client: int, rows: np.ndarray) -> np.ndarray:
+        return self.rows[client][rows]
+
+
+Asked = tuple[int, Params, LocalJob]
+"""A client, the state it is sent, and what it is to do."""
+
 
 def answers_together(
     model: DualEncoder, pool: Pool, state: Params, jobs: Mapping[int, LocalJob], group_size: GroupSize
 ) -> dict[int, Update]:
     """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
-    asked = objective(next(iter(jobs.values())).objective)
-    if asked.parts is not None and asked.combine is not None:
-        parts = [(c, name, *part) for c, job in jobs.items() for name, part in asked.parts(state, job).items()]
+    return all_answers(model, pool, [(client, state, job) for client, job in jobs.items()], group_size)
+
+
+def all_answers(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> dict[int, Update]:
+    """The same where each client may have been sent another state; jobs differ in what is a client's own alone."""
+    kind = objective(asked[0][2].objective)
+    if kind.parts is not None and kind.combine is not None:
+        parts = [(c, name, *part) for c, state, job in asked for name, part in kind.parts(state, job).items()]
         done = _trained(model, pool, [(client, start, part) for client, _, start, part in parts], group_size)
-        found: dict[int, dict[str, Update]] = {client: {} for client in jobs}
+        found: dict[int, dict[str, Update]] = {client: {} for client, _, _ in asked}
         for (client, name, _, _), update in zip(parts, done, strict=True):
             found[client][name] = update
-        return {client: asked.combine(pool.clients[client], found[client], job) for client, job in jobs.items()}
-    trainings = [(client, state, job) for client, job in jobs.items()]
-    updates = dict(zip(jobs, _trained(model, pool, trainings, group_size), strict=True))
-    return updates if asked.finish is None else {c: asked.finish(updates[c], job) for c, job in jobs.items()}
+        return {client: kind.combine(pool.clients[client], found[client], job) for client, _, job in asked}
+    updates = dict(zip((each[0] for each in asked), _trained(model, pool, asked, group_size), strict=True))
+    return updates if kind.finish is None else {c: kind.finish(updates[c], job) for c, _, job in asked}
 
 
-def _trained(
-    model: DualEncoder, pool: Pool, asked: Sequence[tuple[int, Params, LocalJob]], group_size: GroupSize
-) -> list[Update]:
+def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> list[Update]:
     """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
     able: dict[str, list[tuple[int, int, LocalTraining]]] = {}
     updates = [Update(client, 0, None) for client, _, _ in asked]
@@ -264,7 +285,7 @@ def _trained(
             placed_states[id(state)] = state.to(pool.examples.device).map(promoted)
         assignment = assignment_of(model, placed_states[id(state)], pool.clients[client], job)
         if assignment is not None and assignment.draws:
-            placed = tuple(replace(draw, rows=pool.offsets[client] + draw.rows) for draw in assignment.draws)
+            placed = tuple(replace(draw, rows=pool.place(client, draw.rows)) for draw in assignment.draws)
             training = LocalTraining(state, placed)
             able.setdefault(assignment.objective, []).append((number, assignment.pairs, training))
     for chosen, entries in able.items():

@@ -124,6 +124,10 @@ class Unlearner(Config, ABC):
     def check(self, training: TrainingConfig) -> None:
         """Refuse settings that cannot work on such a training, before anything is read or computed."""
 
+    def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
+        """Whose stored updates it reads, where so many clients took part in every round; None: anyone's."""
+        return None if "history" in self.needs else frozenset()
+
     @abstractmethod
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         """How many steps `unlearn` yields."""

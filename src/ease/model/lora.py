@@ -1,5 +1,7 @@
 """Low-rank adapters (LoRA) for the attention layers of a frozen tower."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,9 +46,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
     rows = x.reshape(len(weight), -1, x.shape[-1])
-    # W x', not x W': the gradient of W then lies in memory as W does, and a step of the optimiser is six times as fast.
-    product = torch.bmm(weight, rows.mT) if bias is None else torch.baddbmm(bias[:, :, None], weight, rows.mT)
-    return product.mT.reshape(*x.shape[:-1], -1)
+    if torch.is_autocast_enabled(x.device.type):
+        product = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
+    else:
+        product = _StackedLinear.apply(rows, weight, bias)
+    return product.view(*x.shape[:-1], -1)
+
+
+class _StackedLinear(torch.autograd.Function):
+    """x W' + b of each model: rows [models, n, in], weight [models, out, in], bias [models, out] -> [models, n, out].
+
+    The products are those of autograd, each written so that few rows meet a large weight in the order in which they
+    lie in memory, and that the gradient of W lies as W does: on a CPU two to three times as fast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        (out,), wanted = grad, ctx.needs_input_grad
+        return (
+            torch.bmm(out, weight) if wanted[0] else None,
+            torch.bmm(out.mT, rows) if wanted[1] else None,
+            out.sum(1) if wanted[2] else None,
+        )
 
 
 def fold_query(query: Tensor, layer: nn.Module) -> Tensor:

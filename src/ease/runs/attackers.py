@@ -2,8 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,13 @@ from ease.audit.attacks import Attacker, Readings
 from ease.audit.shadows import (
     Candidates,
     Ends,
-    ShadowHistory,
+    Shadow,
     choose_candidates,
+    scratch_history,
     shadow_request,
     shadow_shards,
     train_federations,
-    unlearn_shadow,
+    unlearn_shadows,
 )
 from ease.audit.statistic import STATISTICS, Gauge
 from ease.data.partition import Shard
@@ -50,7 +51,10 @@ FORMAT = 3
 SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
 SHADOWS_AT_ONCE = 8
-"""Shadows whose histories lie on the disk at the same time, for each worker."""
+"""Shadows of one pass on a CPU: more do not make it faster."""
+SCRATCH_BYTES = 4 * 10**9
+"""Of histories that may lie on the disk at the same time; a GPU takes as many shadows in one pass as that allows."""
+MOST_AT_ONCE = 64
 
 
 Pass = tuple[tuple[int, ...], tuple[int, ...]]
@@ -65,7 +69,8 @@ class Plan:
     either, and the trained shadows with what was read of them. What was read after the unlearning is each method's own.
 
     A method that reads the history cannot begin from a stored shadow, whose end alone is kept: the histories of a few
-    shadows are larger than all else in a run. It has its shadows trained again, to the same models up to rounding.
+    shadows are larger than all else in a run. It has its shadows trained again, to the same models up to rounding,
+    unless it is audited `beside` the others.
     """
 
     config: RunConfig
@@ -80,6 +85,15 @@ class Plan:
     pool: int
     folder: Path
     """Of the run."""
+    beside: tuple[Unlearner, ...] = ()
+    """Further methods that are audited with it: the shadows go through each, from one training."""
+    many: tuple[int, int] | None = None
+    """Bytes of a state and number of clients, on a device that takes as many shadows in one pass as the disk does."""
+
+    @property
+    def each(self) -> tuple["Plan", ...]:
+        """The plan of every method."""
+        return tuple(replace(self, method=method, beside=()) for method in (self.method, *self.beside))
 
     @property
     def key(self) -> str:
@@ -122,6 +136,7 @@ class Plan:
         return not (self.shadow_path(shadow).is_file() and self.state_path(shadow).is_file())
 
     def not_unlearned(self, shadow: int) -> bool:
+        """By its own method."""
         return self.method is not None and not self.unlearned_path(shadow).is_file()
 
     @property
@@ -130,11 +145,11 @@ class Plan:
 
     def to_train(self, shadow: int) -> bool:
         """Whether a shadow has to be trained: it is not there, or its history is needed once more."""
-        return self.untrained(shadow) or (self.reads_history and self.not_unlearned(shadow))
+        return self.untrained(shadow) or any(one.reads_history and one.not_unlearned(shadow) for one in self.each)
 
     def missing_shadows(self, count: int) -> list[int]:
         """Those of the first `count` of which something is missing."""
-        return [shadow for shadow in range(count) if self.untrained(shadow) or self.not_unlearned(shadow)]
+        return [n for n in range(count) if self.untrained(n) or any(one.not_unlearned(n) for one in self.each)]
 
     def missing_orders(self, count: int) -> list[int]:
         """Retrainings that are not whole, of the first `count`."""
@@ -144,29 +159,44 @@ class Plan:
 
     def ticks(self, shadows: Sequence[int], orders: Sequence[int]) -> int:
         """One for each round of each model that is trained, and one for each unlearning."""
-        trained = sum(len(some) + len(also) for some, also in self.passes(shadows, orders))
-        return trained * self.config.training.rounds + sum(map(self.not_unlearned, shadows))
+        passes = self.passes(shadows, orders)
+        trained = sum(len(some) + len(also) for some, also in passes if also or any(map(self.to_train, some)))
+        return trained * self.config.training.rounds + sum(one.not_unlearned(n) for one in self.each for n in shadows)
 
     # What is trained in one pass
+
+    @property
+    def at_once(self) -> int:
+        """Shadows of one pass: their histories lie on the disk together."""
+        if self.many is None:
+            return SHADOWS_AT_ONCE
+        (state, clients), training = self.many, self.config.training
+        methods = [one.method for one in self.each if one.method is not None and one.reads_history]
+        read = [method.reads_updates_of(self.request, training, clients) for method in methods]
+        kept = 1 + max((clients if some is None else len(some) for some in read), default=0)
+        return max(SHADOWS_AT_ONCE, min(MOST_AT_ONCE, SCRATCH_BYTES // (state * training.rounds * kept)))
 
     @property
     def _passes_path(self) -> Path:
         return self.store / f"passes-{self.pool}.json"
 
     def passes(self, shadows: Sequence[int], orders: Sequence[int], workers: int = 1) -> list[Pass]:
-        """What is trained together. A pass that was interrupted is done once more as it was: in other company the
-        same model rounds otherwise."""
+        """What is trained and unlearned together. A pass that was interrupted is done once more as it was: in other
+        company the same model rounds otherwise."""
         stored = read_json(self._passes_path)["passes"] if self._passes_path.is_file() else []
-        wanted, left = {each for each in shadows if self.to_train(each)}, set(orders)
+        wanted, left = set(shadows), set(orders)
         begun = [(tuple(some), tuple(also)) for some, also in stored if wanted & {*some} or left & {*also}]
         known = {each for some, _ in begun for each in some}
-        trained = [each for each in shadows if each in wanted - known]
         others = [each for each in orders if not any(each in also for _, also in begun)]
+        missing = [each for each in shadows if each not in known]
+        trained = [each for each in missing if self.to_train(each)]
         for worker in range(workers):
             mine, also = trained[worker::workers], others[worker::workers]
-            for first in range(0, max(len(mine), 1), SHADOWS_AT_ONCE):
-                some = mine[first : first + SHADOWS_AT_ONCE], also if first == 0 else []
+            for first in range(0, max(len(mine), 1), self.at_once):
+                some = mine[first : first + self.at_once], also if first == 0 else []
                 begun += [(tuple(some[0]), tuple(some[1]))] if any(some) else []
+            ready = [each for each in missing if each not in trained][worker::workers]
+            begun += [(tuple(ready[first : first + self.at_once]), ()) for first in range(0, len(ready), self.at_once)]
         return begun
 
     def begin(self, passes: Sequence[Pass]) -> None:
@@ -245,7 +275,10 @@ def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, 
     trained.history.verify_state(0)
     start = sha256(trained.history.initial_path)
     config = run.config.model_copy(update={"training": trained.training})
-    return Plan(config, request, method, trained.gone, start, world.evaluator.pairs.fingerprint, pool, run.folder)
+    data, many = world.evaluator.pairs.fingerprint, None
+    if world.server.device.type != "cpu":
+        many = trained.history.initial_path.stat().st_size, len(world.shards)
+    return Plan(config, request, method, trained.gone, start, data, pool, run.folder, many=many)
 
 
 def gauge_of(world: World, subjects: Subjects) -> Gauge:
@@ -271,17 +304,24 @@ def make_shadows(
     passes = plan.passes(shadows, orders)
     plan.begin(passes)
     for some, also in passes:
-        yield from _train_group(plan, world, subjects, some, also)
-    yield from _unlearn_stored(plan, world, subjects, shadows)
+        yield from make_pass(plan, world, subjects, some, also)
     plan.end()
 
 
-def _unlearn_stored(plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int]) -> Iterator[int]:
-    start = world.server.initial()
-    for shadow in shadows:
-        if plan.not_unlearned(shadow):
-            ends = Ends(plan.shadow_store, updates=False, first=start, last=Params.load(plan.state_path(shadow)))
-            yield from _unlearn(plan, world, subjects, shadow, ends)
+def make_pass(
+    plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
+) -> Iterator[int]:
+    """Train what has to be trained of one pass, and let its shadows go through every method that they lack."""
+    if orders or any(map(plan.to_train, shadows)):
+        yield from _train_group(plan, world, subjects, shadows, orders)
+    ends = {n: _end_of(plan, world, n) for n in shadows}
+    for one in plan.each:
+        yield from _unlearn(one, world, subjects, ends)
+
+
+def _end_of(plan: Plan, world: World, shadow: int) -> Ends:
+    last = Params.load(plan.state_path(shadow))
+    return Ends(plan.shadow_store, updates=False, first=world.server.initial(), last=last)
 
 
 def _train_group(
@@ -292,13 +332,17 @@ def _train_group(
     federations = [_shadow_shards(plan, world, subjects, shadow) for shadow in shadows]
     federations += [without(world.shards, [plan.request])] * len(orders)
     streams = [f"shadow-{shadow}" for shadow in shadows] + [f"retrain-{order}" for order in orders]
-    if not federations:
-        return
     stops = {share: max(1, round(share * config.training.rounds)) for share in (*SHARES, 1.0)}
     gauge = gauge_of(world, subjects)
+    readers = [one for one in plan.each if one.reads_history and any(map(one.not_unlearned, shadows))]
+    methods = [one.method for one in readers if one.method is not None]
     plan.store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=plan.store) as scratch:
-        histories = [ShadowHistory.begin(Path(scratch) / str(n), start, plan.reads_history) for n in shadows]
+        histories = {
+            shadow: scratch_history(Path(scratch) / str(shadow), start, shards, methods, plan.request, config.training)
+            for shadow, shards in zip(shadows, federations, strict=False)
+            if readers
+        }
         for rounds in train_federations(
             seen.model,
             seen.activations,
@@ -310,35 +354,47 @@ def _train_group(
             config.seed,
             config.model.temperature,
         ):
-            for history, finished in zip(histories, rounds, strict=False):  # retrainings keep none
-                history.append(finished)
+            for history, finished in zip(histories.values(), rounds, strict=False):  # retrainings keep none
+                history.append(finished, {})
             for order, finished in zip(orders, rounds[len(shadows) :], strict=True):
                 for share, last in stops.items():
                     if finished.number == last:
                         finished.state.save(plan.retrain_path(order, share))
             yield len(federations)
-        for shadow, finished, history in zip(shadows, rounds, histories, strict=False):
+        for shadow, finished in zip(shadows, rounds, strict=False):
             if plan.untrained(shadow):
                 finished.state.save(plan.state_path(shadow))
                 _store_readings(plan.shadow_path(shadow), gauge, finished.state, subjects)
-            if plan.reads_history and plan.not_unlearned(shadow):
-                yield from _unlearn(plan, world, subjects, shadow, history.history)
+        for one in readers:
+            yield from _unlearn(one, world, subjects, histories)
 
 
-def _unlearn(plan: Plan, world: World, subjects: Subjects, shadow: int, history: History) -> Iterator[int]:
-    """Let a trained shadow go through the method, and store what is read of it then."""
-    assert plan.method is not None  # only those are asked for that some method has not unlearned
-    config, seen = plan.config, world.evaluator
+def _unlearn(plan: Plan, world: World, subjects: Subjects, histories: Mapping[int, History]) -> Iterator[int]:
+    """Let trained shadows go through the method, and store what is read of them then.
+
+    All do, though some may have been stored before the process was killed: in other company they would round otherwise.
+    """
+    missing = [shadow for shadow in histories if plan.not_unlearned(shadow)]
+    if plan.method is None or not missing:
+        return
+    seen, gauge = world.evaluator, gauge_of(world, subjects)
+    trained = [_trained_shadow(plan, world, subjects, *each) for each in histories.items()]
+    states = unlearn_shadows(seen.model, seen.activations, seen.device, trained, plan.method)
+    for shadow, state in zip(histories, states, strict=True):
+        if shadow in missing:
+            _store_readings(plan.unlearned_path(shadow), gauge, state, subjects)
+            yield 1
+
+
+def _trained_shadow(plan: Plan, world: World, subjects: Subjects, shadow: int, history: History) -> Shadow:
+    config = plan.config
     # Its own random numbers: with the target's, a method that starts afresh would end in the target itself.
     seed = stream_seed(config.seed, "shadow", shadow)
     order = Order(config.seed, f"shadow-{shadow}")
     trained = Trained(history, config.training, config.model.temperature, seed, order)
     inside = subjects.candidates.included(shadow, config.seed)
     request = shadow_request(plan.request, subjects.candidates, inside)
-    shards = _shadow_shards(plan, world, subjects, shadow)
-    state = unlearn_shadow(seen.model, seen.activations, seen.device, shards, trained, request, plan.method)
-    _store_readings(plan.unlearned_path(shadow), gauge_of(world, subjects), state, subjects)
-    yield 1
+    return Shadow(_shadow_shards(plan, world, subjects, shadow), trained, request)
 
 
 def _shadow_shards(plan: Plan, world: World, subjects: Subjects, shadow: int) -> tuple[Shard, ...]:
@@ -364,13 +420,10 @@ def read_shadow(path: Path) -> dict[str, torch.Tensor]:
 
 
 def train_share(share: Share) -> Iterator[str]:
-    """One pass, or some shadows that are only unlearned, in a process of its own, for `spread`."""
+    """One pass, in a process of its own, for `spread`."""
     plan, shadows, orders = share
     world = open_world(Run.load(plan.folder), plan.request)
-    subjects = Subjects.of(world, plan.request, plan.pool)
-    if orders or any(map(plan.to_train, shadows)):
-        yield from map(str, _train_group(plan, world, subjects, shadows, orders))
-    yield from map(str, _unlearn_stored(plan, world, subjects, shadows))
+    yield from map(str, make_pass(plan, world, Subjects.of(world, plan.request, plan.pool), shadows, orders))
 
 
 def attacker_of(plan: Plan, subjects: Subjects, shadows: int, fpr: float) -> Attacker:

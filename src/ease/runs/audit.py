@@ -1,11 +1,12 @@
 """Auditing an answer to a request: every measure beside retraining and its band, and what was not tested."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from ease.audit.attacks import Attacker
 from ease.audit.caveats import (
     NO_ATTACKS,
     NOT_TESTED,
@@ -90,32 +91,22 @@ class Audit:
 
     # The long part
 
+    @property
+    def attackable(self) -> int:
+        """How many shadows it takes: without attacks none is needed."""
+        return 0 if self.subjects.candidates.why_no_attack() else self.config.shadows
+
     def missing(self) -> tuple[list[int], list[int]]:
-        """Shadows of which something is not stored yet, and retraining orders; without attacks no shadow is needed."""
-        shadows = 0 if self.subjects.candidates.why_no_attack() else self.config.shadows
-        return self.plan.missing_shadows(shadows), self.plan.missing_orders(self.config.retrains)
+        """Shadows of which something is not stored yet, and retraining orders."""
+        return Together((self,)).missing()
 
     def ticks_left(self) -> int:
         """How many ticks `shadows` will give."""
-        return self.plan.ticks(*self.missing())
+        return Together((self,)).ticks_left()
 
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
-        remove_scratch(self.plan)
-        remove_leftovers(self.stored.folder)
-        shadows, orders = self.missing()
-        workers = min(self.workers, max(1, len(shadows) // 2 + len(orders)))
-        if workers == 1:
-            yield from make_shadows(self.plan, self.world, self.subjects, shadows, orders)
-        else:
-            passes = self.plan.passes(shadows, orders, workers)
-            trained = {shadow for some, _ in passes for shadow in some}
-            stored = [shadow for shadow in shadows if shadow not in trained]
-            self.plan.begin(passes)
-            shares = [(self.plan, *each) for each in passes]
-            shares += [(self.plan, tuple(stored[n::workers]), ()) for n in range(workers) if stored[n::workers]]
-            yield from map(int, spread(train_share, shares, workers))
-            self.plan.end()
+        return Together((self,)).shadows()
 
     @property
     def workers(self) -> int:
@@ -153,11 +144,18 @@ class Audit:
 
     @cached_property
     def instruments(self) -> Instruments:
-        attacker = None
-        if not self.subjects.candidates.why_no_attack():
-            attacker = attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
         kind = OneByOne if self.subjects.candidates.members < FEW else Instruments
-        return kind(self.world, self.request, self.trained, self.retrained, self.subjects, attacker, self.config)
+        return kind(self.world, self.request, self.trained, self.retrained, self.subjects, self.attacker, self.config)
+
+    @cached_property
+    def attacker(self) -> Attacker | None:
+        if self.subjects.candidates.why_no_attack():
+            return None
+        return attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
+
+    def lend(self, other: "Audit") -> None:
+        """Let an audit of another answer to the request use what was looked at here: retrained models are the same."""
+        other.__dict__["instruments"] = self.instruments.with_attacker(other.attacker)
 
     @cached_property
     def retrained(self) -> dict[str, Params]:
@@ -208,6 +206,54 @@ class Audit:
         columns = self.trained.history.columns(training.rounds)
         # Clients that left before are in the history, and retain nothing.
         return training.local_epochs * sum(retained.get(client, 0) for _, client in columns)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Audits of several answers to one request: what their methods go through begins from the same trained shadows."""
+
+    audits: tuple[Audit, ...]
+
+    @property
+    def first(self) -> Audit:
+        return self.audits[0]
+
+    @cached_property
+    def plan(self) -> Plan:
+        return replace(self.first.plan, beside=tuple(audit.method for audit in self.audits[1:]))
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Shadows of which some method lacks something, and retraining orders."""
+        return self.plan.missing_shadows(self.first.attackable), self.plan.missing_orders(self.first.config.retrains)
+
+    def ticks_left(self) -> int:
+        return self.plan.ticks(*self.missing())
+
+    def processes(self) -> int:
+        """How many will work: each needs something to train."""
+        shadows, orders = self.missing()
+        return min(self.first.workers, max(1, len(shadows) // 2 + len(orders)))
+
+    def shadows(self) -> Iterator[int]:
+        """Train, unlearn and store what is missing; yields ticks as they happen."""
+        remove_scratch(self.plan)
+        for audit in self.audits:
+            remove_leftovers(audit.stored.folder)
+        (shadows, orders), workers = self.missing(), self.processes()
+        if workers == 1:
+            yield from make_shadows(self.plan, self.first.world, self.first.subjects, shadows, orders)
+            return
+        passes = self.plan.passes(shadows, orders, workers)
+        self.plan.begin(passes)
+        yield from map(int, spread(train_share, [(self.plan, *each) for each in passes], workers))
+        self.plan.end()
+
+    def judge(self) -> Iterator[AuditRecord]:
+        """One verdict after the other."""
+        for place, audit in enumerate(self.audits):
+            if place:
+                self.first.lend(audit)
+            yield audit.judge()
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:

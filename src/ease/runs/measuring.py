@@ -1,7 +1,7 @@
 """What an audit measures: every model of a request, retrained ones among them, with the same instruments."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
@@ -86,14 +86,28 @@ class Instruments:
 
     def measure(self, answer: Params) -> Measured:
         """Measure an answer beside the trained, the retrained and the planted models."""
-        looks = {**self._known, "unlearned": self._look({"unlearned": answer})["unlearned"]}
+        return next(self.measure_each((answer,)))
+
+    def measure_each(self, answers: Sequence[Params]) -> Iterator[Measured]:
+        """Measure one answer after the other; all are looked at in the same passes."""
+        looks = self._look({str(place): answer for place, answer in enumerate(answers)})
+        for answer, look in zip(answers, looks.values(), strict=True):
+            yield self._measured(answer, {**self._known, "unlearned": look})
+
+    def with_attacker(self, attacker: Attacker | None) -> "Instruments":
+        """The same for another method: what was looked at serves all, and shadows were unlearned by each."""
+        other = replace(self, attacker=attacker)
+        other.__dict__["_known"] = self._known  # where a cached property keeps what it found
+        return other
+
+    def _measured(self, answer: Params, looks: Mapping[str, Look]) -> Measured:
         models = {**self._models, "unlearned": answer}
         reads = {name: look.read for name, look in looks.items()}
         similar = {name: look.similar for name, look in looks.items()}
         held = {name: look.retained for name, look in looks.items()}
         found = Attacked([], {}, "")
         if self.attacker is not None:
-            targets = {name: self.subjects.split(read) for name, read in reads.items()}
+            targets = {**self._known_targets, "unlearned": self.subjects.split(reads["unlearned"])}
             found = attack_all(self.attacker, targets, self.config)
         start, gauge = self.trained.initial, self.gauge
         stayed = attack_retained(self.world, self.subjects, gauge, start, reads, self._retained, held)
@@ -130,19 +144,27 @@ class Instruments:
         """Looked at once, however many answers are measured."""
         return self._look(self._models)
 
+    @cached_property
+    def _known_targets(self) -> dict[str, tuple[Readings, Readings]]:
+        """What attacks are given of them: always the same objects, so that each is attacked once."""
+        return {name: self.subjects.split(look.read) for name, look in self._known.items()}
+
     def _look(self, models: Mapping[str, Params]) -> dict[str, Look]:
-        curves = self._relearning({name: state for name, state in models.items() if name != "trained"})
-        looks, count = {}, len(self.subjects.positions)
-        for name, state in models.items():
-            read = self.gauge.read(state, np.concatenate([self.subjects.positions, self._retained]))
-            looks[name] = Look(
-                {statistic: values[:count] for statistic, values in read.items()},
-                read["log_odds"][count:],
+        every = np.concatenate([self.subjects.positions, self._retained])
+        reads = {name: self.gauge.read(state, every) for name, state in models.items()}
+        odds = {name: read["log_odds"] for name, read in reads.items()}
+        curves = self._relearning({name: state for name, state in models.items() if name != "trained"}, odds)
+        count = len(self.subjects.positions)
+        return {
+            name: Look(
+                {statistic: values[:count] for statistic, values in reads[name].items()},
+                odds[name][count:],
                 similarities(self.world, state, self.sets["forget"]),
                 self.recalls_of(state),
                 {taught: found[name] for taught, found in curves.items() if name in found},
             )
-        return looks
+            for name, state in models.items()
+        }
 
     @cached_property
     def _retained(self) -> np.ndarray:
@@ -211,8 +233,11 @@ class Instruments:
         values = _from_others(lambda name, other: distance_between(forget[name], forget[other]), forget)
         return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
 
-    def _relearning(self, models: Mapping[str, Params]) -> dict[str, dict[str, Curve]]:
-        """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models."""
+    def _relearning(self, models: Mapping[str, Params], odds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Curve]]:
+        """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models.
+
+        Where they start from is in the log-odds of the subjects, which were read already.
+        """
         rng = generator(self.world.config.seed, "relearn")
         forget = rng.permutation(self.sets["forget"])
         few, watched = forget[: self.config.relearn_pairs], forget[self.config.relearn_pairs :][:MOST_WATCHED]
@@ -222,7 +247,11 @@ class Instruments:
             return {}
         job = self.world.config.training.job(0, self.world.config.seed, self.world.config.model.temperature, "relearn")
         watch, states = Watch(self.gauge, watched, unseen), list(models.values())
-        margins, top = [watch.margin(state) for state in states], watch.margin(self.trained.final)
+        place = {position: row for row, position in enumerate(self.subjects.positions.tolist())}
+        rows = [np.array([place[position] for position in some.tolist()]) for some in (watched, unseen)]
+        trained = odds["trained"] if "trained" in odds else self._known["trained"].read["log_odds"]
+        margins = [watch.between(*(odds[name][some] for some in rows)) for name in models]
+        top = watch.between(*(trained[some] for some in rows))
         found = {}
         for taught, positions in (("forget", few), ("retain", self.sets["retain"])):
             curves = relearn(watch, states, margins, top, positions, job, rng)

@@ -1,6 +1,6 @@
 """What an audit measures of a request of few pairs: where each of them stands, beside retrained models."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from ease.audit.attacks import Attacker
 from ease.audit.retrieval import GalleryRecall
 from ease.audit.standing import Standing, standing, standing_measures
 from ease.audit.verdict import Verdict
@@ -43,8 +44,13 @@ class OneByOne(Instruments):
     kept: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4, 0.7, 1.0)
     planted_into: ClassVar[int] = 3
 
-    def measure(self, answer: Params) -> Measured:
-        """Measure an answer beside the trained, the retrained and the planted models."""
+    def measure_each(self, answers: Sequence[Params]) -> Iterator[Measured]:
+        yield from map(self._placed, answers)
+
+    def with_attacker(self, attacker: Attacker | None) -> "OneByOne":
+        return self
+
+    def _placed(self, answer: Params) -> Measured:
         places = {**self._places, "unlearned": self._place(answer)}
         measures = (
             *(
@@ -55,6 +61,9 @@ class OneByOne(Instruments):
             *standing_measures(
                 {name: place.standing for name, place in places.items()},
                 {name: place.log_odds for name, place in places.items()},
+                self._galleries.shape[1],
+                len(self.gauge.pool),
+                self.gauge.temperature,
             ),
         )
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)

@@ -138,6 +138,13 @@ class Ease(Unlearner):
         usual = 0.15 if isinstance(request, ClientRequest) else 0.2
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
+    def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
+        """Of clients that leave their own alone: what the others did is in the states (`farewell`)."""
+        told_by_means = training.aggregation == "mean" and training.participation == 1
+        if isinstance(request, ClientRequest) and told_by_means and 2 * len(request.clients) < clients:
+            return frozenset(request.clients)
+        return None
+
     def _asks(self, request: Request) -> bool:
         """Whether levels are wanted, or how many forget pairs each client holds; of a client that left, neither."""
         return self._corrects or not isinstance(request, ClientRequest)

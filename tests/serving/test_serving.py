@@ -323,3 +323,30 @@ def test_a_server_that_cannot_be_is_one_line(ease, finished: Path, options: tupl
 def test_a_folder_with_nothing_to_serve_is_one_line(ease, tmp_path: Path) -> None:
     result = ease("serve", tmp_path)
     assert result.code == 2 and "neither a run nor an export" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "dark")])
+def test_people_search_in_a_browser(
+    serve, finished: Path, browser: Any, barriers: Callable[[Any], list[str]], width: int, scheme: str
+) -> None:
+    ask = serve(finished, "client-1/finetune", key="plain")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page, said, sought = context.new_page(), [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("request", lambda request: sought.append(request.url))
+    page.goto(f"http://127.0.0.1:{ask.port}/?key=plain")
+    assert page.url == f"http://127.0.0.1:{ask.port}/", "the key is in no history"
+    page.get_by_label("What to look for").fill("a green boat")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("li img")
+    assert page.locator("section").count() == 2 and page.locator("li").count() == 24
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert said == [] and all(url.startswith((f"http://127.0.0.1:{ask.port}/", "data:")) for url in sought)
+    assert barriers(page) == []
+    paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert (paper == "rgb(21, 24, 28)") == (scheme == "dark")
+    page.emulate_media(media="print", color_scheme=scheme)
+    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator("form").is_visible()
+    context.close()

@@ -11,6 +11,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FETCHED = re.compile(r"<script src=\"?https://unpkg\.com/iframe-worker/shim\"?></script>")
 """What the theme would fetch to search without a server, and with a network."""
+DIALOG = re.compile(r"(<div class=\"md-search\"[^>]* role=\"dialog\")")
+"""The theme's search, which it gives no name."""
 WORKER = """<script>
 // Browsers start no workers from a disk: a hidden frame takes their part.
 if (location.protocol === "file:") {
@@ -63,4 +65,5 @@ def moved(link: str, folder: str) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    return FETCHED.sub(lambda _: WORKER, output)
+    named = DIALOG.sub(r'\1 aria-label="Search"', output)
+    return FETCHED.sub(lambda _: WORKER, named)

@@ -30,6 +30,7 @@ ORDER = (
     "evidence",
     "ledger",
     "studies",
+    "serving",
     "commands",
     "testing",
     "api",

@@ -1,7 +1,9 @@
 """The documents as a site: links between both folders lead somewhere, and from a disk it searches without a network."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,3 +49,51 @@ def test_it_searches_offline_and_is_quiet(width: int) -> None:
     assert any("glossary.html" in link for link in found)
     assert said == [] and wide <= 0
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
+
+
+PAGES = ("index", "quickstart", "audit", "commands", "api")
+PAPER = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const [r, g, b, a] = parse(getComputedStyle(document.body).backgroundColor);
+  const ink = parse(getComputedStyle(document.querySelector(".md-typeset p")).color);
+  const scheme = getComputedStyle(document.documentElement).colorScheme;
+  return [a === 0 ? 255 : (r + g + b) / 3, (ink[0] + ink[1] + ink[2]) / 3, scheme];
+}"""
+"""How bright paper and ink are, and which scheme the margins follow."""
+
+
+@pytest.mark.slow
+@built
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_system_and_keeps_no_one_out(
+    browser: Any, barriers: Callable[[Any], list[str]], scheme: str
+) -> None:
+    """At the desk and on a phone: nothing on the console, no serious barrier, as dark as the system asks for."""
+    for width in (1200, 390):
+        context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
+        for name in PAGES:
+            page, said = context.new_page(), []
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.on("pageerror", lambda error, said=said: said.append(str(error)))
+            page.goto((SITE / f"{name}.html").as_uri())
+            assert said == []
+            paper, ink, _ = page.evaluate(PAPER)
+            assert (paper < 60 < 140 < ink) if scheme == "dark" else (ink < 60 < 240 < paper)
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+            assert barriers(page) == []
+            page.close()
+        context.close()
+
+
+@pytest.mark.slow
+@built
+def test_paper_is_white_whatever_the_screen_is(browser: Any) -> None:
+    page = browser.new_page(color_scheme="dark")
+    page.goto((SITE / "quickstart.html").as_uri())
+    page.wait_for_selector(".md-code__nav", state="attached")  # what the theme adds for the mouse
+    page.emulate_media(media="print", color_scheme="dark")
+    paper, ink, scheme = page.evaluate(PAPER)
+    assert paper == 255 and ink < 60 and scheme == "light"
+    for control in (".md-header", ".md-code__nav", ".headerlink", ".md-footer"):
+        assert not any(each.is_visible() for each in page.locator(control).all()), control
+    page.close()

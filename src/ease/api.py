@@ -239,6 +239,11 @@ class Answer(_Uses, _Shows):
     def _forgotten(self) -> frozenset[str]:
         return forgotten_ids(Run.load(self.run), self.name)
 
+    @cached_property
+    def _world(self) -> World:
+        """As it was when the request was answered: what it forgot is looked for, too."""
+        return open_world(Run.load(self.run), self.summary.request)
+
     def report(self, out: str | Path | None = None, thumbnails: bool | None = None, quiet: bool = True) -> Path:
         """Write the page of its request, and say where."""
         return report_run(self.summary.folder.parent, None if out is None else Path(out), thumbnails, quiet).path

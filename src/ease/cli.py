@@ -666,6 +666,36 @@ def search(
 
 
 @app.command()
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="RUN|EXPORT", help="Run directory, or a folder of `ease export`.")],
+    request: Annotated[
+        str | None, typer.Option(help="Show the models before and after this open request side by side, e.g. client-3.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8400,
+    public: Annotated[
+        bool, typer.Option("--public", help="Allow a --host that others can reach; pictures are then not shown.")
+    ] = False,
+    keyless: Annotated[
+        bool, typer.Option("--no-key", help="Answer every user of this machine, without a key.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a model over HTTP until Ctrl-C: a page to search by words, /search, /encode and /health.
+
+    A run is served as its last release left it: what is forgotten is never found. It listens on this machine alone, and
+    answers whoever has the key that it tells.
+
+    Example: `ease serve runs/first --request client-3`
+    """
+    from ease.commands.serve import serve_model
+
+    serve_model(folder, request, host, port, public, keyless, as_json, quiet or as_json)
+
+
+@app.command()
 def demo(
     scenario: Annotated[Scenario, typer.Option(help="What is forgotten.")] = Scenario.client,
     out: Annotated[

@@ -1,6 +1,17 @@
-"""An engineer trains on own photographs of five sites, answers four requests, audits, certifies, exports."""
+"""An engineer trains on own photographs of five sites, answers four requests, audits, certifies, exports, serves."""
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import pytest
 from safetensors.torch import load_file
@@ -48,3 +59,60 @@ def test_the_last_answer_is_audited_certified_and_exported(answered, command) ->
     released = trained_of(Run.load(answered.run)).start
     assert model.keys() == released.tensors.keys()
     assert all(bool((model[name] == released[name]).all()) for name in model)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[dict[str, Any]]:
+    """`ease serve` as a process of its own, ended by Ctrl-C; yields the line that it begins with."""
+    command = [sys.executable, "-m", "ease", "serve", str(folder), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def asked(served: dict[str, Any], path: str, content: bytes | None = None, kind: str = "application/json") -> Any:
+    headers = {"Authorization": f"Bearer {served['key']}", "Content-Type": kind}
+    with urlopen(Request(served["address"] + path, content, headers), timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_the_released_model_is_served_and_finds_nothing_forgotten(answered, command, tmp_path: Path) -> None:
+    """Over HTTP, before and after the purge: no id of two sites, three photographs and a class ever comes back."""
+    run = Path(shutil.copytree(answered.run, tmp_path / "run"))
+    members = json.loads((run / "membership.json").read_text())["clients"]
+    gone = set((answered.folder / "ids.txt").read_text().split())
+    for each in members:
+        left = each["name"] in ("north", "west")
+        of_class = [pair for pair, label in zip(each["train_ids"], each["train_classes"], strict=True) if label == 0]
+        gone |= {*of_class, *(each["train_ids"] if left else ()), *(each["validation_ids"] if left else ())}
+    held = {pair for each in members for pair in (*each["train_ids"], *each["validation_ids"])}
+    assert 28 * 2 < len(gone) < len(held)
+    captions = [json.loads(line) for line in (answered.folder / "photos" / "captions.jsonl").read_text().splitlines()]
+
+    def found(served: dict[str, Any]) -> set[str]:
+        answer = asked(served, f"/search?k=200&words={quote(captions[0]['caption'])}")
+        return {hit["id"] for hits in answer["found"].values() for hit in hits}
+
+    last = json.loads((run / "head.json").read_text())["releases"][-1]
+    with serving(run) as served:
+        health = json.load(urlopen(served["address"] + "/health", timeout=60))
+        assert (health["model"], health["release"]) == (last["model_sha256"], last["answer"])
+        assert found(served) & held == held - gone
+        picture = (answered.folder / "photos" / "000.png").read_bytes()
+        (image,) = asked(served, "/encode", picture, "image/png")["embeddings"]
+        assert sum(value * value for value in image) == pytest.approx(1, abs=1e-5)
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(served["address"] + "/search?words=boat", timeout=60)
+        command("purge", run, "--quiet")
+        assert found(served) & held == held - gone
+    exported = json.loads(command("export", run, "--out", tmp_path / "model", "--json"))
+    assert exported["request"] is None
+    with serving(tmp_path / "model") as served:
+        texts = json.dumps({"texts": ["a red kite"]}).encode()
+        (text,) = asked(served, "/encode", texts)["embeddings"]
+        assert len(text) == len(image)

@@ -262,6 +262,28 @@ class SearchOutput(Config):
     page: str | None
 
 
+class ServeOutput(Config):
+    """`ease serve`: the line that it begins with; the fields from `model` on are also what `/health` tells."""
+
+    address: str
+    key: str | None
+    """To be sent as `Authorization: Bearer KEY`; none with `--no-key`."""
+    page: str
+    """What to open in a browser."""
+    model: str
+    """SHA-256 of the file of the served model."""
+    release: str | None
+    """The release that it is; none: as trained, of an open request or of an export."""
+    request: str | None
+    """The request whose model it is, where it is not the run's own."""
+    releases: int
+    """Requests that are closed."""
+    pairs: int
+    """Pairs that are searched among; an export has none."""
+    backbone: str
+    version: str
+
+
 class AuditOutput(AuditRecord):
     """`ease audit`: the stored record, where it lies, and what to do next."""
 
@@ -529,6 +551,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "purge": (PurgeOutput,),
     "join": (JoinOutput,),
     "search": (SearchOutput,),
+    "serve": (ServeOutput,),
     "audit": (AuditOutput, AuditsOutput, QuickOutput),
     "report": (ReportOutput,),
     "certificate issue": (CertificateOutput,),

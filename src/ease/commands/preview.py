@@ -20,7 +20,7 @@ from ease.runs.resolve import Resolved, Wanted, check_request, named_ids, parse_
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
-from ease.show.sheet import Card, Row, data_address, sheet
+from ease.show.sheet import PRIVATE, Card, Row, data_address, sheet
 from ease.storage import write_atomic
 
 FOLDER = "previews"
@@ -28,7 +28,6 @@ SHOWN = 3
 """Example captions on the terminal."""
 MOST_CARDS = 60
 LONGEST_CAPTION = 72
-PRIVATE = "These are pictures and captions of the run's own data: for your eyes, and not to be passed on."
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ease.commands.preview import PRIVATE, shortened
+from ease.commands.preview import shortened
 from ease.console import labelled, plain, status, table
 from ease.errors import UserError
-from ease.runs.answers import find_answer, open_world, trained_of
 from ease.runs.run import Run
-from ease.runs.using import Hit, Source, forgotten_ids, search
-from ease.runs.world import World
-from ease.show.sheet import Card, Row, data_address, sheet
+from ease.runs.using import Compared, Hit
+from ease.show.found import found_sheet
 from ease.storage import digest, write_atomic
 
 FOLDER = "searches"
@@ -71,38 +69,10 @@ def search_run(
     if not 1 <= count <= MOST:
         raise UserError(f"-k {count}: choose 1 to {MOST}")
     with status("preparing data and backbone", quiet):
-        sources, forgotten = _models(run, request)
-        world = open_world(run)
-        found = {name: search(world, source, words, count, forgotten, among) for name, source in sources.items()}
+        compared = Compared.of(run, request)
+        found = compared.search(words, count, among)
     name = re.sub("[^a-z0-9]+", "-", words.lower()).strip("-")[:40] or "search"
     out = out or folder / FOLDER / f"{name}-{digest(words, request, count, among)[:6]}.html"
-    write_atomic(out, _page(world, words, request, found).encode())
+    page = found_sheet(f"Search: “{words}”", found, compared.world.evaluator.pairs.pixels, request is not None)
+    write_atomic(out, page.encode())
     return SearchSummary(words, found, out)
-
-
-def _models(run: Run, request: str | None) -> tuple[dict[str, Source], frozenset[str]]:
-    if request is None:
-        return {"the run's model": Source.of(run, None)}, frozenset()
-    _, asked, _ = find_answer(run, request)
-    before = Source.with_state(run, None, trained_of(run, asked).start)
-    after = Source.of(run, request)
-    return {"before": before, f"after {request}": after}, forgotten_ids(run, request)
-
-
-def _page(world: World, words: str, request: str | None, found: Mapping[str, Sequence[Hit]]) -> str:
-    pixels = world.evaluator.pairs.pixels
-    columns = [
-        [Row(name[0].upper() + name[1:], [_card(hit, rank, pixels) for rank, hit in enumerate(hits, start=1)])]
-        for name, hits in found.items()
-    ]
-    marked = "" if request is None else " Pairs that the request named are marked."
-    return sheet(f"Search: “{words}”", f"{PRIVATE}{marked}", columns)
-
-
-def _card(hit: Hit, rank: int, pixels: Any) -> Card:
-    notes = (
-        f"{rank}. cosine {hit.score:.2f}",
-        f"{hit.whose}, {hit.id}",
-        *(["to be forgotten"] if hit.forgotten else []),
-    )
-    return Card(data_address(pixels[hit.place]), hit.caption, notes, hit.forgotten)

@@ -169,10 +169,12 @@ def _picture_or_reason(image: ImageSource, size: int, crop: bool) -> Picture | s
         return str(error) or type(error).__name__
 
 
-def decode_image(image: ImageSource, size: int, crop: bool = False) -> Picture:
+def decode_image(image: ImageSource, size: int, crop: bool = False, most_pixels: int | None = None) -> Picture:
     """One image: upright, RGB, and its middle square (`crop`) or all of it squashed to a square."""
     with _open(image) as file, Image.open(file, formats=_formats()) as opened:
         whole = opened.width * opened.height
+        if most_pixels is not None and whole > most_pixels:
+            raise ValueError(f"too large: {whole:,} pixels, at most {most_pixels:,} are taken")
         small, converted = min(opened.size) < SMALL_SIDE, opened.mode != "RGB"
         # MPO is what cameras write: a plain picture with previews behind it.
         animated = getattr(opened, "is_animated", False) and opened.format != "MPO"

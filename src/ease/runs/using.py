@@ -1,28 +1,30 @@
 """Using a model that a run has made: embeddings, search among the run's pairs, zero-shot classes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
+from ease.config import validate
 from ease.data.images import DECODER_ERRORS, decode_image, squared
 from ease.errors import UserError
 from ease.model.backbones import Backbone, load_backbone
-from ease.model.dual_encoder import DualEncoder
+from ease.model.dual_encoder import DualEncoder, check_fits
 from ease.params import Params
-from ease.runs.answers import find_answer, trained_of
+from ease.runs.answers import find_answer, open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.resolve import named_ids
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.storage import read_noted
 
 AT_ONCE = 64
-Picture = str | Path | Image.Image | np.ndarray
-"""A file, a picture of Pillow, or pixels: uint8 [height, width, 3]."""
+Picture = str | Path | Image.Image | np.ndarray | memoryview
+"""A file or the bytes of one, a picture of Pillow, or pixels: uint8 [height, width, 3]."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,42 @@ class Source:
     @classmethod
     def with_state(cls, run: Run, request: str | None, state: Params) -> "Source":
         """Any state of a run in its model."""
-        settings = run.config.model
         # On the CPU, so that the exported numbers do not depend on the device of the run.
-        backbone = load_backbone(settings.backbone)
+        backbone = load_backbone(run.config.model.backbone)
         run.check_frozen(backbone, torch.device("cpu"))
-        model = DualEncoder(backbone, settings, run.config.seed)
-        if model.blocks != state.blocks:
-            raise UserError(f"{run.folder}: its states do not fit the model that config.toml names; restore the run")
+        remedy = f"{run.folder}: its states do not fit the model that config.toml names; restore the run"
+        return cls(run.config, request, state, backbone, _loaded(run.config, backbone, state, remedy))
+
+    @classmethod
+    def of_export(cls, folder: Path) -> "Source":
+        """What `ease export` wrote as safetensors. Its script is not run: the folder may be anybody's."""
+        path = folder / "model.safetensors"
+        _, note = read_noted(path)
+        told = {"model": note.get("model"), "seed": note.get("seed")}
+        if None in told.values():
+            raise UserError(f"{path}: not of an export as safetensors; write it again with: ease export RUN")
+        config = validate(RunConfig, told, str(path))
+        backbone = load_backbone(config.model.backbone)
+        check_fits(backbone, config.model)
+        if backbone.fingerprint != note.get("backbone"):
+            raise UserError(
+                f"{path}: was exported on other weights of {config.model.backbone!r} than this machine has; "
+                "install the same, or use load.py beside it"
+            )
+        remedy = f"{path}: its tensors do not fit the model that its header names; export it again"
+        state = Params.load(path)
+        return cls(config, note.get("request"), state, backbone, _loaded(config, backbone, state, remedy))
+
+
+def _loaded(config: RunConfig, backbone: Backbone, state: Params, remedy: str) -> DualEncoder:
+    model = DualEncoder(backbone, config.model, config.seed)
+    if model.blocks != state.blocks:
+        raise UserError(remedy)
+    try:
         model.load_state_dict(dict(state.tensors), strict=False)  # the rest is frozen
-        return cls(run.config, request, state, backbone, model.eval())
+    except RuntimeError as error:  # other shapes
+        raise UserError(remedy) from error
+    return model.eval()
 
 
 class Encoder(nn.Module):
@@ -80,23 +109,29 @@ def encode_text(source: Source, texts: str | Sequence[str]) -> Tensor:
 
 
 @torch.no_grad()
-def encode_image(source: Source, pictures: Picture | Sequence[Picture]) -> Tensor:
-    """Unit-norm embeddings [n, width], one for each picture."""
-    alone = isinstance(pictures, str | Path | Image.Image) or (isinstance(pictures, np.ndarray) and pictures.ndim == 3)
+def encode_image(source: Source, pictures: Picture | Sequence[Picture], most_pixels: int | None = None) -> Tensor:
+    """Unit-norm embeddings [n, width], one for each picture; a file of more than `most_pixels` is refused."""
+    alone = isinstance(pictures, str | Path | Image.Image | memoryview) or (
+        isinstance(pictures, np.ndarray) and pictures.ndim == 3
+    )
     given: list[Picture] = [pictures] if alone else list(pictures)  # type: ignore[list-item, arg-type]
     if not given:
         raise UserError("encode_image: give at least one picture")
-    pixels = torch.from_numpy(np.stack([_pixels(each, source.backbone) for each in given]))
+    pixels = torch.from_numpy(np.stack([_pixels(each, source.backbone, most_pixels) for each in given]))
     return torch.cat([Encoder(source.model, "image")(part) for part in pixels.split(AT_ONCE)])
 
 
-def _pixels(picture: Picture, backbone: Backbone) -> np.ndarray:
+def _pixels(picture: Picture, backbone: Backbone, most_pixels: int | None) -> np.ndarray:
     size, crop = backbone.image_size, backbone.crop
-    if isinstance(picture, str | Path):
+    if isinstance(picture, str | Path | memoryview):
+        name = "the picture" if isinstance(picture, memoryview) else picture
         try:
-            return decode_image(Path(picture), size, crop).pixels
+            file = picture if isinstance(picture, memoryview) else Path(picture)
+            return decode_image(file, size, crop, most_pixels).pixels
+        except UnidentifiedImageError as error:  # its own words would show the reader's inner workings
+            raise UserError(f"{name}: cannot be read as a picture (not an image, or damaged)") from error
         except DECODER_ERRORS as error:
-            raise UserError(f"{picture}: cannot be read as a picture ({error})") from error
+            raise UserError(f"{name}: cannot be read as a picture ({error})") from error
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
             raise UserError(f"pixels must be uint8 [height, width, 3], not {picture.dtype} {list(picture.shape)}")
@@ -157,21 +192,24 @@ def search(
 
 
 def gallery(world: World, among: str = "all") -> tuple[np.ndarray, list[str]]:
-    """Positions of the pairs to search among, and whose each is: `all`, `train` or `test`; canaries are no data."""
+    """Positions of the pairs to search among, and whose each is: `all`, `train` or `test`; canaries are no data.
+
+    What closed requests named is not among them, and of a client that withdrew what it held out neither.
+    """
     members, seen = world.server.membership, world.evaluator
     found = (
         []
         if among == "test"
         else [
             (place, f"client {members.named(shard.client)}")
-            for shard in seen.shards
+            for shard in world.shards
             for place in seen.data(shard.train)
         ]
     )
     found += [] if among == "train" else [(place, "test") for place in seen.test]
     if among == "all":
         found += [(place, "validation") for place in seen.data(seen.spare)]
-        found += [(place, "held out") for shard in seen.shards for place in seen.data(shard.validation)]
+        found += [(place, "held out") for shard in world.shards for place in seen.data(shard.validation)]
     return np.array([place for place, _ in found], dtype=np.int64), [each for _, each in found]
 
 
@@ -181,6 +219,34 @@ def _pictures(world: World, state: Params, places: np.ndarray) -> Tensor:
     parts = [places[start : start + 4 * AT_ONCE] for start in range(0, len(places), 4 * AT_ONCE)]
     images = (torch.from_numpy(np.array(seen.activations.image[part])).to(seen.device) for part in parts)
     return torch.cat([seen.model.embed(tensors, "image", image).cpu() for image in images])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Models that are asked the same, and what they are asked about."""
+
+    world: World
+    sources: Mapping[str, Source]
+    """Model, in words -> the model."""
+    forgotten: frozenset[str]
+    """Pairs that the request named, if there is one."""
+
+    @classmethod
+    def of(cls, run: Run, request: str | None) -> "Compared":
+        """The run's own model, or those before and after a request, in the world as it was when that was answered."""
+        if request is None:
+            return cls(open_world(run), {"the run's model": Source.of(run, None)}, frozenset())
+        _, asked, _ = find_answer(run, request)
+        before = Source.with_state(run, None, trained_of(run, asked).start)
+        sources = {"before": before, f"after {request}": Source.of(run, request)}
+        return cls(open_world(run, asked), sources, forgotten_ids(run, request))
+
+    def search(self, words: str, count: int, among: str = "all") -> dict[str, list[Hit]]:
+        """Model -> what it finds, nearest first."""
+        return {
+            name: search(self.world, source, words, count, self.forgotten, among)
+            for name, source in self.sources.items()
+        }
 
 
 def forgotten_ids(run: Run, request: str) -> frozenset[str]:

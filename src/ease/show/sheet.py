@@ -13,6 +13,7 @@ from ease.show.template import render, source
 
 EDGE = 160
 """Pixels of a picture on a sheet."""
+PRIVATE = "These are pictures and captions of the run's own data: for your eyes, and not to be passed on."
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Card:
     """One pair."""
 
     image: str
-    """A data address."""
+    """A data address; empty: the picture is not shown."""
     caption: str
     notes: tuple[str, ...] = ()
     """Short lines below: an id, whose it is, how near."""
@@ -36,10 +37,10 @@ class Row:
     note: str = ""
 
 
-def sheet(title: str, note: str, columns: Sequence[Sequence[Row]]) -> str:
-    """The whole document; without scripts."""
+def sheet(title: str, note: str, columns: Sequence[Sequence[Row]], top: Markup | None = None) -> str:
+    """The whole document; without scripts. `top` comes before everything else, such as a form."""
     style = source("sheet.css")
-    return render("sheet.html", title=title, note=note, columns=columns, style=Markup(style))
+    return render("sheet.html", title=title, note=note, columns=columns, top=top or "", style=Markup(style))
 
 
 def data_address(pixels: np.ndarray, edge: int = EDGE) -> str:

@@ -76,6 +76,7 @@ def jobs(toy_params, local_job) -> dict[str, tuple[LocalJob, Params]]:
         "sparse": (local_job(sparse=sparse), sparse.zeros()),
         "replays": (local_job(replays=(Replay(1, toy_params(2.0), 0.5, 0), Replay(2, "ab" * 32, -3.0, 1))), state),
         "keep": (local_job(keep=True), state),
+        "precision": (local_job(precision="bfloat16"), state),
     }
 
 
@@ -91,6 +92,7 @@ NAMES = (
     "sparse",
     "replays",
     "keep",
+    "precision",
 )
 
 

@@ -22,7 +22,7 @@ from ease.federation.container import (
     unpack,
 )
 from ease.federation.lock import Lock
-from ease.federation.protocol import LocalJob, Optimiser, Replay, Update
+from ease.federation.protocol import LocalJob, Optimiser, Precision, Replay, Update
 from ease.federation.sparse import Sparse
 from ease.params import Block, Params
 from ease.requests.request import Request
@@ -85,6 +85,7 @@ class JobHeader(Config):
     sparse: SparseHeader | None
     replays: tuple[ReplayHeader, ...] = ()
     keep: bool = False
+    precision: Precision = "float32"
 
 
 # --- states ---
@@ -232,6 +233,7 @@ def decode_job(
             for each in header.replays
         ),
         keep=header.keep,
+        precision=header.precision,
     )
     return job, state
 
@@ -265,6 +267,7 @@ def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[st
             for each, name in zip(job.replays, replayed, strict=True)
         ),
         keep=job.keep,
+        precision=job.precision,
     )
 
 

@@ -28,6 +28,9 @@ class Optimiser(Config):
         return Optimiser(kind=self.kind, learning_rate=self.learning_rate * factor, lora_learning_rate=lora)
 
 
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class Replay:
     """A round of the training to go through once more, with the random numbers that it had."""
@@ -81,6 +84,8 @@ class LocalJob:
     """Rounds of the training to go through again, or to tell of."""
     keep: bool = False
     """The client keeps the state it is sent and its update, on its own disk."""
+    precision: Precision = "float32"
+    """In which projectors multiply; `auto`: in what is faster where they do. Sums and steps are never rounded."""
 
     def __hash__(self) -> int:
         return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request))

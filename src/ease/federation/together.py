@@ -3,8 +3,9 @@
 The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each training.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from ease.federation.local import assignment_of, batches, learning_rates, promot
 from ease.federation.lock import Hold, lock_pulls
 from ease.federation.objectives import Draw, Objective, embed_states, objective
 from ease.federation.protocol import LocalJob, Update
-from ease.model.dual_encoder import DualEncoder
-from ease.params import Params
+from ease.federation.spanned import SpannedLayer, spanned_sides
+from ease.model.dual_encoder import DualEncoder, embedding_of
+from ease.params import Modality, Params
 
 TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
+CACHED_BYTES = 16 << 20
+"""Of stacked states in one pass on a CPU: more of them leave its caches, and each step waits for memory."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +67,36 @@ def train_together(
     stack = {
         name: torch.stack([promoted(one.start[name]) for one in ranked]).to(device) for name in ranked[0].start.tensors
     }
-    before = {name: tensor.clone() for name, tensor in stack.items()}
+    losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
+    halved = _halved(job, ranked[0].start, device)
     rates = learning_rates(job.optimiser, ranked[0].start)
+    layers = _spanned(model, examples, stack, job, torch.bfloat16 if halved else losses.dtype)
+    still = {name for layer in layers for name in layer.names}
+    names = list(stack)
+    stack = {name: tensor for name, tensor in stack.items() if name not in still}
+    before = {name: tensor.clone() for name, tensor in stack.items()}
+    used = {name: tensor.bfloat16() if name in halved else tensor for name, tensor in stack.items()}
     hold = None if job.lock is None else job.lock.on(device)
     adam = job.optimiser.kind == "adam"
     moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
-    losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
     steps = _steps(ranked, device)
-    feed = examples.feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
+    feed = _without(examples, layers).feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
     for number, (step, states) in enumerate(zip(steps, feed, strict=True), start=1):
-        tensors = {name: tensor[: step.active].detach().requires_grad_() for name, tensor in stack.items()}
-        loss = _losses(model, minimised, tensors, states, step, common)
+        tensors = {name: tensor[: step.active].detach().requires_grad_() for name, tensor in used.items()}
+        hidden = {
+            layer.side: layer.hidden(step.rows, step.captions, rates[layer.names[0]]).requires_grad_()
+            for layer in layers
+        }
+        loss = _losses(model, minimised, tensors, states, hidden, step, common)
         losses[: step.active] += loss.detach()
-        found = torch.autograd.grad(loss.sum(), list(tensors.values()))
+        found = torch.autograd.grad(loss.sum(), [*tensors.values(), *hidden.values()])
         with torch.no_grad():
-            gradients = dict(zip(stack, found, strict=True))
+            gradients = {name: each.to(stack[name].dtype) for name, each in zip(tensors, found, strict=False)}
+            for layer, wanted in zip(layers, found[len(tensors) :], strict=True):
+                layer.learn(step.rows, step.captions, wanted)
             if hold is not None:
-                for name, pull in _lock_pulls(tensors, hold).items():
+                here = {name: tensor[: step.active] for name, tensor in stack.items()}
+                for name, pull in _lock_pulls(here, hold).items():
                     gradients[name].add_(pull, alpha=2 * hold.strength)
             if job.clip is not None:
                 gradients = _clipped(gradients, job.clip)
@@ -91,11 +108,16 @@ def train_together(
                 stack[name][: step.active].sub_(change, alpha=rates[name])
             if job.radius is not None:
                 _project_to_balls(stack, before, step.active, job.radius)
-    changes = {name: (stack[name] - before[name]).cpu() for name in stack}  # one copy for all trainings
+            for name in halved - still:
+                used[name][: step.active] = stack[name][: step.active]
+    moved = {name: stack[name] - before[name] for name in stack}
+    for layer in layers:
+        moved |= layer.changes(rates[layer.names[0]])
+    changes = {name: moved[name].cpu() for name in names}  # one copy for all trainings
     counts = torch.tensor([max(1, len(one.draws)) for one in ranked])
     means = losses.cpu() / counts
     results = {
-        index: LocalResult(Params({name: changes[name][rank] for name in stack}, blocks), means[rank])
+        index: LocalResult(Params({name: changes[name][rank] for name in names}, blocks), means[rank])
         for rank, index in enumerate(order)
     }
     return [results[index] for index in range(len(trainings))]
@@ -110,6 +132,16 @@ class GroupSize:
     @classmethod
     def on(cls, device: torch.device) -> "GroupSize":
         return cls(TOGETHER[device.type])
+
+    def for_caches(
+        self, trainings: Sequence[LocalTraining], device: torch.device, still: Collection[str]
+    ) -> "GroupSize":
+        """On a CPU no more than its caches serve, in groups of equal size; `still` are tensors that no step touches."""
+        if device.type != "cpu":
+            return self
+        touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in still)
+        groups = -(-len(trainings) // max(1, min(self.models, CACHED_BYTES // touched)))
+        return GroupSize(-(-len(trainings) // groups))
 
 
 def train_in_groups(
@@ -136,6 +168,23 @@ def train_in_groups(
             torch.cuda.empty_cache()
         yield from results
         done += len(results)
+
+
+def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
+    """Tensors that are multiplied in half precision: of projectors, for a tower may enlarge what is rounded."""
+    if job.precision == "float32" or (job.precision == "auto" and not halves_are_faster(device)):
+        return set()
+    projectors = [name for block in start.blocks if block.kind == "projector" for name in block.tensors]
+    return {name for name in projectors if promoted(start[name]).dtype == torch.float32}
+
+
+@cache
+def halves_are_faster(device: torch.device) -> bool:
+    """Whether a device multiplies in bfloat16 by instructions of its own; without, it takes longer than in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 
 
 @dataclass(frozen=True)
@@ -174,11 +223,12 @@ def _losses(
     minimised: Objective,
     tensors: dict[str, Tensor],
     states: States,
+    hidden: Mapping[Modality, Tensor],
     step: StackedBatch,
     job: LocalJob,
 ) -> Tensor:
-    """The loss of each training over its own batch [trainings]."""
-    image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, tensors, states))
+    """The loss of each training over its own batch [trainings]; `hidden` is what first layers gave that are spanned."""
+    image, text = (each.view(*step.rows.shape, -1) for each in _embedded(model, tensors, states, hidden))
     if minimised.stacked is not None:
         return minimised.stacked(image, text, step.valid, job)
     assert minimised.loss is not None  # `_together` lets no other through
@@ -187,10 +237,38 @@ def _losses(
     return torch.stack([minimised.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
 
 
+def _embedded(
+    model: DualEncoder, tensors: dict[str, Tensor], states: States, hidden: Mapping[Modality, Tensor]
+) -> tuple[Tensor, Tensor]:
+    if not hidden:
+        return embed_states(model, tensors, states)
+    image, text, mask = states
+
+    def side(modality: Modality, own: Tensor, seen: Tensor | None) -> Tensor:
+        if modality not in hidden:
+            return model.embed(tensors, modality, own, seen)
+        last = (tensors[f"{modality}.projector.1.{part}"] for part in ("weight", "bias"))
+        return embedding_of(hidden[modality].flatten(0, 1), *last)
+
+    return side("image", image, None), side("text", text, mask)
+
+
+def _spanned(
+    model: DualEncoder, examples: Examples, stack: Mapping[str, Tensor], job: LocalJob, kind: torch.dtype
+) -> list[SpannedLayer]:
+    sides = spanned_sides(model, examples, job)
+    return [SpannedLayer.of(model, side, examples, stack, kind) for side in sides]
+
+
+def _without(examples: Examples, layers: Sequence[SpannedLayer]) -> Examples:
+    """What is still to be fed: of a side whose first layer is spanned, no features."""
+    empty = {layer.side: getattr(examples, layer.side)[..., :0] for layer in layers}
+    return replace(examples, **empty)
+
+
 def _lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
     """What the Forget Lock adds to every training's gradient."""
-    own = {name: tensor.detach() for name, tensor in tensors.items()}
-    return torch.func.vmap(lambda values: lock_pulls(values, hold))(own)
+    return torch.func.vmap(lambda values: lock_pulls(values, hold))(dict(tensors))
 
 
 def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
@@ -277,7 +355,7 @@ def all_answers(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_si
 
 def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> list[Update]:
     """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
-    able: dict[str, list[tuple[int, int, LocalTraining]]] = {}
+    able: dict[tuple[str, int | None], list[tuple[int, int, LocalTraining]]] = {}
     updates = [Update(client, 0, None) for client, _, _ in asked]
     placed_states: dict[int, Params] = {}
     for number, (client, state, job) in enumerate(asked):
@@ -285,12 +363,21 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
             placed_states[id(state)] = state.to(pool.examples.device).map(promoted)
         assignment = assignment_of(model, placed_states[id(state)], pool.clients[client], job)
         if assignment is not None and assignment.draws:
-            placed = tuple(replace(draw, rows=pool.place(client, draw.rows)) for draw in assignment.draws)
+            # Inner products of a client's own few features are worth more than passes shared with others.
+            home = client if spanned_sides(model, pool.clients[client].train, job) else None
+            placed = tuple(
+                replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows)
+                for draw in assignment.draws
+            )
             training = LocalTraining(state, placed)
-            able.setdefault(assignment.objective, []).append((number, assignment.pairs, training))
-    for chosen, entries in able.items():
+            able.setdefault((assignment.objective, home), []).append((number, assignment.pairs, training))
+    for (chosen, home), entries in able.items():
         part = replace(asked[entries[0][0]][2].common, objective=chosen)
-        results = train_in_groups(model, pool.examples, [one for _, _, one in entries], part, group_size)
+        examples = pool.examples if home is None else pool.clients[home].train
+        trainings = [one for _, _, one in entries]
+        still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, part)}
+        size = group_size.for_caches(trainings, examples.device, still)
+        results = train_in_groups(model, examples, trainings, part, size)
         for (number, pairs, _), result in zip(entries, results, strict=True):
             updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
     return updates

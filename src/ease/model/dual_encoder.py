@@ -77,8 +77,13 @@ class Branch(nn.Module):
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
         pooled = self.norm(self.tower(states, mask, self.first))
-        hidden = F.gelu(self.projector[0](pooled))
-        return F.normalize(self.projector[1](hidden), dim=-1, eps=1e-6)
+        last = self.projector[1]
+        return embedding_of(self.projector[0](pooled), last.weight, last.bias)
+
+
+def embedding_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """From what the first layer of a projector gives, through its second one, to unit norm."""
+    return F.normalize(linear(F.gelu(hidden), weight, bias), dim=-1, eps=1e-6)
 
 
 class AlignedBranch(nn.Module):

@@ -41,8 +41,11 @@ class LoraLinear(nn.Module):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W' + b, for one model or for a stack of models that share a batch.
 
-    With weights [models, out, in] the rows of x belong to the models in equal parts, one model after the other.
+    With weights [models, out, in] the rows of x belong to the models in equal parts, one model after the other. Weights
+    of another precision than x say in which one to multiply.
     """
+    if weight.dtype != x.dtype and weight.dtype == torch.bfloat16:
+        return linear(x.to(weight.dtype), weight, bias).to(x.dtype)
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
     rows = x.reshape(len(weight), -1, x.shape[-1])

@@ -11,7 +11,7 @@ import torch
 
 from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.aggregation import aggregated
-from ease.federation.protocol import Federation, Replay
+from ease.federation.protocol import Federation, Precision, Replay
 from ease.methods.base import Trained
 from ease.methods.ease.farewell import Wanted, added_up, never_took_part, started, with_and_without
 from ease.methods.ease.replay import REPLAY, read_sum
@@ -58,11 +58,12 @@ def written_by(
     forget_pairs: Mapping[int, int | None],
     replay: float | str,
     farewell: str = "leaving",
+    precision: Precision = "float32",
 ) -> Written:
     """S of a request: D_t = (mean update of round t) - (what it would have been without the forget pairs).
 
     `forget_pairs` says how many of them each client holds; who did not tell is asked to replay all the same. `farewell`
-    says who tells of clients that leave.
+    says who tells of clients that leave, `precision` how replays multiply.
     """
     numbers = range(1, trained.training.rounds + 1)
     early, others = max(1, round(EARLY * len(numbers))), farewell == "others"
@@ -80,7 +81,7 @@ def written_by(
     untold = stale - told.keys()
     count = replay_count(len(numbers), len(kept.keys() | untold) / len(federation.clients), replay)
     used = _chosen(trained, numbers, early, count)
-    rounds, nothing = _Rounds(trained, used, early), SampleRequest(ids=())
+    rounds, nothing = _Rounds(trained, used, early, precision), SampleRequest(ids=())
     told |= rounds.replayed(nothing, federation, now, untold)
     did = rounds.moved(nothing, federation, now, told)
     fresh = rounds.replayed(request, federation, {**now, **kept}, kept)
@@ -176,6 +177,7 @@ class _Rounds:
     used: Mapping[int, float]
     """Round -> how many like itself it stands for."""
     early: int
+    precision: Precision
 
     def shares(self, pairs: Mapping[int, int]) -> Iterator[tuple[int, float, dict[int, float]]]:
         """Of each round: how much the sum of updates counts, and client -> weight, were each to train on so many."""
@@ -200,7 +202,9 @@ class _Rounds:
                 replays.append(Replay(number, started(self.trained, number), share, late, took_part))
         if not replays:
             return {}
-        job = self.trained.training_job(0, request=request, objective=REPLAY, replays=tuple(replays))
+        job = self.trained.training_job(
+            0, request=request, objective=REPLAY, replays=tuple(replays), precision=self.precision
+        )
         answers = federation.run(self.trained.start, job, sorted(asked))
         return {
             answer.client: Told(answer.values, _two(shares[answer.client]), _two(longest[answer.client]))

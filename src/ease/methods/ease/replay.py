@@ -58,7 +58,9 @@ def summed(client: ClientData, updates: Mapping[str, Update], job: LocalJob) -> 
             change = updates[str(each.round)].delta
             if each.group == group and change is not None:
                 for name, tensor in change.tensors.items():
-                    total[name] = total.get(name, 0) + each.weight * tensor.double()
+                    if name not in total:
+                        total[name] = torch.zeros(tensor.shape, dtype=torch.double)
+                    total[name].add_(tensor, alpha=each.weight)
         # Scaled to 1 before they are rounded: half precision has a narrow range.
         for name, tensor in total.items():
             scale = tensor.abs().max().clamp_min(1e-30)

@@ -819,6 +819,10 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default a free one.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys.")] = False,
     flower: Annotated[bool, typer.Option("--flower/--sockets", help="With Flower between, or sockets alone.")] = True,
+    simulation: Annotated[
+        bool,
+        typer.Option("--simulation", help="With Flower's simulation between, which needs Ray; no TLS and no keys."),
+    ] = False,
     settings: Settings = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -832,7 +836,8 @@ def up(
 
     changes = (*(settings or ()), *((f"partition.clients={nodes}",) if nodes else ()))
     source = [*((str(config),) if config else ()), *(part for each in changes for part in ("--set", each))]
-    run_up(load_config(config, changes), source, folder.absolute(), port, insecure, flower, quiet)
+    folder, insecure = folder.absolute(), insecure or simulation
+    run_up(load_config(config, changes), source, folder, port, insecure, flower, simulation, quiet)
 
 
 @app.command("status")

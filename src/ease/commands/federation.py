@@ -232,7 +232,14 @@ def watch(server: FlowerServer, quiet: bool) -> None:
 
 
 def run_up(
-    config: RunConfig, source: Sequence[str], folder: Path, port: int | None, insecure: bool, flower: bool, quiet: bool
+    config: RunConfig,
+    source: Sequence[str],
+    folder: Path,
+    port: int | None,
+    insecure: bool,
+    flower: bool,
+    simulation: bool,
+    quiet: bool,
 ) -> None:
     """A whole federation on this machine: keys where there are none, a server, and a node for each client."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -245,11 +252,12 @@ def run_up(
             for client in clients if not insecure else ():
                 key = authority.folder / f"node-{client}"
                 admit(folder, client, key.with_name(f"{key.name}.pub") if key.exists() else make_node_key(key))
-            server = ending.enter_context(FlowerServer(folder, "127.0.0.1", port or free_port(), insecure))
+            simulated = len(clients) if simulation else 0
+            server = ending.enter_context(FlowerServer(folder, "127.0.0.1", port or free_port(), insecure, simulated))
         for client in clients:
             command = [sys.executable, "-c", "from ease.cli import main; main()", "node", *source, "--id", str(client)]
             command += ["--socket", str(node_socket(folder, client)), *(("--quiet",) if quiet else ())]
-            if server is not None:
+            if server is not None and not simulation:
                 command += ["--server", f"127.0.0.1:{server.port}"]
                 keys = authority.folder / f"node-{client}", authority.certificate
                 command += [] if insecure else ["--key", str(keys[0]), "--ca", str(keys[1])]

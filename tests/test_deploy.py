@@ -13,10 +13,11 @@ from typing import Any
 import click
 import pytest
 import typer
-import yaml
 
 from ease.cli import app
 from ease.federation.launch import QUIET, flower_programs
+
+yaml = pytest.importorskip("yaml", reason="comes with the extra hf")
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, get_type_hints
@@ -857,9 +858,13 @@ def federation_status(
     from ease.commands.federation import WATCHING, federation_status
 
     _finish(federation_status(folder, run), as_json)
-    while watch:
-        time.sleep(WATCHING)
-        _finish(federation_status(folder, run), as_json)
+    with suppress(KeyboardInterrupt):  # which is how a watch ends
+        while watch:
+            time.sleep(WATCHING)
+            told = federation_status(folder, run)
+            if not as_json and sys.stdout.isatty():
+                typer.clear()  # one screen that changes, not a roll of them
+            _finish(told, as_json)
 
 
 @keys.command("server")

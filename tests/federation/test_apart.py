@@ -17,6 +17,7 @@ from ease.data.pairs import PairSet
 from ease.data.scenes import load_scenes
 from ease.errors import UserError
 from ease.federation.enrolment import enrolled
+from ease.federation.launch import FlowerServer, free_port
 from ease.federation.node import Node, Policy, listen, pairs_hash, serve
 from ease.federation.remote import Remote, Sockets, node_socket
 from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
@@ -144,6 +145,20 @@ def test_training_and_every_kind_of_request_give_the_bytes_of_one_place(sites: S
         for run in (apart, pooled):
             answered(run, request)
     assert states(apart) == states(pooled) and len(states(apart)) > 8
+
+
+@pytest.mark.engine
+def test_the_same_over_flower(sites: Sites) -> None:
+    """Through Flower's simulation: what nodes say of their pairs goes the way that jobs go."""
+    with FlowerServer(sites.folder / "fed", "127.0.0.1", free_port(), insecure=True, simulated=3):
+        run = Run.plan(sites.folder / "flower", sites.config("engine=flower"))
+        world = open_world(run)
+        run = Run.create(run.folder, run.config)
+        list(run.train(world))
+        answered(run, requests_of(run)[0])
+    pooled = sites.pooled()
+    answered(pooled, requests_of(pooled)[0])
+    assert states(run) == states(pooled)
 
 
 def test_the_server_opens_its_own_pairs_alone(sites: Sites) -> None:

@@ -361,7 +361,8 @@ class FederationStatus:
             sent = f"{megabytes(self.run.bytes_down)} sent, {megabytes(self.run.bytes_up)} received"
             yield labelled("run", f"{self.run.run}: {told}; {sent}")
             late = f", {self.run.late} OVERDUE" if self.run.late else ""
-            yield labelled("queue", f"{len(self.run.queue)} requests{late}")
+            count = len(self.run.queue)
+            yield labelled("queue", f"{count} request{'' if count == 1 else 's'}{late}")
             for name, state, until in self.run.queue:
                 yield f"  {name}: {state}, until {until[:10]}"
 

@@ -16,7 +16,7 @@ test-slow: .venv/hf
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not photos and not engine"
 
 # Flower in an environment of its own: it needs no torch, and its pins are not ours.
-test-flower: .venv/dev .venv-flower/ready
+test-flower: .venv/dev .venv-flower/simulation
 	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 900 $(BIN)/pytest -m engine
 
 check: .venv/dev
@@ -92,6 +92,11 @@ bench-quick: .venv/ready
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check -r benchmarks/contenders/requirements.txt
+	touch $@
+
+# Ray, half a gigabyte, for the one test that compares with Flower's simulation.
+.venv-flower/simulation: .venv-flower/ready
+	.venv-flower/bin/pip install --quiet --disable-pip-version-check "flwr[simulation]==1.41.0"
 	touch $@
 
 # An environment of its own: nothing of it is needed to run or test anything else.

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, get_type_hints
@@ -860,6 +861,10 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default a free one.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys.")] = False,
     flower: Annotated[bool, typer.Option("--flower/--sockets", help="With Flower between, or sockets alone.")] = True,
+    simulation: Annotated[
+        bool,
+        typer.Option("--simulation", help="With Flower's simulation between, which needs Ray; no TLS and no keys."),
+    ] = False,
     settings: Settings = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -873,7 +878,8 @@ def up(
 
     changes = (*(settings or ()), *((f"partition.clients={nodes}",) if nodes else ()))
     source = [*((str(config),) if config else ()), *(part for each in changes for part in ("--set", each))]
-    run_up(load_config(config, changes), source, folder.absolute(), port, insecure, flower, quiet)
+    folder, insecure = folder.absolute(), insecure or simulation
+    run_up(load_config(config, changes), source, folder, port, insecure, flower, simulation, quiet)
 
 
 @app.command("status")
@@ -893,9 +899,13 @@ def federation_status(
     from ease.commands.federation import WATCHING, federation_status
 
     _finish(federation_status(folder, run), as_json)
-    while watch:
-        time.sleep(WATCHING)
-        _finish(federation_status(folder, run), as_json)
+    with suppress(KeyboardInterrupt):  # which is how a watch ends
+        while watch:
+            time.sleep(WATCHING)
+            told = federation_status(folder, run)
+            if not as_json and sys.stdout.isatty():
+                typer.clear()  # one screen that changes, not a roll of them
+            _finish(told, as_json)
 
 
 @keys.command("server")

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import RenderableType
 
@@ -18,17 +19,21 @@ import ease.methods  # noqa: F401 - whose objectives a node knows
 from ease import __version__
 from ease.config import read_toml, validate
 from ease.console import labelled, megabytes, table
+from ease.data.config import load_pairs
+from ease.data.partition import Shard
 from ease.errors import Disconnected, UserError
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
-from ease.federation.node import Node, Policy, listen, private_folder, serve
+from ease.federation.node import Node, Policy, closed_ids, listen, private_folder, serve
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.ledger.states import OPEN
 from ease.ledger.store import Ledger, now
-from ease.runs.config import RunConfig
+from ease.model.backbones import load_backbone
+from ease.model.dual_encoder import DualEncoder, check_fits
+from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
-from ease.runs.world import World
+from ease.runs.world import World, activations_of, check_apart
 
 WATCHING = 5.0
 """Seconds between two looks at a federation."""
@@ -45,6 +50,8 @@ RETURNING = 3.0
 def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None = None, quiet: bool = False) -> Node:
     """The worker of one client: its own shard of the configured data, and a folder of its own."""
     rules = validate(Policy, read_toml(policy), str(policy)) if policy is not None else Policy()
+    if config.partition.apart:
+        return make_node_apart(config, client, folder, rules, quiet)
     world = World.open(config)
     shard = next((each for each in world.shards if each.client == client), None)
     if shard is None:
@@ -59,6 +66,39 @@ def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None 
         world.server.backbone.fingerprint,
         __version__,
         rules,
+        log=None if quiet else sys.stderr,
+    )
+
+
+def make_node_apart(config: RunConfig, client: int, folder: Path, rules: Policy, quiet: bool) -> Node:
+    """The worker of a client whose pairs no one else opens: its folder is all that it reads."""
+    check_apart(config)
+    device = choose_device(config.device)
+    backbone = load_backbone(config.model.backbone, device)
+    check_fits(backbone, config.model)
+    forgotten = closed_ids(folder)
+    pairs = load_pairs(config.data, backbone.image_size, backbone.crop, forgotten=forgotten, owner="client")
+    activations = activations_of(pairs, backbone, config, device)  # before adapters go into the backbone
+    everything, sites = np.arange(len(pairs)), set(pairs.sites)
+    nothing = np.arange(0)
+    return Node(
+        DualEncoder(backbone, config.model, config.seed).to(device),
+        Shard(
+            client,
+            everything,
+            nothing,
+            pairs.ids,
+            np.zeros(len(pairs), np.int64),
+            nothing,
+            name=sites.pop() if len(sites) == 1 else None,
+        ),
+        activations,
+        device,
+        folder,
+        backbone.fingerprint,
+        __version__,
+        rules,
+        pairs,
         None if quiet else sys.stderr,
     )
 
@@ -192,7 +232,14 @@ def watch(server: FlowerServer, quiet: bool) -> None:
 
 
 def run_up(
-    config: RunConfig, source: Sequence[str], folder: Path, port: int | None, insecure: bool, flower: bool, quiet: bool
+    config: RunConfig,
+    source: Sequence[str],
+    folder: Path,
+    port: int | None,
+    insecure: bool,
+    flower: bool,
+    simulation: bool,
+    quiet: bool,
 ) -> None:
     """A whole federation on this machine: keys where there are none, a server, and a node for each client."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -205,11 +252,12 @@ def run_up(
             for client in clients if not insecure else ():
                 key = authority.folder / f"node-{client}"
                 admit(folder, client, key.with_name(f"{key.name}.pub") if key.exists() else make_node_key(key))
-            server = ending.enter_context(FlowerServer(folder, "127.0.0.1", port or free_port(), insecure))
+            simulated = len(clients) if simulation else 0
+            server = ending.enter_context(FlowerServer(folder, "127.0.0.1", port or free_port(), insecure, simulated))
         for client in clients:
             command = [sys.executable, "-c", "from ease.cli import main; main()", "node", *source, "--id", str(client)]
             command += ["--socket", str(node_socket(folder, client)), *(("--quiet",) if quiet else ())]
-            if server is not None:
+            if server is not None and not simulation:
                 command += ["--server", f"127.0.0.1:{server.port}"]
                 keys = authority.folder / f"node-{client}", authority.certificate
                 command += [] if insecure else ["--key", str(keys[0]), "--ca", str(keys[1])]
@@ -313,7 +361,8 @@ class FederationStatus:
             sent = f"{megabytes(self.run.bytes_down)} sent, {megabytes(self.run.bytes_up)} received"
             yield labelled("run", f"{self.run.run}: {told}; {sent}")
             late = f", {self.run.late} OVERDUE" if self.run.late else ""
-            yield labelled("queue", f"{len(self.run.queue)} requests{late}")
+            count = len(self.run.queue)
+            yield labelled("queue", f"{count} request{'' if count == 1 else 's'}{late}")
             for name, state, until in self.run.queue:
                 yield f"  {name}: {state}, until {until[:10]}"
 

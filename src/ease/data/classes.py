@@ -9,7 +9,7 @@ what the server does with the answers. A client sees the common centres and no o
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -193,6 +193,23 @@ def moved(centres: np.ndarray, answers: Sequence[Groups]) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), centres)
 
 
+def agreed_centres(
+    own: Sequence[Groups],
+    ask: Callable[[np.ndarray], Sequence[Groups]],
+    count: int,
+    seed: int,
+    most_steps: int = MOST_STEPS,
+) -> np.ndarray:
+    """The common centres, from what clients found by themselves and their answers to each step's centres."""
+    centres, still = first_centres(own, count, seed), False
+    for _ in range(most_steps):
+        if still:
+            break
+        before, centres = centres, moved(centres, ask(centres))
+        still = bool(((centres - before) ** 2).sum(axis=1).max() <= STILL)
+    return centres
+
+
 # --- both together ---
 
 
@@ -201,13 +218,15 @@ def federated_classes(
 ) -> FederatedClasses:
     """Classes of all clients' pairs, given as joint embeddings [pairs, width] of each."""
     own = [local_centres(joint, count, seed, client, smallest) for client, joint in enumerate(clients)]
-    centres = first_centres(own, count, seed)
-    bytes_up, steps, still = sum(given.nbytes for given in own), 0, False
-    while steps < most_steps and not still:
+    bytes_up, steps = sum(given.nbytes for given in own), 0
+
+    def asked(centres: np.ndarray) -> list[Groups]:
+        nonlocal bytes_up, steps
         answers = [group_sums(joint, centres, smallest) for joint in clients]
-        before, centres = centres, moved(centres, answers)
-        still = bool(((centres - before) ** 2).sum(axis=1).max() <= STILL)
         bytes_up += sum(given.nbytes for given in answers)
         steps += 1
+        return answers
+
+    centres = agreed_centres(own, asked, count, seed, most_steps)
     labels = [nearest(joint, centres).astype(np.int64) for joint in clients]
     return FederatedClasses(labels, centres, steps, bytes_up, (steps + 1) * len(clients) * centres.nbytes)

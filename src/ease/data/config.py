@@ -1,7 +1,7 @@
 """Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -67,8 +67,9 @@ class DataConfig(Config):
 class PartitionConfig(Config):
     clients: int = Field(10, ge=1)
     """Simulated clients; with `scheme = "sites"` the data name them."""
-    scheme: Literal["iid", "dirichlet", "uniform", "sites"] = "dirichlet"
-    """`iid`, `dirichlet` (skewed by pseudo-class), `uniform` (no such skew) or `sites` (as the data say)."""
+    scheme: Literal["iid", "dirichlet", "uniform", "sites", "apart"] = "dirichlet"
+    """`iid`, `dirichlet` (skewed by pseudo-class), `uniform` (no such skew), `sites` (as the data say) or `apart` (each
+    client's pairs lie at its own node alone)."""
     beta: float = Field(0.5, gt=0)
     """Dirichlet concentration; smaller is more skewed."""
     classes: int = Field(10, ge=1)
@@ -78,10 +79,21 @@ class PartitionConfig(Config):
     validation_share: float = Field(0.1, ge=0, lt=1)
     """Share of each client's pairs that is never trained on."""
 
+    @model_validator(mode="after")
+    def _leaves_pairs_where_they_lie(self) -> "PartitionConfig":
+        if self.apart and self.clustering == "pooled":
+            raise ValueError('partition.clustering = "pooled" would bring pairs together that lie apart; leave it out')
+        return self
+
     @property
     def federated_classes(self) -> bool:
         """Whether pseudo-classes are found without bringing pairs together."""
-        return self.clustering == "federated" or (self.clustering == "auto" and self.scheme == "sites")
+        return self.clustering == "federated" or (self.clustering == "auto" and self.scheme in ("sites", "apart"))
+
+    @property
+    def apart(self) -> bool:
+        """Whether no one but a client's own node opens its pairs."""
+        return self.scheme == "apart"
 
 
 LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
@@ -103,11 +115,13 @@ def load_pairs(
     forgotten: Collection[str] = (),
     barred: Callable[[str], bool] | None = None,
     fits: Callable[[Mapping[str, int]], None] | None = None,
+    owner: Literal["server", "client"] | None = None,
 ) -> PairSet:
     """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name.
 
     The pictures of `forgotten` ids may be gone; those of `barred` ones are left alone, wherever they lie. `fits` is
-    told how many pairs each split has before a picture is looked at, and may refuse them.
+    told how many pairs each split has before a picture is looked at, and may refuse them. Where pairs lie apart, only
+    those of their `owner` are opened: a client's are for training, the server's for measuring.
     """
     if config.name == "scenes":
         if by_site:
@@ -122,11 +136,23 @@ def load_pairs(
         rows = [replace(row, split=row.split or "train") for row in rows]
         rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
     rows = rows if barred is None else [row for row in rows if not barred(row.id)]
+    rows = rows if owner is None else _owned(rows, owner, config.path)
     if not config.follow_links:
         check_links(rows)
     return pairs_from_rows(
         rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site, forgotten, fits
     )
+
+
+def _owned(rows: list[Row], owner: Literal["server", "client"], path: Path) -> list[Row]:
+    """The rows of a folder that are its owner's to open; without a split they are all for the one purpose."""
+    if owner == "client":
+        kept, needed = [replace(row, split="train") for row in rows if row.split in (None, "train")], "training"
+    else:
+        kept, needed = [replace(row, split=row.split or "test") for row in rows if row.split != "train"], "test"
+    if not kept:
+        raise UserError(f"{path}: no {needed} pair is listed there, and the {owner} needs its own; add some")
+    return kept
 
 
 def check_sizes(data: DataConfig, partition: PartitionConfig, splits: Mapping[str, int]) -> None:
@@ -144,13 +170,13 @@ def check_sizes(data: DataConfig, partition: PartitionConfig, splits: Mapping[st
         check_count(data.canaries, spare)
 
 
-def check_splits(pairs: PairSet, config: DataConfig) -> None:
+def check_splits(pairs: PairSet, config: DataConfig, needed: Sequence[str] = ("train", "test")) -> None:
     """Refuse data that could be trained on but not measured, before the training."""
-    _check_splits(Counter(pairs.splits), config)
+    _check_splits(Counter(pairs.splits), config, needed)
 
 
-def _check_splits(splits: Mapping[str, int], config: DataConfig) -> None:
-    for split in ("train", "test"):
+def _check_splits(splits: Mapping[str, int], config: DataConfig, needed: Sequence[str] = ("train", "test")) -> None:
+    for split in needed:
         count = splits.get(split, 0)
         if count < MINIMUM_PAIRS:
             raise UserError(

@@ -127,18 +127,30 @@ def make_shards(
     names: Sequence[str] | None = None,
 ) -> tuple[Shard, ...]:
     """Turn dealt positions of `pool` into shards and set each client's validation share aside."""
-    shards = []
-    for client, positions in enumerate(dealt):
-        train, validation = set_aside(positions, validation_share, seed, client)
-        shards.append(
-            Shard(
-                client=client,
-                train=pool[train],
-                validation=pool[validation],
-                train_ids=tuple(ids[position] for position in pool[train]),
-                train_classes=labels[train],
-                validation_classes=labels[validation],
-                name=names[client] if names else None,
-            )
-        )
-    return tuple(shards)
+    return tuple(
+        make_shard(client, positions, pool, ids, labels, validation_share, seed, names[client] if names else None)
+        for client, positions in enumerate(dealt)
+    )
+
+
+def make_shard(
+    client: int,
+    positions: np.ndarray,
+    pool: np.ndarray,
+    ids: tuple[str, ...],
+    labels: np.ndarray,
+    validation_share: float,
+    seed: int,
+    name: str | None = None,
+) -> Shard:
+    """One client's positions of `pool`, with its validation share set aside."""
+    train, validation = set_aside(positions, validation_share, seed, client)
+    return Shard(
+        client=client,
+        train=pool[train],
+        validation=pool[validation],
+        train_ids=tuple(ids[position] for position in pool[train]),
+        train_classes=labels[train],
+        validation_classes=labels[validation],
+        name=name,
+    )

@@ -21,6 +21,7 @@ import tomli_w
 from ease.errors import Disconnected, UserError
 from ease.federation.credentials import Authority, read_admitted
 from ease.federation.flower import GRID, SERVER, Flower
+from ease.federation.remote import node_socket
 from ease.storage import write_atomic, write_json
 
 BUNDLE = Path(__file__).parent / "bundle"
@@ -28,6 +29,7 @@ QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+    "RAY_USAGE_STATS_ENABLED": "0",
     "UV_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
@@ -138,11 +140,15 @@ class FlowerServer:
     host: str = "127.0.0.1"
     port: int = 8000
     insecure: bool = False
+    simulated: int = 0
+    """So many nodes of Flower are simulated in one process, which needs Ray; 0: they are processes of their own."""
     process: "subprocess.Popen[bytes] | None" = None
     _registered: set[str] = field(default_factory=set)
 
     def __enter__(self) -> "FlowerServer":
         check_exposure(self.host, self.insecure)
+        if self.simulated and not self.insecure:
+            raise UserError("--simulation: simulated nodes have no keys; add --insecure")
         authority = Authority(self.folder / "keys")
         if not self.insecure and not authority.certificate.is_file():
             raise UserError(
@@ -167,6 +173,7 @@ class FlowerServer:
             *("--database", str((self.folder / "flower" / "link.db").absolute())),
             "--disable-runtime-dependency-installation",
             *(("--insecure",) if self.insecure else secure),
+            *(("--simulation",) if self.simulated else ()),
         )
         try:
             self._await(lambda: _answers(self.host, self.port), "Flower's server did not come up")
@@ -207,7 +214,11 @@ class FlowerServer:
         path = (self.folder / GRID).absolute()
         if len(os.fsencode(path)) > 100:
             raise UserError(f"{path}: too long for a socket; choose a folder with a shorter path")
-        told = self._flwr("run", str(BUNDLE), CONNECTION, "--run-config", f'socket="{path}"')
+        nodes = node_socket(self.folder.absolute(), 0).parent
+        told = self._flwr(
+            *("run", str(BUNDLE), CONNECTION, "--run-config", f'socket="{path}" nodes="{nodes}"'),
+            *(("--federation-config", _simulation(self.simulated)) if self.simulated else ()),
+        )
         if told.returncode:
             raise UserError(f"{self.folder}: Flower does not start the stub: {_last(told)}")
         self._await(self.connected, "the stub at the server did not come up")
@@ -243,6 +254,11 @@ class FlowerServer:
             if not self.alive or time.monotonic() > until:
                 raise UserError(f"{problem}; see {self.folder / 'flower' / 'server.log'}")
             time.sleep(0.2)
+
+
+def _simulation(nodes: int) -> str:
+    """Each simulated node may wait for its socket while the others do: they need no processor for it."""
+    return f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
 
 
 def start_supernode(

@@ -17,12 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
 import torch
 from pydantic import Field
 
 from ease.config import Config, validate
+from ease.data.classes import group_sums, local_centres, nearest
 from ease.data.features import Activations
-from ease.data.partition import Shard
+from ease.data.membership import Holding, Membership, membership_of, shards_of
+from ease.data.pairs import PairSet
+from ease.data.partition import Shard, joint_embedding, make_shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.codec import decode_job, encode_update
@@ -32,10 +36,26 @@ from ease.federation.loop import Loop
 from ease.federation.objectives import OBJECTIVES
 from ease.federation.protocol import LocalJob
 from ease.federation.shelf import Shelf
-from ease.federation.wire import UPDATE, Answer, Ask, Present, decode_ask, encode, receive, send
+from ease.federation.wire import (
+    CENTRES,
+    COUNTS,
+    SUMS,
+    UPDATE,
+    Answer,
+    Ask,
+    Deal,
+    Dealt,
+    Present,
+    decode_ask,
+    encode,
+    numbers_in,
+    numbers_of,
+    receive,
+    send,
+)
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params, layout_of
-from ease.requests.request import Request, redealt, without
+from ease.requests.request import Request, named_in, redealt, without
 from ease.storage import digest, read_json, write_json
 
 HOUR = 3600.0
@@ -44,6 +64,10 @@ PATIENCE = 60.0
 REMEMBERED = 1 << 16
 """Messages that a node knows again."""
 LONGEST_REASON = 300
+
+
+GROUPS = "classes"
+"""What a policy calls the search for common classes, which is no objective."""
 
 
 class Policy(Config):
@@ -62,13 +86,17 @@ class Policy(Config):
 
     def objection(self, job: LocalJob, cohort: int, times: Collection[float], now: float) -> str:
         """Why a job is not done, or nothing; `times` are those of the jobs before it."""
-        if self.objectives is not None and job.objective not in self.objectives:
-            return f"its policy does not allow the objective {job.objective!r}"
-        if cohort < self.smallest_cohort:
-            return f"its policy asks for {self.smallest_cohort} clients in a round, and this one has {cohort}"
         epochs = job.epochs * max(1, len(job.replays))
         if epochs > self.most_epochs:
             return f"its policy allows {self.most_epochs} epochs in a job, and this one has {epochs}"
+        return self.reluctance(job.objective, cohort, times, now)
+
+    def reluctance(self, objective: str, cohort: int, times: Collection[float], now: float) -> str:
+        """The same of whatever is asked under a name, in some company, at some time."""
+        if self.objectives is not None and objective not in self.objectives:
+            return f"its policy does not allow the objective {objective!r}"
+        if cohort < self.smallest_cohort:
+            return f"its policy asks for {self.smallest_cohort} clients in a round, and this one has {cohort}"
         if self.jobs_per_hour is not None and sum(now - each < HOUR for each in times) >= self.jobs_per_hour:
             return f"its policy allows {self.jobs_per_hour} jobs an hour"
         return ""
@@ -88,6 +116,8 @@ class Node:
     """Hash of the frozen weights."""
     version: str = ""
     policy: Policy = field(default_factory=Policy)
+    pairs: PairSet | None = None
+    """Where pairs lie apart: the client's own, which no one else deals. Its `shard` is then all of them."""
     log: TextIO | None = None
     busy: bool = False
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -124,7 +154,9 @@ class Node:
         try:
             if ask.client != self.shard.client:
                 raise UserError(f"this is client {self.shard.client}, and client {ask.client} was asked")
-            return encode(self._present(ask)) if ask.kind == "hello" else self._done(ask, job, parts)
+            if ask.kind == "hello":
+                return encode(self._present(ask))
+            return self._done(ask, job, parts) if ask.kind == "task" else self._dealt(ask, parts.get(CENTRES))
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
         except Exception as error:  # a job that cannot be done is the asker's fault; the worker stays up
@@ -153,6 +185,69 @@ class Node:
         self._say(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
         return encode(Answer(client=self.shard.client, nonce=ask.nonce), {UPDATE: encode_update(update)})
 
+    def _dealt(self, ask: Ask, encoded: bytes | None) -> bytes:
+        """Groups of the client's pairs, or what it takes part in a run with; pairs themselves stay."""
+        self._once(ask.nonce)
+        now = time.time()
+        if self.pairs is None or ask.deal is None:
+            raise UserError('it was given its pairs, and deals none: give it partition.scheme = "apart"')
+        if objection := self.policy.reluctance(GROUPS, ask.cohort, self._times, now):
+            raise UserError(objection)
+        self._times.append(now)
+        deal, joint = ask.deal, joint_embedding(self.activations.pooled_image, self.activations.pooled_text)
+        centres = None if encoded is None else numbers_in(encoded, "<f8", deal.classes, "message")
+        if centres is not None and (centres.shape[1] != joint.shape[1] or not np.isfinite(centres).all()):
+            raise UserError("the centres are none of this client's backbone")
+        answer = Dealt(client=self.shard.client, nonce=ask.nonce)
+        if ask.kind == "join":
+            if centres is None:
+                raise UserError("without centres no pair is of any class")
+            holding = self._joined(ask.run, deal, nearest(joint, centres))
+            self._say(f"takes part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
+            return encode(answer.model_copy(update={"holding": holding}))
+        found = (
+            local_centres(joint, deal.classes, deal.class_seed, self.shard.client)
+            if centres is None
+            else group_sums(joint, centres)
+        )
+        return encode(answer, {SUMS: numbers_of(found.sums), COUNTS: numbers_of(found.counts)})
+
+    def _joined(self, run: str, deal: Deal, classes: np.ndarray) -> Holding:
+        """Deal the client's pairs for a run, once: it is then known here, whatever becomes of the files."""
+        assert self.pairs is not None  # seen above
+        if self._membership(run) is not None:
+            raise UserError("it takes part in this run already")
+        everything, share = np.arange(len(self.pairs)), deal.validation_share
+        name = self.shard.name
+        dealt = make_shard(self.shard.client, everything, everything, self.pairs.ids, classes, share, deal.seed, name)
+        told = membership_of(self.pairs, (dealt,))
+        write_json(self._membership_path(run), told.model_dump(mode="json"))
+        return told.clients[0]
+
+    def _membership_path(self, run: str) -> Path:
+        return self.folder / "runs" / run / "membership.json"
+
+    def _membership(self, run: str) -> Membership | None:
+        """What the client takes part in a run with, where it has dealt that itself."""
+        path = self._membership_path(run)
+        return validate(Membership, read_json(path), str(path)) if path.is_file() else None
+
+    def _shard(self, run: str, gone: tuple[Request, ...]) -> Shard:
+        """The client's pairs in a run; photographs that closed requests name may have vanished, others may not."""
+        if self.pairs is None:
+            return self.shard
+        members = self._membership(run)
+        if members is None:
+            raise UserError("it does not take part in this run; its folder is not the one it began the run with")
+        forgotten = [each for request in gone for each in named_in(request, members.clients)]
+        (found,) = shards_of(members, self.pairs, forgotten)
+        return found
+
+    def _dealt(self, run: str) -> Shard | Holding:
+        """What the client held when the run began."""
+        members = None if self.pairs is None else self._membership(run)
+        return self.shard if members is None else members.clients[0]
+
     def _once(self, nonce: str) -> None:
         """Refuse a message that came before, since whenever this node was first started."""
         if nonce in self._nonces:
@@ -180,7 +275,8 @@ class Node:
         if gone != closed:
             write_json(path, Gone(requests=gone).model_dump(mode="json"))
         if self._ready is None or self._ready[0] != (run, gone, renewed):
-            left = redealt(without((self.shard,), gone), {self.shard.client: self.shard}, gone[:renewed])
+            here = without((self._shard(run, gone),), gone)
+            left = redealt(here, {self.shard.client: self._dealt(run)}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
             kept = Kept(self.shard.client, path.parent)
@@ -189,12 +285,13 @@ class Node:
         return self._ready[1]
 
     def _present(self, ask: Ask) -> Present:
+        members = self._membership(ask.run)
         return Present(
             client=self.shard.client,
             nonce=ask.nonce,
             version=self.version,
             backbone=self.backbone,
-            pairs=pairs_hash(self.shard.train_ids),
+            pairs=pairs_hash(self.shard.train_ids if members is None else members.clients[0].train_ids),
             parts=tuple(self.shelf),
             threads=torch.get_num_threads(),
             jobs=len(self._times),
@@ -219,6 +316,18 @@ class Gone(Config):
     """Requests that are closed at a client."""
 
     requests: tuple[Request, ...]
+
+
+def closed_ids(folder: Path) -> set[str]:
+    """Ids that closed requests named in runs in which the node of this folder took part: their files may have gone."""
+    found = set[str]()
+    for path in folder.glob("runs/*/gone.json"):
+        members = path.with_name("membership.json")
+        if members.is_file():
+            holdings = validate(Membership, read_json(members), str(members)).clients
+            requests = validate(Gone, read_json(path), str(path)).requests
+            found |= {each for request in requests for each in named_in(request, holdings)}
+    return found
 
 
 def pairs_hash(ids: Sequence[str]) -> str:

@@ -127,7 +127,7 @@ class Remote:
             messages = {
                 client: self._task(client, nonces[client], len(jobs), *encoded) for client, encoded in waiting.items()
             }
-            for client, data in self._exchange(messages, until):
+            for client, data in self.exchange(messages, until):
                 try:
                     answer, update = self._opened(client, data, nonces[client])
                 except UserError as error:
@@ -167,7 +167,7 @@ class Remote:
             for client in clients
         }
         found: dict[int, Present | str] = {}
-        for client, data in self._exchange(messages, None if seconds is None else time.monotonic() + seconds):
+        for client, data in self.exchange(messages, None if seconds is None else time.monotonic() + seconds):
             try:
                 found[client] = self._introduced(client, data, nonces[client])
             except UserError as error:
@@ -185,12 +185,9 @@ class Remote:
     def _introduced(self, client: int, data: bytes | str, nonce: str) -> Present:
         if isinstance(data, str):
             raise UserError(data)
-        try:
-            told = decode_present(data)
-        except UserError:
-            answer, _ = decode_answer(data)
-            raise UserError(f"its node refuses: {answer.refused}") from None
-        _check_sender(client, told.client, told.nonce == nonce)
+        check_willing(data)
+        told = decode_present(data)
+        check_sender(client, told.client, told.nonce == nonce)
         return told
 
     def _opened(self, client: int, data: bytes | str, nonce: str) -> tuple[Answer, Update | None]:
@@ -200,10 +197,10 @@ class Remote:
         answer, encoded = decode_answer(data)
         if answer.refused:
             raise UserError(f"its node refuses: {answer.refused}")
-        _check_sender(client, answer.client, answer.nonce == nonce)
+        check_sender(client, answer.client, answer.nonce == nonce)
         update = None if encoded is None else decode_update(encoded, "update")
         if update is not None:
-            _check_sender(client, update.client, True)
+            check_sender(client, update.client, True)
         return answer, update
 
     def _task(self, client: int, nonce: str, cohort: int, job: bytes, parts: Mapping[str, bytes]) -> bytes:
@@ -227,7 +224,8 @@ class Remote:
         )
         return encode(ask, {JOB: job, **lacking})
 
-    def _exchange(self, messages: Mapping[int, bytes], until: float | None) -> Iterator[tuple[int, bytes | str]]:
+    def exchange(self, messages: Mapping[int, bytes], until: float | None) -> Iterator[tuple[int, bytes | str]]:
+        """What comes back over the line, counted."""
         if not messages:
             return
         self.sent += sum(map(len, messages.values()))
@@ -237,7 +235,16 @@ class Remote:
             yield client, data
 
 
-def _check_sender(client: int, told: int, fresh: bool) -> None:
+def check_willing(data: bytes) -> None:
+    """Raise what a node says where it refuses; what else it says is for others to read."""
+    try:
+        answer, _ = decode_answer(data)
+    except UserError:
+        return
+    raise UserError(f"its node refuses: {answer.refused}")
+
+
+def check_sender(client: int, told: int, fresh: bool) -> None:
     if told != client:
         raise UserError(f"it answered as client {told}")
     if not fresh:

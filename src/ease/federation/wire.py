@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 
 from ease.config import Config
+from ease.data.membership import Holding
 from ease.errors import UserError
 from ease.federation.codec import Hash
 from ease.federation.container import LIMITS, Limits, pack, require, unpack
@@ -27,15 +28,27 @@ SEAL = hashlib.sha256().digest_size
 PIECE = 1 << 20
 JOB = "job"
 UPDATE = "update"
+CENTRES, SUMS, COUNTS = "centres", "sums", "counts"
+
+
+class Deal(Config):
+    """How a client that alone knows its pairs is to deal them: into classes, and into training and held-out ones."""
+
+    classes: int = Field(ge=1)
+    class_seed: int
+    seed: int
+    validation_share: float = Field(ge=0, lt=1)
 
 
 class Ask(Config):
     """The server asks a node who it is (`hello`), or gives its client a job (`task`).
 
-    The job comes with it, and so do those of the job's parts that the node lacks.
+    The job comes with it, and so do those of the job's parts that the node lacks. Where pairs lie apart, a run begins
+    with two more: what groups a client's pairs form, alone or around centres that come along (`groups`), and which
+    pairs it takes part with, each in the class of the nearest of those centres (`join`).
     """
 
-    kind: Literal["hello", "task"]
+    kind: Literal["hello", "groups", "join", "task"]
     client: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Names this message: a node does it once, and an answer to another one is no answer."""
@@ -49,6 +62,7 @@ class Ask(Config):
     """Requests that are closed: the job may not touch what they name."""
     renewed: int = Field(0, ge=0)
     """How many of them came before the training from the start whose rounds a job may repeat."""
+    deal: Deal | None = None
 
 
 class Present(Config):
@@ -82,6 +96,15 @@ class Answer(Config):
     refused: str = ""
 
 
+class Dealt(Config):
+    """What a node says of its pairs: sums and counts of groups among the tensors, or what it takes part with."""
+
+    kind: Literal["dealt"] = "dealt"
+    client: int = Field(ge=0)
+    nonce: str
+    holding: Holding | None = None
+
+
 def encode(header: Config, blobs: Mapping[str, bytes] | None = None) -> bytes:
     """A message with other encodings inside it."""
     message = pack(header, {name: as_tensor(data) for name, data in (blobs or {}).items()})
@@ -102,7 +125,8 @@ def decode_ask(data: bytes, limits: Limits = LIMITS) -> tuple[Ask, bytes, dict[s
     """What is asked, the job and the parts that came with it, by name; a `hello` brings neither."""
     header, tensors = unpack(_whole(data, "message", limits), Ask, "message", limits)
     blobs = _blobs(tensors, "message")
-    require((JOB in blobs) == (header.kind == "task"), "message", "a task brings a job, and a hello none")
+    require((JOB in blobs) == (header.kind == "task"), "message", "a task brings a job, and nothing else does")
+    require((header.deal is not None) == (header.kind in ("groups", "join")), "message", "it says not how to deal")
     return header, blobs.pop(JOB, b""), blobs
 
 
@@ -119,6 +143,25 @@ def decode_present(data: bytes, limits: Limits = LIMITS) -> Present:
     header, tensors = unpack(_whole(data, "answer", limits), Present, "answer", limits)
     require(not tensors, "answer", "it has tensors that belong to nothing")
     return header
+
+
+def decode_dealt(data: bytes, limits: Limits = LIMITS) -> tuple[Dealt, dict[str, bytes]]:
+    header, tensors = unpack(_whole(data, "answer", limits), Dealt, "answer", limits)
+    blobs = _blobs(tensors, "answer")
+    wanted = set() if header.holding is not None else {SUMS, COUNTS}
+    require(blobs.keys() == wanted, "answer", "it is neither groups nor a holding")
+    return header, blobs
+
+
+def numbers_of(array: np.ndarray) -> bytes:
+    """Numbers as bytes: eight to each, whichever machine writes them."""
+    return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def numbers_in(data: bytes, kind: Literal["<f8", "<i8"], rows: int, what: str) -> np.ndarray:
+    """The same back, in so many rows of any width."""
+    require(rows >= 0 and len(data) % (8 * max(1, rows)) == 0, what, "its numbers do not fill its rows")
+    return np.frombuffer(data, kind).reshape(rows, -1 if rows else 0).astype(kind[1:])
 
 
 def as_tensor(data: bytes) -> torch.Tensor:

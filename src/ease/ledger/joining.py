@@ -231,6 +231,7 @@ class Pool:
 def _pool(run: Run, members: Membership, wish: Wish) -> Pool:
     stones, covered = read_tombstones(run.folder), _covered(run, members, wish)
     world = open_world(run, stones=stones.model_copy(update={"ids": stones.ids - covered}))
+    world.check_together("ease join")
     gone = {each for request in run.head.gone for each in named_ids(members, request) if each in members.digests}
     for client in _left(run):  # its held-out pairs went with it
         gone |= {

@@ -122,6 +122,16 @@ def redealt(
     return tuple(found)
 
 
+def held_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> dict[int, frozenset[str]]:
+    """The same by ids alone: client -> those of its training pairs that no closed request names."""
+    leaving = {client for request in gone for client in leaving_clients(request)}
+    return {
+        holding.client: frozenset(holding.train_ids).difference(*(named_in(request, (holding,)) for request in gone))
+        for holding in holdings
+        if holding.client not in leaving
+    }
+
+
 def validation_mask(request: Request, shard: Shard) -> np.ndarray:
     """Held-out pairs that resemble the forget pairs: those of the same client and, for a class request, class."""
     if isinstance(request, ClassRequest):

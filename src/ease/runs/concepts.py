@@ -93,6 +93,7 @@ def match_concept(world: World, words: str, threshold: float | None = None) -> M
     if not wanted:
         what = "there are no words" if not words.strip() else "these words name nothing"
         raise UserError(f'--concept {words!r}: {what}; say what is to be seen or read, such as --concept "snow"')
+    world.check_together(f"--concept {words!r}")
     ids, positions = _training_pairs(world)
     captions = [world.evaluator.pairs.captions[position] for position in positions]
     says = np.array([any(says_all(caption, wanted) for caption in each) for each in captions], dtype=bool)

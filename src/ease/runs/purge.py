@@ -113,6 +113,11 @@ def unpurged(head: Head) -> tuple[Release, ...]:
 def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pass]:
     """Purge released requests, oldest first, the first so many releases or all; goes on with what was begun."""
     run = Run.load(folder, purging=True)
+    if run.config.remote:
+        raise UserError(
+            f"{folder}: its clients are nodes, which know closed requests by ids that a purge would take away; release "
+            "the request (nodes never touch its pairs again) and delete what is at the sites there"
+        )
     with run.locked():
         staged = Staged(run)
         if staged.plan_path.is_file():
@@ -217,7 +222,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     known = run.known()
     assert known is not None
     holders = {holding.client for holding in known[0].clients if forget_mask(request, holding).any()} - leaving
-    now = {shard.client: len(shard.train) for shard in world.shards}
+    now = {client: len(ids) for client, ids in world.federation.held.items()}
     held, trained, training = run.held(run.head), trained_of(run), run.config.training
     sound = checked(world.federation, training, staged.folder / "journal", digest(release.model_dump(mode="json")))
     for number in range(1, release.after_round + 1):

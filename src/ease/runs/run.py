@@ -136,10 +136,14 @@ class Run:
 
     def _name(self) -> str:
         """Drawn once: two trainings of one configuration are not the same to a client."""
-        path = self.folder / "name.json"
+        path = self._name_path
         if not path.is_file():
             write_json(path, {"name": uuid.uuid4().hex})
         return str(read_json(path, most=SMALL_JSON).get("name"))
+
+    @property
+    def _name_path(self) -> Path:
+        return self.folder / "name.json"
 
     def train(self, world: World) -> Iterator[dict[str, Any]]:
         """Train, or go on from the last complete round; yields each new round's record."""
@@ -162,6 +166,8 @@ class Run:
         """Store what no one may have to find out again: data may change or vanish after the training."""
         write_tensors(self._classes_path, {"centroids": torch.from_numpy(world.server.centroids)})
         write_json(self.folder / "world.json", _frozen_parts(world))
+        if world.run_name:  # by which nodes know it already
+            write_json(self._name_path, {"name": world.run_name})
         write_json(self._membership_path, world.server.membership.model_dump(mode="json"))  # last: it makes them count
 
     def check_released(self) -> None:

@@ -1,9 +1,11 @@
 """The world of a run in three parts: what the server holds, what its clients hold, and what the evaluator may see."""
 
+import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,15 +14,18 @@ from ease.data import canaries
 from ease.data.config import check_sizes, check_splits, load_pairs
 from ease.data.dealing import deal
 from ease.data.features import Activations, cached_activations
-from ease.data.membership import Membership, membership_of, positions_of, shards_of
+from ease.data.membership import Holding, Membership, membership_of, positions_of, shards_of
 from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding
+from ease.errors import UserError
 from ease.federation.engines import make_engine, remote_engine
+from ease.federation.enrolment import enrolled
 from ease.federation.protocol import Engine
+from ease.federation.wire import Deal
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits, first_adapted
 from ease.params import Params
-from ease.requests.request import Request, redealt, without
+from ease.requests.request import Request, held_without, redealt, without
 from ease.runs.config import RunConfig, choose_device
 
 
@@ -101,15 +106,23 @@ class World:
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
         check_fits(backbone, config.model)  # here and below: whatever cannot work is refused before the long decoding
+        apart, run_name = config.partition.apart, ""
+        if apart:
+            check_apart(config)
         by_site = config.partition.scheme == "sites"
-        fits = partial(check_sizes, config.data, config.partition) if known is None else None
-        pairs = load_pairs(config.data, backbone.image_size, backbone.crop, by_site, forgotten, barred, fits)
+        fits = partial(check_sizes, config.data, config.partition) if known is None and not apart else None
+        owner: Literal["server"] | None = "server" if apart else None
+        pairs = load_pairs(config.data, backbone.image_size, backbone.crop, by_site, forgotten, barred, fits, owner)
         pairs = canaries.with_canaries(pairs, config.data.canaries, config.seed)
-        check_splits(pairs, config.data)
-        first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
-        activations = cached_activations(pairs, backbone, first["image"], first["text"], device)
+        check_splits(pairs, config.data, ("test",) if apart else ("train", "test"))
+        activations = activations_of(pairs, backbone, config, device)
         model = DualEncoder(backbone, config.model, config.seed).to(device)
-        if known is None:
+        if known is None and apart:
+            run_name = uuid.uuid4().hex  # nodes are asked before there is a folder that has a name
+            holdings, centroids = _enrolled(config, run_name, backbone, activations)
+            membership = membership_of(pairs, ()).model_copy(update={"clients": holdings})
+            shards = shards_of(membership, pairs)
+        elif known is None:
             shards, centroids = deal(config.partition, pairs, activations, config.data.seed, config.seed)
             shards = canaries.plant(shards, pairs, partial(nearest_classes, activations, centroids), config.seed)
             membership = membership_of(pairs, shards)
@@ -120,6 +133,7 @@ class World:
         return cls(
             Server(config, membership, centroids, backbone, model, device),
             Evaluator(pairs, activations, shards, test, spare, model, centroids, device),
+            run_name=run_name,
         )
 
     def without(self, *requests: Request) -> "World":
@@ -140,6 +154,13 @@ class World:
         dealt = {holding.client: holding for holding in self.server.membership.clients}
         return redealt(without(self.evaluator.shards, self.gone), dealt, self.gone[: self.renewed])
 
+    def check_together(self, what: str) -> None:
+        """Refuse what needs every client's pairs in one place."""
+        if self.config.partition.apart:
+            raise UserError(
+                f'{what}: needs the clients\' pairs, and they lie at their sites alone (partition.scheme = "apart")'
+            )
+
     @cached_property
     def federation(self) -> Engine:
         """The clients, each with its own pairs alone, behind the engine of the configuration."""
@@ -149,7 +170,7 @@ class World:
                 self.config.federation_folder,
                 self.run_name,
                 {holding.client: holding.train_ids for holding in self.server.membership.clients},
-                {shard.client: frozenset(shard.train_ids) for shard in self.shards},
+                held_without(self.server.membership.clients, self.gone),
                 self.gone,
                 self.renewed,
                 self.server.backbone.fingerprint,
@@ -157,6 +178,41 @@ class World:
             )
         shards, activations = self.shards, self.evaluator.activations
         return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device, self.disks)
+
+
+def check_apart(config: RunConfig) -> None:
+    """Refuse settings that pairs which lie apart cannot have."""
+    if not config.remote:
+        raise UserError(
+            'partition.scheme = "apart": pairs lie at nodes, and engine = "' + config.engine + '" has none; set engine '
+            'to "nodes" or "flower"'
+        )
+    if config.data.name == "scenes":
+        raise UserError('data.name = "scenes": generated pairs lie at no site; choose another partition.scheme')
+    if config.data.canaries:
+        raise UserError("data.canaries: no one can plant them in pairs that lie apart; leave it out")
+
+
+def activations_of(pairs: PairSet, backbone: Backbone, config: RunConfig, device: torch.device) -> Activations:
+    """Frozen activations of pairs as far as the configured model needs them."""
+    first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
+    return cached_activations(pairs, backbone, first["image"], first["text"], device)
+
+
+def _enrolled(
+    config: RunConfig, run_name: str, backbone: Backbone, activations: Activations
+) -> tuple[tuple[Holding, ...], np.ndarray]:
+    """Ask the nodes what they take part with."""
+    none = dict.fromkeys(range(config.partition.clients), ())
+    folder, deadline = config.federation_folder, config.training.deadline
+    remote = remote_engine(config.engine, folder, run_name, none, none, (), backbone.fingerprint, deadline)
+    deal = Deal(
+        classes=config.partition.classes,
+        class_seed=config.data.seed,
+        seed=config.seed,
+        validation_share=config.partition.validation_share,
+    )
+    return enrolled(remote, deal, activations.pooled_image.shape[-1] + activations.pooled_text.shape[-1])
 
 
 def nearest_classes(activations: Activations, centroids: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -195,10 +195,11 @@ class Rounds:
 
 def _rounds(answer: ReportedAnswer, retrain: AnswerRecord | None) -> Rounds:
     entries = answer.record.rounds
+    measured = [entry.metrics for entry in entries if entry.metrics]
     lines = {
-        name: [entry.metrics[f"{name}/recall@1"] for entry in entries if entry.metrics]
+        name: [metrics[f"{name}/recall@1"] for metrics in measured]
         for name in ("forget", "retain", "test")
-        if any(entry.metrics for entry in entries)
+        if measured and all(f"{name}/recall@1" in metrics for metrics in measured)  # pairs may not be there to measure
     }
     phases = list(dict.fromkeys(entry.phase for entry in entries))
     goal = None if retrain is None else retrain.metrics.get("forget/recall@1")

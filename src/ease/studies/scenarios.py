@@ -36,6 +36,7 @@ def validation_request(world: World, scenario: Scenario, seed: int) -> Request:
 
 
 def _request(world: World, scenario: Scenario, seed: int, number: int) -> Request:
+    world.check_together("a study")
     if scenario == "client":
         by_size = sorted(world.shards, key=lambda shard: len(shard.train))
         return ClientRequest(clients=(by_size[len(by_size) // 2 - number].client,))

@@ -1,0 +1,133 @@
+"""How a run begins whose pairs lie apart: clients agree on classes, then each says by ids what it takes part with.
+
+The server learns sums and counts of groups of pairs, then the id and the class of every pair. No picture, caption or
+activation leaves a client.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ease.data.classes import Groups, agreed_centres
+from ease.data.membership import Holding
+from ease.data.partition import MINIMUM_PAIRS
+from ease.errors import UserError
+from ease.federation.remote import Remote, check_sender, check_willing
+from ease.federation.wire import CENTRES, COUNTS, SUMS, Ask, Deal, Dealt, decode_dealt, encode, numbers_in, numbers_of
+
+LONGEST = 2.0**0.5 + 1e-6
+"""Of the embedding of one pair: two unit vectors beside each other."""
+
+
+def enrolled(remote: Remote, deal: Deal, width: int) -> tuple[tuple[Holding, ...], np.ndarray]:
+    """What every client takes part with, and the centres of the classes [classes, width]; all of them must answer."""
+    _check_backbones(remote)
+
+    def groups(centres: np.ndarray | None = None) -> list[Groups]:
+        found = _asked(remote, "groups", deal, centres)
+        return [_groups(client, blobs, width, centres) for client, (_, blobs) in sorted(found.items())]
+
+    centres = agreed_centres(groups(), groups, deal.classes, deal.class_seed)
+    joined = _asked(remote, "join", deal, centres)
+    holdings = tuple(_holding(client, told, deal) for client, (told, _) in sorted(joined.items()))
+    _check_apart(holdings)
+    return holdings, centres
+
+
+def _check_backbones(remote: Remote) -> None:
+    told = remote.present()
+    reasons = {
+        client: each
+        if isinstance(each, str)
+        else "its backbone has other weights than the server's; give both the same"
+        for client, each in told.items()
+        if isinstance(each, str) or each.backbone != remote.backbone
+    }
+    _refuse(reasons)
+
+
+def _refuse(reasons: Mapping[int, str]) -> None:
+    if reasons:
+        named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
+        raise UserError(f"a run whose pairs lie apart begins with all its clients, and some are not ready ({named})")
+
+
+def _asked(
+    remote: Remote, kind: Literal["groups", "join"], deal: Deal, centres: np.ndarray | None
+) -> dict[int, tuple[Dealt, dict[str, bytes]]]:
+    """Every client's answer; one that has none ends it."""
+    blobs = {} if centres is None else {CENTRES: numbers_of(centres)}
+    nonces = {client: uuid.uuid4().hex for client in remote.clients}
+    asks = {
+        client: Ask(kind=kind, client=client, nonce=nonce, run=remote.run_name, cohort=len(nonces), deal=deal)
+        for client, nonce in nonces.items()
+    }
+    until = None if remote.deadline is None else time.monotonic() + remote.deadline
+    found, reasons = {}, {}
+    for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, until):
+        try:
+            if isinstance(data, str):
+                raise UserError(data)
+            check_willing(data)
+            found[client] = decode_dealt(data)
+            check_sender(client, found[client][0].client, found[client][0].nonce == nonces[client])
+        except UserError as error:
+            reasons[client] = str(error)
+    _refuse(reasons)
+    return found
+
+
+def _groups(client: int, blobs: Mapping[str, bytes], width: int, centres: np.ndarray | None) -> Groups:
+    """What a client says of its groups, if it can be true."""
+    counts = numbers_in(blobs.get(COUNTS, b""), "<i8", 1, f"client {client}")[0]
+    sums = numbers_in(blobs.get(SUMS, b""), "<f8", len(counts), f"client {client}")
+    sums = sums if len(counts) else np.zeros((0, width))
+    sound = (
+        sums.shape == (len(counts), width)
+        and (centres is None or len(counts) == len(centres))
+        and bool((counts >= (1 if centres is None else 0)).all())
+        and bool(np.isfinite(sums).all())
+        and bool((np.linalg.norm(sums, axis=1) <= LONGEST * counts).all())
+    )
+    if not sound:
+        raise UserError(f"client {client}: its groups are none of this backbone's pairs; look at its node")
+    return Groups(sums, counts)
+
+
+def _holding(client: int, told: Dealt, deal: Deal) -> Holding:
+    """What a client takes part with, if it is one client's holding in these classes."""
+    found = told.holding
+    ids: Sequence[str] = () if found is None else (*found.train_ids, *found.validation_ids)
+    if (
+        found is None
+        or found.client != client
+        or found.joined is not None
+        or len(found.train_ids) != len(found.train_classes)
+        or len(found.validation_ids) != len(found.validation_classes)
+        or len(set(ids)) != len(ids)
+        or not all(0 <= each < deal.classes for each in (*found.train_classes, *found.validation_classes))
+    ):
+        raise UserError(f"client {client}: what it takes part with does not add up; look at its node")
+    if len(found.train_ids) < MINIMUM_PAIRS:
+        raise UserError(
+            f"client {client}: has {len(found.train_ids)} training pairs, and {MINIMUM_PAIRS} are needed; add some at "
+            "its site, or begin without it"
+        )
+    return found
+
+
+def _check_apart(holdings: Sequence[Holding]) -> None:
+    """Refuse an id, or a name, that two clients use: a request must say whose pair it means."""
+    owner: dict[str, int] = {}
+    for holding in holdings:
+        names = () if holding.name is None else (f"site {holding.name!r}",)
+        for each in (*names, *(f"id {pair_id!r}" for pair_id in (*holding.train_ids, *holding.validation_ids))):
+            if each in owner:
+                raise UserError(
+                    f"{each}: clients {owner[each]} and {holding.client} both use it; give the pairs of one of them "
+                    "other ids (a column `id`), or another site"
+                )
+            owner[each] = holding.client

@@ -1,0 +1,373 @@
+"""Pairs that lie at their sites alone: the same bytes as in one place, and the server opens nothing of a client's."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ease.commands.federation import make_node
+from ease.data.membership import Holding
+from ease.data.pairs import PairSet
+from ease.data.scenes import load_scenes
+from ease.errors import UserError
+from ease.federation.enrolment import enrolled
+from ease.federation.launch import FlowerServer, free_port
+from ease.federation.node import Node, Policy, listen, pairs_hash, serve
+from ease.federation.remote import Remote, Sockets, node_socket
+from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
+from ease.methods import make_method
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, held_without
+from ease.runs.answers import open_world, release
+from ease.runs.config import load_config
+from ease.runs.forget import forget
+from ease.runs.resolve import Wanted, parse_request
+from ease.runs.run import Run
+from ease.storage import read_json, sha256
+
+SIZES = {"a": 34, "b": 22, "c": 14}
+"""Sites, in the order of their numbers, and how many pictures each has."""
+TESTS = 20
+FOLDER = ("data.name=folder", "partition.classes=2", "partition.validation_share=0.3", "training.rounds=3")
+APART = ("partition.scheme=apart", "partition.clients=3", "engine=nodes")
+DEAL = Deal(classes=2, class_seed=0, seed=0, validation_share=0.3)
+
+
+def draw(folder: Path, pairs: PairSet, places: dict[str, int], **columns: str) -> list[str]:
+    """Some of the pictures under names of their own, and the list of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, place in places.items():
+        Image.fromarray(pairs.pixels[place]).save(folder / f"{name}.png")
+        lines.append(json.dumps({"image": f"{name}.png", "captions": pairs.captions[place], "id": name, **columns}))
+    with (folder / "captions.jsonl").open("a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+    return lines
+
+
+@dataclass
+class Sites:
+    """Three folders of clients, one of the server, and one with everything, for comparison."""
+
+    folder: Path
+    small: tuple[str, ...]
+    nodes: dict[int, Node]
+
+    def config(self, *changes: str):
+        federation = f"federation={self.folder / 'fed'}"
+        return load_config(None, (*self.small, *FOLDER, *APART, federation, f"data.path={self.server}", *changes))
+
+    @property
+    def server(self) -> Path:
+        return self.folder / "server"
+
+    def begun(self, name: str = "apart") -> Run:
+        return Run.create(self.folder / name, self.config())
+
+    def trained(self, name: str = "apart") -> Run:
+        run = Run.plan(self.folder / name, self.config())
+        world = open_world(run)
+        run = Run.create(run.folder, run.config)
+        list(run.train(world))
+        return run
+
+    def pooled(self) -> Run:
+        changes = ("partition.scheme=sites", f"data.path={self.folder / 'all'}", "engine=loop")
+        run = Run.create(self.folder / "pooled", load_config(None, (*self.small, *FOLDER, *changes)))
+        list(run.train(open_world(run)))
+        return run
+
+    def node(self, client: int) -> Node:
+        """What `ease node --id N --data FOLDER` would make now."""
+        site = sorted(SIZES)[client]
+        config = self.config(f"data.path={self.folder / site}")
+        return make_node(config, client, self.folder / "disks" / site, quiet=True)
+
+    def remote(self, **more) -> Remote:
+        nothing = dict.fromkeys(range(3), ())
+        line = Sockets({client: node_socket(self.folder / "fed", client) for client in range(3)})
+        return Remote(line, nothing, nothing, "ab" * 16, backbone=self.nodes[0].backbone, **more)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, pairs = tmp_path_factory.mktemp("drawn"), load_scenes(0, sum(SIZES.values()), 0, TESTS)
+    left = iter(range(len(pairs)))
+    for site, size in SIZES.items():
+        places = {f"{site}{number}": next(left) for number in range(size)}
+        for where in (site, "all"):
+            draw(folder / where, pairs, places, site=site, split="train")
+    places = {f"t{number}": next(left) for number in range(TESTS)}
+    for where in ("server", "all"):
+        draw(folder / where, pairs, places, split="test")
+    return folder
+
+
+@pytest.fixture
+def sites(drawn: Path, small: tuple[str, ...], tmp_path: Path) -> Iterator[Sites]:
+    shutil.copytree(drawn, tmp_path / "w")
+    made, lines = Sites(tmp_path / "w", small, {}), []
+    for client in range(3):
+        node = made.nodes[client] = made.node(client)
+        lines.append(listen(node_socket(made.folder / "fed", client)))
+        threading.Thread(target=serve, args=(node, lines[-1]), daemon=True).start()
+    yield made
+    for line in lines:
+        line.close()
+
+
+def states(run: Run) -> dict[str, str]:
+    return {str(path.relative_to(run.folder)): sha256(path) for path in sorted(run.folder.rglob("*.safetensors"))}
+
+
+def answered(run: Run, request: Request, method: str = "ease") -> list[dict[str, float]]:
+    return [metrics for _, metrics in forget(run, open_world(run), request, make_method(method))]
+
+
+def requests_of(run: Run) -> tuple[Request, ...]:
+    members = run.known()[0]  # type: ignore[index]
+    ids = tuple(sorted(holding.train_ids[0] for holding in members.clients[:2]))
+    return SampleRequest(ids=ids), ClassRequest(classes=(1,)), ClientRequest(clients=(1,))
+
+
+def test_training_and_every_kind_of_request_give_the_bytes_of_one_place(sites: Sites) -> None:
+    apart, pooled = sites.trained(), sites.pooled()
+    here, there = pooled.known(), apart.known()
+    assert here is not None and there is not None
+    assert there[0].clients == here[0].clients and there[0].test == here[0].test
+    assert np.array_equal(here[1], there[1])
+    for request in requests_of(pooled):
+        for run in (apart, pooled):
+            answered(run, request)
+    assert states(apart) == states(pooled) and len(states(apart)) > 8
+
+
+@pytest.mark.engine
+def test_the_same_over_flower(sites: Sites) -> None:
+    """Through Flower's simulation: what nodes say of their pairs goes the way that jobs go."""
+    with FlowerServer(sites.folder / "fed", "127.0.0.1", free_port(), insecure=True, simulated=3):
+        run = Run.plan(sites.folder / "flower", sites.config("engine=flower"))
+        world = open_world(run)
+        run = Run.create(run.folder, run.config)
+        list(run.train(world))
+        answered(run, requests_of(run)[0])
+    pooled = sites.pooled()
+    answered(pooled, requests_of(pooled)[0])
+    assert states(run) == states(pooled)
+
+
+def test_the_server_opens_its_own_pairs_alone(sites: Sites) -> None:
+    """What it could not open it cannot leak: while it works, there is nothing of a client's on its disk."""
+    run = sites.trained()
+    for site in (*SIZES, "all"):
+        (sites.folder / site).rename(sites.folder / f"{site}-elsewhere")  # nodes have read theirs
+    world = open_world(run)
+    assert set(world.evaluator.pairs.ids) == {f"t{number}" for number in range(TESTS)}
+    assert sum(len(shard.train) for shard in world.shards) == 0
+    assert not any(
+        name in world.server.membership.digests
+        for holding in world.server.membership.clients
+        for name in holding.train_ids
+    )  # not even hashes of their content
+    metrics = answered(run, requests_of(run)[0])[-1]
+    assert "test/recall@1" in metrics and not any(key.startswith(("forget/", "retain/")) for key in metrics)
+
+
+def test_a_run_goes_on_without_photographs_that_are_gone(sites: Sites) -> None:
+    """A request is released, its photographs are deleted at the site, the node is started again: more requests are
+    answered as if nothing were missing. A photograph that no one asked to forget is missed."""
+    run = sites.trained()
+    request = requests_of(run)[0]
+    answered(run, request)
+    shutil.copytree(run.folder, sites.folder / "kept")
+    shutil.copytree(sites.folder / "disks", sites.folder / "kept-disks")
+    found = {}
+    for deleted in (False, True):
+        shutil.rmtree(run.folder)
+        shutil.copytree(sites.folder / "kept", run.folder)
+        shutil.rmtree(sites.folder / "disks")
+        shutil.copytree(sites.folder / "kept-disks", sites.folder / "disks")
+        release(run, run.unreleased()[0])
+        list(Run.load(run.folder).hosted(open_world(run)).federation.run(*a_job(run)))  # so nodes learn of it
+        if deleted:
+            for each in request.ids:  # type: ignore[union-attr]
+                (sites.folder / each[0] / f"{each}.png").unlink()
+        for client, node in sites.nodes.items():
+            again = sites.node(client)
+            node.pairs, node.shard, node.activations, node._ready = again.pairs, again.shard, again.activations, None
+        answered(run, ClientRequest(clients=(2,)))
+        found[deleted] = states(run)
+    assert found[True] == found[False]
+    (sites.folder / "a" / "a7.png").unlink()
+    with pytest.raises(UserError, match="a7"):
+        node = sites.node(0)
+        node._shard(read_json(run.folder / "name.json")["name"], (request,))
+
+
+def a_job(run: Run):
+    world = open_world(run)
+    training = run.config.training.job(1, 0, 0.07)
+    return world.server.initial(), training, [0, 1, 2]
+
+
+def test_held_ids_are_those_of_the_shards(world) -> None:
+    for request in (
+        SampleRequest(ids=(world.shards[0].train_ids[0],)),
+        ClassRequest(classes=(0,)),
+        ClientRequest(clients=(1,)),
+    ):
+        left = {shard.client: frozenset(shard.train_ids) for shard in world.without(request).shards}
+        assert held_without(world.server.membership.clients, (request,)) == left
+
+
+def test_what_needs_all_pairs_in_one_place_says_so(sites: Sites) -> None:
+    world = open_world(sites.trained())
+    with pytest.raises(UserError, match="lie at their sites alone"):
+        parse_request(world, Wanted(concepts=("number",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (("engine=loop",), "has none; set engine"),
+        (("data.name=scenes",), "lie at no site"),
+        (("data.canaries=5",), "no one can plant them"),
+        (("partition.clustering=pooled",), "would bring pairs together"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(sites: Sites, changes: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        open_world(Run.plan(sites.folder / "x", sites.config(*changes)))
+
+
+def test_a_run_begins_with_all_its_clients_and_leaves_nothing_behind(sites: Sites) -> None:
+    node_socket(sites.folder / "fed", 1).unlink()
+    with pytest.raises(UserError, match=r"client 1: no node answers at .*; start it with `ease node`"):
+        sites.trained("never")
+    assert not (sites.folder / "never").exists()
+
+
+def test_a_policy_may_forbid_the_search_for_classes(sites: Sites) -> None:
+    sites.nodes[2].policy = Policy(objectives=("align",))
+    with pytest.raises(
+        UserError, match="client 2: its node refuses: its policy does not allow the objective 'classes'"
+    ):
+        sites.trained("never")
+
+
+def test_the_same_id_at_two_sites_is_refused(sites: Sites) -> None:
+    node = sites.nodes[1]
+    assert node.pairs is not None
+    node.pairs = replace(node.pairs, ids=("a3", *node.pairs.ids[1:]))
+    with pytest.raises(UserError, match=r"id 'a3': clients 0 and 1 both use it"):
+        sites.trained("never")
+
+
+def test_a_client_joins_a_run_once(sites: Sites) -> None:
+    holdings, centres = enrolled(
+        sites.remote(),
+        DEAL,
+        0 + sites.nodes[0].activations.pooled_image.shape[1] + (sites.nodes[0].activations.pooled_text.shape[2]),
+    )
+    asked = Ask(kind="join", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)
+    told = sites.nodes[0].answer(encode(asked, {"centres": numbers_of(centres)}))
+    assert "already" in decode_answer(told)[0].refused
+    assert pairs_hash(holdings[0].train_ids) == sites.remote().present()[0].pairs  # type: ignore[union-attr]
+
+
+def test_a_node_that_was_given_its_pairs_deals_none(sites: Sites) -> None:
+    sites.nodes[0].pairs = None
+    told = sites.nodes[0].answer(encode(Ask(kind="groups", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)))
+    assert "deals none" in decode_answer(told)[0].refused
+
+
+LIES: dict[str, tuple[Callable[[Node, bytes], bytes], str]] = {}
+
+
+def lie(name: str, problem: str):
+    def known(change):
+        LIES[name] = change, problem
+        return change
+
+    return known
+
+
+def groups_with(data: bytes, **changes: np.ndarray) -> bytes:
+    told, blobs = decode_dealt(data)
+    return encode(told, {**blobs, **{name: numbers_of(array) for name, array in changes.items()}})
+
+
+@lie("not numbers", "its groups are none")
+def _(node: Node, data: bytes) -> bytes:
+    counts = np.frombuffer(decode_dealt(data)[1][COUNTS], "<i8")
+    return groups_with(data, sums=np.full((len(counts), len(decode_dealt(data)[1][SUMS]) // 8 // len(counts)), np.nan))
+
+
+@lie("longer than so many pairs can be", "its groups are none")
+def _(node: Node, data: bytes) -> bytes:
+    return groups_with(data, sums=np.frombuffer(decode_dealt(data)[1][SUMS], "<f8") * 3)
+
+
+@lie("counts below nothing", "its groups are none")
+def _(node: Node, data: bytes) -> bytes:
+    return groups_with(data, counts=-np.frombuffer(decode_dealt(data)[1][COUNTS], "<i8"))
+
+
+@lie("another width", "its groups are none|do not fill")
+def _(node: Node, data: bytes) -> bytes:
+    return groups_with(data, sums=np.zeros(7))
+
+
+@lie("in another's name", "answered as client 2")
+def _(node: Node, data: bytes) -> bytes:
+    told, blobs = decode_dealt(data)
+    return encode(told.model_copy(update={"client": 2}), blobs)
+
+
+@lie("an answer to something else", "another message")
+def _(node: Node, data: bytes) -> bytes:
+    told, blobs = decode_dealt(data)
+    return encode(told.model_copy(update={"nonce": "0" * 32}), blobs)
+
+
+@lie("garbled", "altered or cut")
+def _(node: Node, data: bytes) -> bytes:
+    return data[:-40] + bytes(40)
+
+
+def holding_with(**changes: object) -> Callable[[Node, bytes], bytes]:
+    def changed(node: Node, data: bytes) -> bytes:
+        told, blobs = decode_dealt(data)
+        if told.holding is None:
+            return data
+        return encode(told.model_copy(update={"holding": Holding(**{**dict(told.holding), **changes})}), blobs)
+
+    return changed
+
+
+LIES["another client's holding"] = holding_with(client=2), "does not add up"
+LIES["no class for a pair"] = holding_with(train_classes=(0,)), "does not add up"
+LIES["an unknown class"] = holding_with(train_ids=("x", "y"), train_classes=(0, 9)), "does not add up"
+LIES["an id twice"] = holding_with(train_ids=("x", "x"), train_classes=(0, 0)), "does not add up"
+LIES["nearly nothing"] = holding_with(train_ids=("x",), train_classes=(0,)), "has 1 training pairs"
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_a_node_that_lies_of_its_pairs_is_named(sites: Sites, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, problem = LIES[kind]
+    node = sites.nodes[1]
+    respond = node.respond
+
+    def lying(ask: Ask, *rest: object) -> bytes:
+        data = respond(ask, *rest)  # type: ignore[arg-type]
+        return data if ask.kind == "hello" else change(node, data)
+
+    monkeypatch.setattr(node, "respond", lying)
+    with pytest.raises(UserError, match=problem) as refused:
+        sites.trained("never")
+    assert "client 1" in str(refused.value)

@@ -243,7 +243,7 @@ class Node:
         (found,) = shards_of(members, self.pairs, forgotten)
         return found
 
-    def _dealt(self, run: str) -> Shard | Holding:
+    def _at_first(self, run: str) -> Shard | Holding:
         """What the client held when the run began."""
         members = None if self.pairs is None else self._membership(run)
         return self.shard if members is None else members.clients[0]
@@ -276,7 +276,7 @@ class Node:
             write_json(path, Gone(requests=gone).model_dump(mode="json"))
         if self._ready is None or self._ready[0] != (run, gone, renewed):
             here = without((self._shard(run, gone),), gone)
-            left = redealt(here, {self.shard.client: self._dealt(run)}, gone[:renewed])
+            left = redealt(here, {self.shard.client: self._at_first(run)}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
             kept = Kept(self.shard.client, path.parent)

@@ -205,7 +205,7 @@ def _enrolled(
     """Ask the nodes what they take part with."""
     none = dict.fromkeys(range(config.partition.clients), ())
     folder, deadline = config.federation_folder, config.training.deadline
-    remote = remote_engine(config.engine, folder, run_name, none, none, (), backbone.fingerprint, deadline)
+    remote = remote_engine(config.engine, folder, run_name, none, none, (), 0, backbone.fingerprint, deadline)
     deal = Deal(
         classes=config.partition.classes,
         class_seed=config.data.seed,

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from ease.federation.cohort import Cohort
-from ease.federation.engines import make_engine
+from ease.federation.engines import better_together, make_engine
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
 from ease.federation.loop import Loop
 from ease.methods import make_method
 from ease.methods.base import Trained
+from ease.model.dual_encoder import DualEncoder, ModelConfig
+from ease.model.tiny import load_tiny
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request
 
@@ -103,6 +105,23 @@ def test_a_name_makes_an_engine(world) -> None:
     cohort = make_engine("cohort", *parts)
     assert isinstance(cohort, Cohort) and cohort.clients == world.federation.clients
     assert cohort.held == world.federation.held == {s.client: frozenset(s.train_ids) for s in world.shards}
+
+
+@pytest.mark.parametrize(
+    ("lora", "hidden", "clients", "device", "together"),
+    [
+        ("off", 256, 4, "cpu", True),
+        ("off", 256, 3, "cpu", False),
+        ("off", 512, 10, "cpu", False),  # 0.8 million values: 3 MiB
+        ("ffa", 32, 10, "cpu", False),
+        ("ffa", 512, 3, "cuda", True),
+    ],
+)
+def test_auto_lets_small_projectors_share_passes(
+    lora: str, hidden: int, clients: int, device: str, together: bool
+) -> None:
+    model = DualEncoder(load_tiny(), ModelConfig(lora=lora, hidden=hidden), 0)  # type: ignore[arg-type]
+    assert better_together(model, clients, torch.device(device)) is together
 
 
 def test_a_cohort_does_jobs_that_differ_in_more_than_what_is_a_clients_own(world, local_job) -> None:

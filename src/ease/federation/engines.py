@@ -21,6 +21,9 @@ from ease.requests.request import Request
 EngineKind = Literal["auto", "loop", "cohort", "nodes", "flower"]
 REMOTE = ("nodes", "flower")
 """Whose clients are processes of their own."""
+SMALL_STATE = 2 << 20
+"""Bytes of a state up to which passes that clients share are faster on a CPU too (`benchmarks/shared_passes.py`)."""
+FEWEST_SHARING = 4
 
 
 def make_engine(
@@ -31,19 +34,29 @@ def make_engine(
     device: torch.device,
     disks: Path | None = None,
 ) -> Loop:
-    """`loop`: one client after the other; `cohort`: all clients of a round in one pass; `auto`: cohort on a GPU.
+    """`loop`: one client after the other; `cohort`: all clients of a round in one pass; `auto`: whichever is faster.
 
     What nodes do, one after the other does as well: so they are simulated.
     Clients keep what they are told to in folders of their own in `disks`.
     """
     engine: Loop
-    if kind == "cohort" or (kind == "auto" and device.type == "cuda"):
+    if kind == "cohort" or (kind == "auto" and better_together(model, len(shards), device)):
         engine = Cohort.of(model, shards, activations, device)
     else:
         engine = Loop(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
     if disks is not None:
         engine.data = {client: replace(data, kept=kept_of(disks, client)) for client, data in engine.data.items()}
     return engine
+
+
+def better_together(model: DualEncoder, clients: int, device: torch.device) -> bool:
+    """Whether clients share their passes by `auto`: always on a GPU; on a CPU for small projectors over fixed features.
+
+    Adapters are left to the loop on a CPU: its runs give the same bytes as nodes do.
+    """
+    if device.type == "cuda":
+        return True
+    return model.config.lora == "off" and clients >= FEWEST_SHARING and model.initial().bytes <= SMALL_STATE
 
 
 def remote_engine(

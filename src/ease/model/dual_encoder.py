@@ -78,6 +78,7 @@ class Branch(nn.Module):
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
         pooled = self.norm(self.tower(states, mask, self.first))
         last = self.projector[1]
+        assert isinstance(last, nn.Linear)
         return embedding_of(self.projector[0](pooled), last.weight, last.bias)
 
 

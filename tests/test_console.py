@@ -42,6 +42,16 @@ def test_rounds_are_counted_from_where_the_run_stood(shown: Console) -> None:
     assert "training" in text(shown) and "4/5" in text(shown) and "loss 0.5  clients 10" in text(shown)
 
 
+@pytest.mark.parametrize("note", [{"phase": "decomposition", "forget R@1": "16.7"}, {"clients": "10", "loss": "3.099"}])
+def test_a_screen_of_80_columns_shows_the_figures(monkeypatch, note: dict[str, str]) -> None:
+    """They are what the line is read for; the bar gives way."""
+    made = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(console, "errors", made)
+    with rounds_bar("retrain  ", 20, done=9) as bar:
+        bar.step(**note)
+    assert "  ".join(f"{name} {value}" for name, value in note.items()) in text(made)
+
+
 def test_slow_rounds_have_a_time_left_too(shown: Console, monkeypatch) -> None:
     """Two of five rounds in 200 seconds leave 300: five minutes."""
     clock = [0.0]

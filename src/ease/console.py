@@ -30,6 +30,9 @@ SECONDS_BEFORE_PROGRESS = 2.0
 ESTIMATE_SECONDS = 3600.0
 """How far back the time left is reckoned from: a single round may take minutes."""
 
+NARROW = 100
+"""Columns of a screen on which a whole progress line would be cut."""
+
 STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What moves a cursor, breaks a line, turns the direction of writing or is half a character."""
 
@@ -138,11 +141,13 @@ def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[
 
 
 def _columns() -> list[ProgressColumn]:
+    """On a narrow screen the figures at the end count for more than a long bar and the time that is over."""
+    narrow = errors.width < NARROW
     return [
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=10 if narrow else 24),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *([] if narrow else [TimeElapsedColumn()]),
         TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", style="dim", markup=False),
@@ -195,6 +200,11 @@ def table(
 
 def megabytes(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+def disk(count: float) -> str:
+    """Room on a disk, as people say it."""
+    return megabytes(count) if count < 1e9 else f"{count / 1e9:.0f} GB"
 
 
 def duration(seconds: float) -> str:

@@ -302,6 +302,35 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(refused, run: Path, arg
     refused(run, arguments, *parts)
 
 
+@pytest.mark.parametrize("command", [["forget"], ["forget", "--dry-run"], ["request", "add"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--concept", ""], "there are no words"),
+        (["--concept", "boat", "--client", "one"], "--client one: no such client"),
+        (["--client", "7"], "clients 0 to 2"),
+        (["--class", "9"], "no such pseudo-class"),
+        (["--samples", "nowhere.txt"], "cannot be read"),
+        ([], "name what to forget"),
+    ],
+)
+def test_a_wrong_request_costs_no_look_at_the_data(
+    ease, run: Path, monkeypatch, command: list[str], arguments: list[str], part: str
+) -> None:
+    """With many photographs the look takes minutes."""
+    monkeypatch.setattr(World, "open", lambda *_: pytest.fail("the data were opened"))
+    verb = 2 if command[0] == "request" else 1
+    result = ease(*command[:verb], run, *command[verb:], *arguments)
+    assert result.code == 2 and part in result.err and result.err.count("\n") == 1
+
+
+def test_an_answer_that_is_there_gets_no_bar(ease, run: Path) -> None:
+    """It would stay at none of its rounds."""
+    assert ease("forget", run, "--client", 1, "--method", "finetune").code == 0
+    again = ease("forget", run, "--client", 1, "--method", "finetune")
+    assert "answered already" in again.out and "finetune  " not in again.err
+
+
 def test_a_single_photo_is_forgotten(ease, run: Path, tmp_path: Path) -> None:
     """Its recall is measured among test pairs: alone it would always be found."""
     one = World.open(Run.load(run).config).shards[1].train_ids[0]

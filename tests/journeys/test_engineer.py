@@ -29,6 +29,8 @@ def test_all_four_requests_are_answered_once(answered, command) -> None:
     assert [each["answer"] for each in releases] == [
         answered.answer(id) for id in ("request-0", "request-1", "request-3", "request-2")
     ], "larger priority first, then the earlier deadline, then the order of arrival"
+    assert "client north" in command("request", "list", answered.run)
+    assert "client west" in command("request", "show", answered.run, "request-3")
     again = json.loads(command("work", answered.run, "--json"))
     assert again["finished"] == []
 

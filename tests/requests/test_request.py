@@ -5,7 +5,15 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from ease.data.partition import Shard
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, validation_mask
+from ease.requests.request import (
+    ClassRequest,
+    ClientRequest,
+    Request,
+    SampleRequest,
+    forget_mask,
+    in_words,
+    validation_mask,
+)
 
 SHARD = Shard(
     client=2,
@@ -46,3 +54,12 @@ def test_the_scope_tells_requests_apart() -> None:
         assert adapter.validate_json(adapter.dump_json(request)) == request
     with pytest.raises(ValidationError, match="scope"):
         adapter.validate_python({"scope": "all"})
+
+
+def test_clients_are_called_by_their_names_where_they_have_some() -> None:
+    names = {1: "north clinic"}
+    assert in_words(ClientRequest(clients=(1,)), names) == "client north clinic"
+    assert in_words(ClientRequest(clients=(0, 1)), names) == "clients 0, north clinic"
+    mixed = SampleRequest(ids=("a", "b"), clients=(1,), words=("snow",))
+    assert in_words(mixed, names) == "client north clinic, “snow” (2 pairs)"
+    assert in_words(mixed) == "client 1, “snow” (2 pairs)"

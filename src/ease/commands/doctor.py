@@ -21,7 +21,7 @@ import ease
 from ease.commands.cache import CacheSummary, exposed_remedy, list_cache
 from ease.commands.forget import forget_run
 from ease.commands.train import train_run
-from ease.console import megabytes, plain, status
+from ease.console import disk, megabytes, plain, status
 from ease.errors import UserError
 from ease.methods import BROKEN, METHODS, make_method
 from ease.runs.config import load_config
@@ -195,7 +195,7 @@ def _place(folder: Path) -> Iterator[tuple[State, str]]:
             pass
     free = shutil.disk_usage(folder).free
     enough = free >= FEWEST_FREE
-    words = f"{folder} can be written, {megabytes(free)} are free"
+    words = f"{folder} can be written, {disk(free)} are free"
     yield ("fine", words) if enough else ("warning", f"{words}, which is little: a run may not fit")
 
 

@@ -1,7 +1,7 @@
 """What `ease forget`, `ease train --after` and `ease demo` do: answer a request and set the answers side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from ease.runs.head import Release
 from ease.runs.prospects import audit_prospects
 from ease.runs.quick import QuickCheck, check_answer
 from ease.runs.records import AnswerRecord, SpectrumNotes
-from ease.runs.resolve import Wanted, check_request, parse_request, request_id
+from ease.runs.resolve import Wanted, check_request, check_wanted, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import check_writable
@@ -63,12 +63,14 @@ class ForgetSummary:
     """Why an audit would be refused, where it would."""
     answered: str = ""
     """When it was answered, if that was before."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of clients, where they have some."""
 
     def as_json(self) -> dict[str, Any]:
         stored = self.record.model_dump(mode="json")
         named = {
             "id": request_id(self.request),
-            "meaning": in_words(self.request),
+            "meaning": in_words(self.request, self.names),
             "folder": str(self.folder),
             "before": self.before,
         }
@@ -83,7 +85,8 @@ class ForgetSummary:
         rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
         if self.answered:
             yield labelled("answered already", f"{self.answered}; this is that answer, nothing was computed again")
-        meaning = "" if isinstance(self.request, ClientRequest) else f", {in_words(self.request)}"
+        nameless = isinstance(self.request, ClientRequest) and not self.names
+        meaning = "" if nameless else f", {in_words(self.request, self.names)}"
         title = (
             f"Request {request_id(self.request)}{meaning}: recall in percent "
             f"(galleries of {metrics['gallery']:.0f} pairs)"
@@ -166,7 +169,8 @@ def spectrum_table(found: SpectrumNotes) -> RenderableType:
     if found.replaying_clients:
         caption += f"; {found.replaying_clients} clients replayed {found.replayed_rounds} rounds"
     if found.gap_before is not None:
-        caption += f"; membership gap before {found.gap_before.gap:+.2f} ± {found.gap_before.standard_error:.2f}"
+        gap, error = found.gap_before.gap, found.gap_before.standard_error
+        caption += f"; membership gap before {gap:+.2f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{error:.2f}"
     if found.why:
         caption += f"; {found.why}"
     columns = ["block", "directions", "locked", "cosines", "eta_f", "eta_r"]
@@ -185,6 +189,7 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> 
     trained_of(run)  # refuses an unfinished training before the long work begins
     method.check(run.config.training)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
+    check_wanted(run, wanted)
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
@@ -230,6 +235,7 @@ def _summary(
         why_no_check=why,
         prospects=prospects,
         answered=answered,
+        names=world.server.membership.names,
     )
 
 
@@ -270,7 +276,8 @@ def release_run(folder: Path, name: str) -> ReleaseSummary:
 def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:
     """Run a method on a request, with a bar over its rounds."""
     total = method.rounds(run.config.training, request)
-    with rounds_bar(f"{method.name:9}", total, 0, quiet) as bar:
+    # What was answered before comes at once: a bar would stay where it began.
+    with rounds_bar(f"{method.name:9}", total, 0, quiet or answer_of(run, request, method).done) as bar:
         for step, metrics in forget(run, world, request, method):
             bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
             tell_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
@@ -290,7 +297,8 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")
     folder_of = continuation(stored, rounds, locked).folder
-    return ForgetSummary(folder_of, request, record, stored.record().metrics, labels)
+    before, names = stored.record().metrics, world.server.membership.names
+    return ForgetSummary(folder_of, request, record, before, labels, names=names)
 
 
 def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> Comparison:

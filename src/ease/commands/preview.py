@@ -16,7 +16,7 @@ from ease.methods.base import Unlearner
 from ease.requests.request import ClassRequest, Request, in_words
 from ease.runs.answers import StoredAnswer, answer_of, open_world, trained_of
 from ease.runs.concepts import Match, class_words
-from ease.runs.resolve import Resolved, Wanted, check_request, named_ids, parse_request, request_id
+from ease.runs.resolve import Resolved, Wanted, check_request, check_wanted, named_ids, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
@@ -131,7 +131,7 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     there = [each for match in resolved.matches for each in match.ids] or [each for each in ids if each in captions]
     rng = generator(world.config.seed, "examples")
     chosen = range(min(SHOWN, len(there))) if resolved.matches else sorted(rng.permutation(len(there))[:SHOWN].tolist())
-    meaning = in_words(request)
+    meaning = in_words(request, members.names)
     if isinstance(request, ClassRequest):
         told = [", ".join(class_words(world, label)) for label in request.classes]
         meaning += f" ({'; '.join(filter(None, told))})" if any(told) else ""
@@ -167,6 +167,7 @@ def preview_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) ->
     run = Run.load(folder)
     trained_of(run)
     method.check(run.config.training)
+    check_wanted(run, wanted)
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)

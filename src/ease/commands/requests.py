@@ -2,7 +2,7 @@
 
 import getpass
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ease.methods.base import Unlearner
 from ease.requests.request import Request, in_words
 from ease.runs.answers import check_named, open_world
 from ease.runs.purge import Pass
-from ease.runs.resolve import Wanted, parse_request, request_id
+from ease.runs.resolve import Wanted, check_wanted, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.tombstones import read_tombstones
 
@@ -38,6 +38,8 @@ class EntrySummary:
     events: tuple[Event, ...]
     added: bool | None = None
     """Whether it was handed in just now; None: it was only looked at."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of clients, where they have some."""
 
     def as_json(self) -> dict[str, Any]:
         told = {**self.entry.as_json(), "overdue": self.entry.overdue(now())}
@@ -49,7 +51,7 @@ class EntrySummary:
         if self.added is False:
             yield f"{entry.id} is in the ledger already; nothing was added"
         overdue = " (OVERDUE)" if entry.overdue(now()) else ""
-        yield labelled("request", f"{entry.id}: {in_words(entry.request)} by {entry.method['method']}")
+        yield labelled("request", f"{entry.id}: {in_words(entry.request, self.names)} by {entry.method['method']}")
         yield labelled(
             "asked by", f"{entry.asked_by}, {_day(entry.submitted)}; answer until {_day(entry.deadline)}{overdue}"
         )
@@ -60,7 +62,7 @@ class EntrySummary:
         if "answer" in entry.outcome:
             yield labelled("answer", _answer(entry.outcome))
         if self.seen is not None:
-            yield from _touched(self.seen)
+            yield from _touched(self.seen, self.names)
         rows = [[each.time[:19], each.before, each.after, each.by, each.why] for each in self.events]
         yield table("Steps", ["time (UTC)", "from", "to", "by", "why"], rows, text_columns=5)
 
@@ -75,14 +77,14 @@ def _answer(outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _touched(seen: Outlook) -> Iterator[RenderableType]:
+def _touched(seen: Outlook, names: Mapping[int, str]) -> Iterator[RenderableType]:
     if seen.refusal or seen.settled:
         yield labelled("outlook", seen.refusal or seen.settled)
         return
     before = f", {seen.gone} more were forgotten before" if seen.gone else ""
     yield labelled("touches", f"{seen.fresh} of {seen.left} training pairs{before}")
     yield labelled("gone then", f"{seen.worn:.0%} of what the model was trained on")
-    held = ", ".join(f"{client} ({count})" for client, count in seen.clients.items())
+    held = ", ".join(f"{names.get(client, client)} ({count})" for client, count in seen.clients.items())
     yield labelled("clients", f"{held}; in {len(seen.rounds)} rounds")
     yield labelled("models", ", ".join(seen.models) or "none")
     seconds = "" if seen.seconds is None else f"about {seen.seconds:.0f} s, "
@@ -97,6 +99,8 @@ class LedgerSummary:
     entries: tuple[Entry, ...]
     consents: tuple[Consent, ...] = ()
     """Of those who joined."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of clients, where they have some."""
 
     def as_json(self) -> dict[str, Any]:
         time = now()
@@ -108,7 +112,7 @@ class LedgerSummary:
         rows = [
             [
                 each.id,
-                in_words(each.request),
+                in_words(each.request, self.names),
                 each.state + (" (OVERDUE)" if each.overdue(time) else ""),
                 each.why[:60],
                 str(each.priority),
@@ -209,6 +213,7 @@ def add_request(
     run = Run.load(folder)
     deadline = None if due is None else _date(due)
     method.check(run.config.training)
+    check_wanted(run, wanted)
     with status("preparing data and backbone", quiet):
         request = _resolved(run, wanted)
     draft = Draft(request, method.model_dump(mode="json"), someone(by), ground, reason, priority, deadline, id)
@@ -243,7 +248,12 @@ def _shown(run: Run, id: str, added: bool | None = None) -> EntrySummary:
     if waits:
         method = answering(run, entry.request, method, load_policy(run.folder))
     seen = outlook(run, entry.request, method) if waits else None
-    return EntrySummary(entry, seen, tuple(ledger.events(id)), added)
+    return EntrySummary(entry, seen, tuple(ledger.events(id)), added, _names(run))
+
+
+def _names(run: Run) -> dict[int, str]:
+    known = run.known()
+    return {} if known is None else known[0].names
 
 
 def show_request(folder: Path, id: str) -> EntrySummary:
@@ -254,7 +264,7 @@ def list_requests(folder: Path) -> LedgerSummary:
     ledger = Ledger(Run.load(folder).folder)
     if not ledger.exists:
         return LedgerSummary(())
-    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()))
+    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()), _names(Run.load(folder)))
 
 
 def approve_request(folder: Path, id: str, by: str | None) -> EntrySummary:

@@ -13,12 +13,14 @@ from ease.commands.preview import shortened
 from ease.console import labelled, plain, status, table
 from ease.errors import UserError
 from ease.runs.run import Run
-from ease.runs.using import Compared, Hit
+from ease.runs.using import Compared, Hit, check_sought
 from ease.show.found import found_sheet
 from ease.storage import digest, write_atomic
 
 FOLDER = "searches"
 MOST = 200
+LONGEST_ID = 30
+"""Letters of an id that a narrow screen keeps in one piece, to be copied."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class SearchSummary:
                 ]
                 for rank, hit in enumerate(hits, start=1)
             ]
-            yield table(f"“{self.words}”, {name}", ["", "cosine", "whose", "caption", "id"], rows, text_columns=5)
+            found = table(f"“{self.words}”, {name}", ["", "cosine", "whose", "caption", "id"], rows, text_columns=5)
+            found.columns[-1].min_width = min(LONGEST_ID, max((len(plain(hit.id)) for hit in hits), default=0))
+            yield found
         gone = {name: sum(hit.forgotten for hit in hits) for name, hits in self.found.items()}
         if len(gone) > 1:
             yield labelled("forgotten pairs found", ", ".join(f"{count} {name}" for name, count in gone.items()))
@@ -68,6 +72,7 @@ def search_run(
     run = Run.load(folder)
     if not 1 <= count <= MOST:
         raise UserError(f"-k {count}: choose 1 to {MOST}")
+    check_sought(words)
     with status("preparing data and backbone", quiet):
         compared = Compared.of(run, request)
         found = compared.search(words, count, among)

@@ -63,6 +63,11 @@ class Membership(Config):
         found = next(holding.name for holding in self.clients if holding.client == client)
         return str(client) if found is None else found
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Clients that have a name, by their numbers."""
+        return {holding.client: holding.name for holding in self.clients if holding.name is not None}
+
     def owned(self, clients: Collection[int]) -> set[int]:
         """Clients with all that they added later, which has numbers of its own."""
         later = {each.client: each.joined.owner for each in self.clients if each.joined is not None}

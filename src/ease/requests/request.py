@@ -58,24 +58,25 @@ REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 """Reads a request of any kind."""
 
 
-def in_words(request: Request) -> str:
-    """The request as a person would say it."""
+def in_words(request: Request, names: Mapping[int, str] | None = None) -> str:
+    """The request as a person would say it; clients by their `names`, where they have some."""
     if isinstance(request, ClientRequest):
-        return _named("client", request.clients)
+        return _named("client", request.clients, names)
     if isinstance(request, ClassRequest):
         said = request.text.replace(", ", "")
         return _named("class", request.classes) + (f" (“{request.text}”)" if said and not said.isdecimal() else "")
     pairs = _count(len(request.ids), "pair")
-    parts = [_named("client", request.clients)] if request.clients else []
+    parts = [_named("client", request.clients, names)] if request.clients else []
     parts += [_named("class", request.classes)] if request.classes else []
     parts += [f"“{words}”" for words in request.words]
     parts += [_count(request.singles, "single pair")] if request.singles else []
     return f"{', '.join(parts)} ({pairs})" if parts else _count(len(request.ids), "single pair")
 
 
-def _named(kind: str, numbers: Sequence[int]) -> str:
+def _named(kind: str, numbers: Sequence[int], names: Mapping[int, str] | None = None) -> str:
     plural = {"client": "clients", "class": "classes"}[kind]
-    return f"{kind if len(numbers) == 1 else plural} {', '.join(map(str, numbers))}"
+    called = [(names or {}).get(number, str(number)) for number in numbers]
+    return f"{kind if len(numbers) == 1 else plural} {', '.join(called)}"
 
 
 def _count(number: int, what: str) -> str:

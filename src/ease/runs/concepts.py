@@ -89,10 +89,7 @@ def match_concept(world: World, words: str, threshold: float | None = None) -> M
     A pair fits if one of its captions has all the words, whatever their endings, or if it is at least as near to them
     as the threshold: unless one is given, as near as the middle one of the pairs that say them.
     """
-    wanted = content(words)
-    if not wanted:
-        what = "there are no words" if not words.strip() else "these words name nothing"
-        raise UserError(f'--concept {words!r}: {what}; say what is to be seen or read, such as --concept "snow"')
+    wanted = check_words(words)
     world.check_together(f"--concept {words!r}")
     ids, positions = _training_pairs(world)
     captions = [world.evaluator.pairs.captions[position] for position in positions]
@@ -137,6 +134,15 @@ def _training_pairs(world: World) -> tuple[list[str], np.ndarray]:
 
 
 # --- by what captions say ---
+
+
+def check_words(words: str) -> tuple[str, ...]:
+    """What words ask for; those that ask for nothing are refused."""
+    wanted = content(words)
+    if not wanted:
+        what = "there are no words" if not words.strip() else "these words name nothing"
+        raise UserError(f'--concept {words!r}: {what}; say what is to be seen or read, such as --concept "snow"')
+    return wanted
 
 
 def content(words: str) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ease.data.membership import Membership
-from ease.errors import UserError
+from ease.errors import UserError, did_you_mean
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, named_in
-from ease.runs.concepts import Match, match_concept
+from ease.runs.concepts import Match, check_words, match_concept
+from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import digest, read_bytes
 
@@ -58,7 +59,7 @@ def named_ids(membership: Membership, request: Request) -> list[str]:
 def check_request(world: World, request: Request) -> None:
     """Refuse a request that names nothing, something unknown, what is gone already, or everything."""
     members = world.server.membership
-    _check_known(world, request)
+    _check_known(members, len(world.server.centroids), request)
     if isinstance(request, SampleRequest):
         known = {pair_id for holding in members.clients for pair_id in holding.train_ids}
         strange = sorted(set(request.ids) - known)
@@ -77,9 +78,8 @@ def check_request(world: World, request: Request) -> None:
         raise UserError("the request names all training data: nothing would be retained; delete the run instead")
 
 
-def _check_known(world: World, request: Request) -> None:
+def _check_known(members: Membership, classes: int, request: Request) -> None:
     """Refuse clients and classes that this run does not have."""
-    members, classes = world.server.membership, len(world.server.centroids)
     if isinstance(request, ClientRequest):
         unknown = sorted(set(request.clients).difference(holding.client for holding in members.clients))
         if unknown:
@@ -108,7 +108,9 @@ def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, 
         elif isinstance(name, int) or _is_number(name):
             found.add(int(name))
         else:
-            raise UserError(f"--client {name}: no such client; this run has {_those(members)}")
+            raise UserError(
+                f"--client {name}: no such client{did_you_mean(name, by_name)}; this run has {_those(members)}"
+            )
     return tuple(sorted(members.owned(found)))
 
 
@@ -131,6 +133,21 @@ class Wanted:
     name: str = ""
     threshold: float | None = None
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of pseudo-classes."""
+        return tuple(sorted({int(text) for text in self.classes if _is_number(text)}))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All concepts."""
+        return (*self.concepts, *(text for text in self.classes if not _is_number(text)))
+
+    @property
+    def kinds(self) -> list[bool]:
+        """Which kinds of things it names."""
+        return [bool(each) for each in (self.clients, self.numbers, self.words, self.samples, self.canaries)]
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -140,25 +157,40 @@ class Resolved:
     matches: tuple[Match, ...] = ()
 
 
-def parse_request(world: World, wanted: Wanted) -> Resolved:
-    """From names, words and ids to a request. Several kinds of things become the list of all their pairs."""
-    numbers = tuple(sorted({int(text) for text in wanted.classes if _is_number(text)}))
-    concepts = [*wanted.concepts, *(text for text in wanted.classes if not _is_number(text))]
-    kinds = [bool(each) for each in (wanted.clients, numbers, concepts, wanted.samples, wanted.canaries)]
-    if not any(kinds):
+def check_wanted(run: Run, wanted: Wanted) -> None:
+    """Refuse what cannot be meant, before the data are opened for it, which may take minutes."""
+    known = run.known()
+    if known is not None:
+        _whole(known[0], len(known[1]), wanted)
+        if isinstance(wanted.samples, Path):
+            read_ids(wanted.samples)
+
+
+def _whole(members: Membership, classes: int, wanted: Wanted) -> tuple[ClientRequest | ClassRequest, ...]:
+    """The clients and the classes that are named, in a request that may make sense."""
+    if not any(wanted.kinds):
         raise UserError("name what to forget with --client, --concept, --class, --samples or --canaries, or several")
-    if wanted.threshold is not None and not concepts:
+    if wanted.threshold is not None and not wanted.words:
         raise UserError("--threshold says how near pairs must be to the words of --concept: give some")
-    clients = find_clients(world.server.membership, wanted.clients)
-    whole: tuple[Request, ...] = (ClientRequest(clients=clients),) if clients else ()
-    whole += (ClassRequest(classes=numbers, text=", ".join(wanted.classes)),) if numbers else ()
-    for each in whole:
-        _check_known(world, each)
-    if wanted.canaries and sum(kinds) > 1:
+    for words in wanted.words:
+        check_words(words)
+    if wanted.canaries and sum(wanted.kinds) > 1:
         raise UserError("--canaries is a request of its own: they are no data, and are measured by themselves")
     if wanted.name:
         check_name(wanted.name)
-    if sum(kinds) == 1 and whole:
+    clients = find_clients(members, wanted.clients)
+    found: list[ClientRequest | ClassRequest] = [ClientRequest(clients=clients)] if clients else []
+    if wanted.numbers:
+        found.append(ClassRequest(classes=wanted.numbers, text=", ".join(wanted.classes)))
+    for each in found:
+        _check_known(members, classes, each)
+    return tuple(found)
+
+
+def parse_request(world: World, wanted: Wanted) -> Resolved:
+    """From names, words and ids to a request. Several kinds of things become the list of all their pairs."""
+    whole = _whole(world.server.membership, len(world.server.centroids), wanted)
+    if sum(wanted.kinds) == 1 and whole:
         if wanted.name:
             raise UserError(
                 f"--name {wanted.name}: this request is called {request_id(whole[0])} already; leave it out"
@@ -166,7 +198,7 @@ def parse_request(world: World, wanted: Wanted) -> Resolved:
         return Resolved(whole[0])
     listed = read_ids(wanted.samples) if isinstance(wanted.samples, Path) else set(wanted.samples or ())
     listed |= set(planted_ids(world)) if wanted.canaries else set()
-    matches = tuple(match_concept(world, words, wanted.threshold) for words in dict.fromkeys(concepts))
+    matches = tuple(match_concept(world, words, wanted.threshold) for words in dict.fromkeys(wanted.words))
     ids = listed | {pair_id for match in matches for pair_id in match.ids}
     ids |= {pair_id for each in whole for pair_id in named_ids(world.server.membership, each)}
     request = SampleRequest(
@@ -174,8 +206,8 @@ def parse_request(world: World, wanted: Wanted) -> Resolved:
         name=wanted.name,
         words=tuple(match.words for match in matches),
         threshold=wanted.threshold,
-        clients=clients,
-        classes=numbers,
+        clients=tuple(client for each in whole if isinstance(each, ClientRequest) for client in each.clients),
+        classes=wanted.numbers,
         singles=len(listed) if matches or whole else 0,
     )
     return Resolved(request, matches)

@@ -166,13 +166,17 @@ class Hit:
     """Whether the request that is looked at named it."""
 
 
+def check_sought(words: str) -> None:
+    if not words.strip():
+        raise UserError('search: there are no words; say what to look for, such as "a dog in the snow"')
+
+
 @torch.no_grad()
 def search(
     world: World, source: Source, words: str, count: int, forgotten: frozenset[str] = frozenset(), among: str = "all"
 ) -> list[Hit]:
     """The pictures nearest to some words among the run's pairs, by the model of `source`; nearest first."""
-    if not words.strip():
-        raise UserError('search: there are no words; say what to look for, such as "a dog in the snow"')
+    check_sought(words)
     places, whose = gallery(world, among)
     query = encode_text(source, words)[0]
     scores = _pictures(world, source.state, places) @ query

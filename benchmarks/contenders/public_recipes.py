@@ -48,7 +48,8 @@ def asked(model: Projectors, work: Work, state: Tensor, number: int, client: int
     """What a client sends from a state."""
     model.load_state_dict(shaped(state, work.start))
     train_client(model, work, work.rate, work.batches(number, client, stream))
-    return flat({name: tensor.detach() for name, tensor in model.named_parameters()}) - state
+    found = model.state_dict()
+    return flat({name: found[name] for name in work.start}) - state  # in the order of the stored ones
 
 
 def mean(work: Work, changes: dict[int, Tensor], by_pairs: bool = True) -> Tensor:

@@ -8,7 +8,8 @@ states alone.
 import hashlib
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,12 +96,12 @@ class History:
         first = last = 0
         made: str | None = None
         for number in rounds:
-            record = self.record(number)
-            if first and not (number == last + 1 and made is not None and record["start_sha256"] == made):
+            brief = self._brief(number)
+            if first and not (number == last + 1 and made is not None and brief.start_sha256 == made):
                 yield first, last
                 first = 0
             first, last = first or number, number
-            made = None if AVERAGED in record["sha256"] else record["sha256"].get(STATE)
+            made = brief.made
         if first:
             yield first, last
 
@@ -127,8 +128,16 @@ class History:
 
     def record(self, number: int) -> dict[str, Any]:
         path = self.record_path(number)
-        found = path.stat() if path.is_file() else None
-        return dict(_record(path, *((found.st_mtime_ns, found.st_ino, found.st_size) if found else ())))
+        return dict(_record(path, *_identity(path)))
+
+    def pairs(self, number: int) -> dict[int, int]:
+        """Client -> pairs, of those whose updates made a round."""
+        brief = self._brief(number)
+        return dict(zip(brief.clients, brief.pairs, strict=True))
+
+    def _brief(self, number: int) -> "Brief":
+        path = self.record_path(number)
+        return _brief(path, *_identity(path))
 
     def rounds(self) -> int:
         """How many complete rounds there are, from the first without a gap."""
@@ -139,7 +148,7 @@ class History:
 
     def clients(self, number: int) -> list[int]:
         """Clients whose updates made a round."""
-        return [int(client) for client in self.record(number)["pairs"]]
+        return list(self._brief(number).clients)
 
     def columns(self, rounds: int) -> list[tuple[int, int]]:
         """Every update that made the first rounds as (round, client), in order."""
@@ -304,6 +313,32 @@ def _record(path: Path, *identity: int) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class Brief:
+    """What sums over all rounds need of a record, in little space."""
+
+    clients: Sequence[int]
+    pairs: Sequence[int]
+    start_sha256: str
+    made: str | None
+    """Hash of the state that the next round begins from; None if something was held before."""
+
+
+@lru_cache(maxsize=4096)
+def _brief(path: Path, *identity: int) -> Brief:
+    """A client request goes over all rounds several times; places and hashes of updates are most of a record."""
+    found = _record(path, *identity)
+    made = None if AVERAGED in found["sha256"] else found["sha256"].get(STATE)
+    clients, pairs = array("q", map(int, found["pairs"])), array("q", found["pairs"].values())
+    return Brief(clients, pairs, found["start_sha256"], made)
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Tells a file from one that was written in its place."""
+    found = path.stat() if path.is_file() else None
+    return (found.st_mtime_ns, found.st_ino, found.st_size) if found else ()
+
+
 def _is_record(found: Any) -> bool:
     """Whether it has what is read of a record, each of its kind, and begins from a file of the run itself."""
     if not isinstance(found, dict):
@@ -311,7 +346,8 @@ def _is_record(found: Any) -> bool:
     pairs, hashes, start = found.get("pairs"), found.get("sha256"), found.get("start")
     return (
         isinstance(pairs, dict)
-        and all(client.isdecimal() and type(count) is int and count >= 0 for client, count in pairs.items())
+        and all(client.isdecimal() and len(client) < 19 for client in pairs)
+        and all(type(count) is int and 0 <= count < 2**63 for count in pairs.values())
         and isinstance(hashes, dict)
         and all(isinstance(value, str) for value in hashes.values())
         and all(Path(name).name == name and _can_be_a_path(name) for name in hashes)

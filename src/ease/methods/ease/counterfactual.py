@@ -165,8 +165,8 @@ def _from_history(
 def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int]) -> set[int]:
     """Clients whose stored updates come from more pairs than they hold now, because requests are closed since."""
     now = {client: len(ids) for client, ids in federation.held.items()} if trained.gone else {}
-    told = [trained.history.record(number)["pairs"] for number in rounds if now]
-    return {client for client, count in now.items() if any(pairs.get(str(client), 0) > count for pairs in told)}
+    told = [trained.history.pairs(number) for number in rounds if now]
+    return {client for client, count in now.items() if any(pairs.get(client, 0) > count for pairs in told)}
 
 
 @dataclass(frozen=True)

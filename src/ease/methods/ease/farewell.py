@@ -127,9 +127,7 @@ def never_took_part(request: ClientRequest) -> UserError:
 
 def round_weights(trained: Trained, number: int) -> dict[int, float]:
     """Client -> its weight in the mean of a stored round."""
-    return {
-        int(client): trained.training.weight(pairs) for client, pairs in trained.history.record(number)["pairs"].items()
-    }
+    return {client: trained.training.weight(pairs) for client, pairs in trained.history.pairs(number).items()}
 
 
 def _zeros(trained: Trained) -> Params:

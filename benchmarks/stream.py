@@ -1,7 +1,7 @@
 """Answers a stream of mixed requests, each released before the next, and compares the end with retrainings.
 
 python benchmarks/stream.py --requests 20 --seed 0 --out results/stream
-python benchmarks/stream.py experiments/main-flickr8k.toml --requests 8 --seed 0 --out results/stream-flickr8k \\
+python benchmarks/stream.py experiments/stream-flickr8k.toml --requests 8 --seed 0 --out results/stream-flickr8k \\
     --set run.data.path=flickr8k/dataset_flickr8k.json
 python benchmarks/stream.py --read results/stream*/stream.json    # one line for each
 
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--read", type=Path, nargs="*", help="only show finished ones, one line each")
     parser.add_argument("--retrains", type=int, default=2, help="retrainings without all that is gone, in other orders")
     parser.add_argument("--at-once", type=int, default=1, help="requests that are handed in before the queue is worked")
-    parser.add_argument("--share", type=float, default=0.02, help="of all pairs that a request for single pairs names")
+    parser.add_argument("--share", type=float, default=0.01, help="of all pairs that a request for single pairs names")
     parser.add_argument("--method", default="ease")
     parser.add_argument("--method-set", nargs="*", default=[], help="settings of the method")
     parser.add_argument("--policy-set", nargs="*", default=[], help="settings of policy.toml")

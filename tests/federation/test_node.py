@@ -25,10 +25,11 @@ from ease.federation.codec import decode_update, encode_job, encode_state, encod
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.metered import Metered
 from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.protocol import LocalJob, Replay, Update
 from ease.federation.remote import Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
 from ease.methods import make_method
+from ease.methods.ease.replay import REPLAY
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import open_world, release
@@ -129,6 +130,25 @@ def digests(folder: Path, config: RunConfig, wanted: Request) -> list[str]:
 
 def hashed(state: Params) -> str:
     return hashlib.sha256(encode_state(state)).hexdigest()
+
+
+def test_nodes_repeat_rounds_of_a_training_made_again_as_one_process_does(
+    world: World, site: Callable[..., Site], local_job: Callable[..., LocalJob]
+) -> None:
+    """Batches are drawn as that training drew them, from what was left by then."""
+    gone, state = SampleRequest(ids=world.shards[0].train_ids[::3]), world.server.initial()
+    job = local_job(
+        request=SampleRequest(ids=()), objective=REPLAY, replays=(Replay(1, state, 1.0, 0, (0,)),), data="all"
+    )
+    remote, found = remote_of(world, site()), []
+    remote.gone = (gone,)
+    for renewed in (0, 1):
+        remote.renewed = renewed
+        here = World(world.server, world.evaluator, renewed=renewed).without(gone).federation
+        (one,), (two,) = (list(each.run(state, job, [0])) for each in (here, remote))
+        assert encode_update(one) == encode_update(two)
+        found.append(encode_update(two))
+    assert found[0] != found[1]
 
 
 def test_bytes_on_the_line_are_those_that_are_accounted_for(

@@ -23,7 +23,7 @@ from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.methods.foundation import Foundation
 from ease.requests.request import ClientRequest, SampleRequest, forget_mask, redealt, without
-from ease.runs.answers import answer_of, open_world, release, trained_of
+from ease.runs.answers import answer_of, find_answer, open_world, release, trained_of
 from ease.runs.audit import Audit
 from ease.runs.config import load_config
 from ease.runs.forget import forget
@@ -84,6 +84,8 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
     assert [bool(each.rounds) for each in head.releases] == [False, True] and head.renewed == 2
     record = json.loads((run / "requests" / head.releases[1].answer / "record.json").read_text())
     assert record["method"]["method"] == "retrain" and record["method"]["keep"] and len(record["rounds"]) == ROUNDS
+    found, *_ = find_answer(Run.load(run), head.releases[1].answer.partition("/")[0])
+    assert found.folder == run / "requests" / head.releases[1].answer  # by the request's name alone
     lines = read_log(Run.load(run)).of_kind("released")
     assert [each.payload.get("trained_again") for each in lines] == [None, True]
     assert Ledger(run).entry("pairs").method["method"] == "ease"  # what was asked for stays as it was

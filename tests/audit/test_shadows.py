@@ -17,6 +17,7 @@ from ease.audit.shadows import (
     Shadow,
     choose_candidates,
     match_classes,
+    on_all_cores,
     scratch_history,
     shadow_request,
     shadow_shards,
@@ -351,3 +352,10 @@ def test_a_mistake_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(worl
         if thread is not threading.main_thread():
             thread.join(timeout=5)
     assert threading.active_count() == before
+
+
+def test_what_many_threads_did_is_what_one_did_and_the_number_of_threads_stays() -> None:
+    """A GPU is not needed for the host's part."""
+    each, before = [(n, 2 * n) for n in range(9)], torch.get_num_threads()
+    found = [on_all_cores(lambda a, b: a * b, each, torch.device(kind)) for kind in ("cpu", "cuda")]
+    assert found[0] == found[1] == [2 * n * n for n in range(9)] and torch.get_num_threads() == before

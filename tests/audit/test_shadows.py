@@ -17,6 +17,7 @@ from ease.audit.shadows import (
     Shadow,
     choose_candidates,
     match_classes,
+    on_all_cores,
     scratch_history,
     shadow_request,
     shadow_shards,
@@ -31,7 +32,7 @@ from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.loop import Loop
 from ease.federation.protocol import Federation
 from ease.methods import make_method
-from ease.methods.base import Trained
+from ease.methods.base import Order, Trained
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, without
@@ -298,12 +299,17 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
 # --- unlearning a shadow ---
 
 
-@pytest.mark.parametrize(("name", "updates"), [("ease", 1), ("fed_eraser", 3), ("finetune", 0)])
+@pytest.mark.parametrize(
+    ("name", "single", "updates"),
+    [("ease", False, 1), ("ease", True, 3), ("fed_eraser", False, 3), ("finetune", False, 0), ("finetune", True, 0)],
+)
 def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
-    world, tmp_path: Path, name: str, updates: int
+    world, tmp_path: Path, name: str, single: bool, updates: int
 ) -> None:
     """Side by side, two shadows end where each ends alone; of three clients EASE reads the leaving one's updates."""
-    request, method = ClientRequest(clients=(1,)), make_method(name)
+    named = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[::4])
+    request: Request = SampleRequest(ids=tuple(sorted(named))) if single else ClientRequest(clients=(1,))
+    method = make_method(name)
     if name == "ease":
         method = make_method(name, ("delta=0.5",))  # the small world has no held-out pairs to choose it by
     test = world.evaluator.pairs.indices("test")
@@ -320,14 +326,15 @@ def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
         for history, finished in zip(histories, rounds, strict=True):
             history.append(finished, {})
     assert [len(history.record(2)["updates"]) for history in histories] == [updates] * 2
+    asked = [shadow_request(request, candidates, candidates.included(n, 0)) for n in (0, 1)]
+    orders = [Order(0, f"shadow-{n}") for n in (0, 1)]
     shadows = [
-        Shadow(shards, Trained(history, training, 0.07, 3 + n), request)
-        for n, (shards, history) in enumerate(zip(federations, histories, strict=True))
+        Shadow(federations[n], Trained(histories[n], training, 0.07, 3 + n, orders[n]), asked[n]) for n in (0, 1)
     ]
     seen = world.evaluator
     states = unlearn_shadows(seen.model, seen.activations, world.server.device, shadows, method)
     for shadow, state in zip(shadows, states, strict=True):
-        *_, last = method.unlearn(shadow.trained, request, simulation(world, shadow.shards))
+        *_, last = method.unlearn(shadow.trained, shadow.request, simulation(world, shadow.shards))
         assert_close(state, last.state)
         assert (state - shadow.trained.final).norm() > 0.01
     assert (states[0] - states[1]).norm() > 0.01
@@ -351,3 +358,10 @@ def test_a_mistake_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(worl
         if thread is not threading.main_thread():
             thread.join(timeout=5)
     assert threading.active_count() == before
+
+
+def test_what_many_threads_did_is_what_one_did_and_the_number_of_threads_stays() -> None:
+    """A GPU is not needed for the host's part."""
+    each, before = [(n, 2 * n) for n in range(9)], torch.get_num_threads()
+    found = [on_all_cores(lambda a, b: a * b, each, torch.device(kind)) for kind in ("cpu", "cuda")]
+    assert found[0] == found[1] == [2 * n * n for n in range(9)] and torch.get_num_threads() == before

@@ -1,10 +1,12 @@
 """Shadow models: federations like the audited one, in which every tested pair is a member half of the time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from ease.params import Params
 from ease.requests.request import Request, SampleRequest, forget_mask
 from ease.seeding import generator
 
+Done = TypeVar("Done")
 Enlisted = tuple[int, Shard, LocalTraining]
 """A local training to be done: for which federation, for which of its clients, and what."""
 MOST_MISMATCH = 0.1
@@ -189,9 +192,23 @@ def train_federations(
             results = train_in_groups(model, examples, [one for _, _, one in group], job, group_size)
             for (index, shard, _), result in zip(group, results, strict=True):
                 updates[index].append(Update(shard.client, len(shard.train), result.delta, {"loss": result.loss}))
-        rounds = [average(state, answers, training, number) for state, answers in zip(states, updates, strict=True)]
+        averaged = partial(average, config=training, number=number)
+        rounds = on_all_cores(averaged, zip(states, updates, strict=True), device)
         states = [finished.state for finished in rounds]
         yield rounds
+
+
+def on_all_cores(work: Callable[..., Done], each: Iterable[tuple[Any, ...]], device: torch.device) -> list[Done]:
+    """What the host does for one federation after the other; where a GPU trains many at once, on all cores."""
+    if device.type == "cpu":
+        return [work(*one) for one in each]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(8, before)) as threads:
+            return list(threads.map(lambda one: work(*one), each))
+    finally:
+        torch.set_num_threads(before)
 
 
 def _groups(trainings: list[Enlisted], device: torch.device) -> list[list[Enlisted]]:

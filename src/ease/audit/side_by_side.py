@@ -13,6 +13,7 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.local import work
+from ease.federation.objectives import objective
 from ease.federation.protocol import Federation, LocalJob, Update, own_jobs
 from ease.federation.together import Asked, GroupSize, SharedPool, all_answers, can_share
 from ease.model.dual_encoder import DualEncoder
@@ -163,8 +164,11 @@ class SideBySide:
         }
 
     def _groups(self, entries: list[Asked]) -> list[list[Asked]]:
-        """On a CPU the same client of all federations, whose batches are alike and need no padding."""
-        if self.pool.examples.device.type != "cpu":
+        """On a CPU the same client of all federations, whose batches are alike and need no padding.
+
+        Where each is asked for many trainings, as by a replay, elsewhere too: what all of them answer fills the memory.
+        """
+        if self.pool.examples.device.type != "cpu" and objective(entries[0][2].objective).parts is None:
             return [entries]
 
         def client(entry: Asked) -> int:

@@ -15,6 +15,7 @@ from ease.audit.shadows import (
     Ends,
     Shadow,
     choose_candidates,
+    on_all_cores,
     scratch_history,
     shadow_request,
     shadow_shards,
@@ -52,7 +53,7 @@ SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""
 SHADOWS_AT_ONCE = 8
 """Shadows of one pass on a CPU: more do not make it faster."""
-SCRATCH_BYTES = 4 * 10**9
+SCRATCH_BYTES = 5 * 10**9
 """Of histories that may lie on the disk at the same time; a GPU takes as many shadows in one pass as that allows."""
 MOST_AT_ONCE = 64
 
@@ -355,8 +356,8 @@ def _train_group(
             config.seed,
             config.model.temperature,
         ):
-            for history, finished in zip(histories.values(), rounds, strict=False):  # retrainings keep none
-                history.append(finished, {})
+            kept = zip(histories.values(), rounds, strict=False)  # retrainings keep none
+            on_all_cores(lambda history, finished: history.append(finished, {}), kept, seen.device)
             for order, finished in zip(orders, rounds[len(shadows) :], strict=True):
                 for share, last in stops.items():
                     if finished.number == last:

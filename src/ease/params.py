@@ -94,7 +94,8 @@ class Params:
         )
 
     def norm(self) -> float:
-        return self.dot(self) ** 0.5
+        values = (tensor.double().flatten() for tensor in self.tensors.values())
+        return math.fsum(float(torch.dot(each, each)) for each in values) ** 0.5
 
     def within(self, most: float) -> "Params":
         """The same if its norm is at most so large, else shortened to it."""

@@ -150,7 +150,7 @@ def test_help_does_not_wait_for_torch() -> None:
     [
         ("training.round=2", ("--set", "training.round", "unknown key", "known keys here", "rounds")),
         ("training.rounds=0", ("--set", "training.rounds", "greater than or equal to 1")),
-        ("partition.scheme=odd", ("partition.scheme", "'iid', 'dirichlet', 'uniform' or 'sites'")),
+        ("partition.scheme=odd", ("partition.scheme", "'iid', 'dirichlet', 'uniform', 'sites' or 'apart'")),
         ("model.lora_rank=0", ("model.lora_rank", "greater than or equal to 1")),
         ("model.lora_rank=129", ("model.lora_rank = 129", "choose 1..128")),
         ("partition.clients=31", ("partition.clients = 31", "60 pairs", "use fewer clients or more data")),

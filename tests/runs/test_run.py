@@ -82,7 +82,7 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
         (
             ("partition.scheme=random",),
-            "--set: partition.scheme: input should be 'iid', 'dirichlet', 'uniform' or 'sites'",
+            "--set: partition.scheme: input should be 'iid', 'dirichlet', 'uniform', 'sites' or 'apart'",
         ),
         (("model.lora_rank=0",), r"--set: model.lora_rank: input should be greater than or equal to 1 \(got 0\)"),
         (("data.name=folder",), '--set: data: data.path is needed when data.name = "folder"'),

@@ -138,7 +138,7 @@ def test_paper_is_white_and_has_raw_figures_only_if_they_were_opened(
     opened.emulate_media(media="print", color_scheme="dark")
     assert opened.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
     raw, cost = opened.locator("details.raw table").last, opened.locator("details:not(.raw) table")
-    assert not raw.is_visible() and cost.is_visible()
+    assert not raw.is_visible() and cost.is_visible() and not opened.locator("#file").is_visible()
     opened.emulate_media(media="screen")
     opened.locator("details.raw > summary").last.click()
     opened.emulate_media(media="print", color_scheme="dark")

@@ -131,6 +131,22 @@ def test_axe_finds_no_barrier(
 
 @pytest.mark.slow
 @in_browser
+def test_paper_is_white_and_has_raw_figures_only_if_they_were_opened(
+    show: Show, signed: tuple[Envelope, Certificate]
+) -> None:
+    opened = show(certificate_page(*signed), scheme="dark")
+    opened.emulate_media(media="print", color_scheme="dark")
+    assert opened.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+    raw, cost = opened.locator("details.raw table").last, opened.locator("details:not(.raw) table")
+    assert not raw.is_visible() and cost.is_visible() and not opened.locator("#file").is_visible()
+    opened.emulate_media(media="screen")
+    opened.locator("details.raw > summary").last.click()
+    opened.emulate_media(media="print", color_scheme="dark")
+    assert raw.is_visible()
+
+
+@pytest.mark.slow
+@in_browser
 def test_green_for_an_answer_that_was_not_audited_and_odd_letters(show: Show, bare: Run) -> None:
     envelope = issue(bare, "client-1/retrain")
     certificate = read_statement(envelope.content, "it")

@@ -136,3 +136,18 @@ def test_an_audit_that_sees_nothing_says_what_it_would_need() -> None:
     pairs, more = next_steps(record(Reason.NO_SIGNAL, CLIENT))
     assert "more forget pairs, here 3" in pairs
     assert more.startswith("ease audit RUN --request client-3/ease --retrains 19: 10 more retrainings, about 5 min")
+
+
+@pytest.mark.parametrize("reason", [Reason.TOO_FEW, Reason.NO_SIGNAL])
+def test_a_further_audit_keeps_what_was_chosen_for_the_first(reason: Reason) -> None:
+    """Few photographs need a smaller pool: without it the command that is told would be refused."""
+    settings = AuditConfig(pool=50, shadows=4, fpr=0.1, retrains=2)
+    done = record(reason, ClientRequest(clients=(1,)), retrained=3).model_copy(update={"settings": settings})
+    (step,) = [each for each in next_steps(done, "runs/first") if each.startswith("ease audit")]
+    assert " --shadows 4 --pool 50 --fpr 0.1: " in step
+    (plain,) = [
+        each
+        for each in next_steps(record(reason, ClientRequest(clients=(1,)), retrained=3), "runs/first")
+        if each.startswith("ease audit")
+    ]
+    assert "--pool" not in plain and "--shadows" not in plain

@@ -53,6 +53,7 @@ def serve_model(
         raise UserError(f"--no-key: not at {host}, which others can reach; leave the option out")
     with status("opening the model", quiet):
         served = open_served(folder, request)
+        served.encode_text(["a word"])  # some encoders are loaded when first used, and nobody should wait for that
     try:
         server = Server(served, host, port, None if keyless else new_key())
     except OSError as error:

@@ -1,5 +1,6 @@
 """What to do after an audit that did not pass: commands, each with what it is expected to cost."""
 
+from ease.audit.config import AuditConfig
 from ease.audit.joint import LEAST_RETRAINED
 from ease.audit.verdict import Reason
 from ease.methods import METHODS
@@ -8,6 +9,8 @@ from ease.runs.records import AuditRecord, Price
 from ease.runs.resolve import request_flags, request_id
 
 USUAL_RETRAINS = 9
+ASKED = ("shadows", "pool", "fpr", "attack")
+"""Settings of an audit that are options of its command; how many retrainings is another matter."""
 USUAL_RECOVERY = {"client": 0.15, "class": 0.2, "sample": 0.2}
 """Of EASE where it chooses by itself: share of the training rounds."""
 MOST_RECOVERY = 0.8
@@ -84,9 +87,15 @@ def _more_retrainings(record: AuditRecord, run: str, name: str, retrains: int) -
     there = record.verdict.retrained - 1
     seconds = (retrains - there) * _seconds(record).retrain
     return (
-        f"ease audit {run} --request {name} --retrains {retrains}: {retrains - there} more retrainings, "
-        f"{_about(seconds)} one after the other; all that is there is used again"
+        f"ease audit {run} --request {name} --retrains {retrains}{_chosen(record)}: {retrains - there} more "
+        f"retrainings, {_about(seconds)} one after the other; all that is there is used again"
     )
+
+
+def _chosen(record: AuditRecord) -> str:
+    """What else was chosen for the audit: with other values not all that is there could be used again."""
+    usual, had = AuditConfig().model_dump(), record.settings.model_dump()
+    return "".join(f" --{key} {_value(had[key])}" for key in ASKED if had[key] != usual[key])
 
 
 def _seconds(record: AuditRecord) -> Price:

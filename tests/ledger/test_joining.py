@@ -29,7 +29,7 @@ def kept(small, shared_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         train_run(load_config(None, (*small, "data.validation=12", "partition.validation_share=0.2")), folder, True)
-    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n")
+    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
     return folder
 
 
@@ -230,7 +230,7 @@ def place(small, tmp_path: Path, monkeypatch) -> Path:
         draw(tmp_path / "photos", 20 * number, 20, site)
     data = ("data.name=folder", "partition.scheme=sites", f'data.path="{tmp_path / "photos"}"', "gallery=8")
     train_run(load_config(None, (*small, *data)), tmp_path / "run", quiet=True)
-    (tmp_path / "run" / "policy.toml").write_text("[hold]\nretain_points = 100\n")
+    (tmp_path / "run" / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
     return tmp_path
 
 

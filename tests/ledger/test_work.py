@@ -30,12 +30,13 @@ from ease.runs.run import Run
 
 @pytest.fixture(scope="module")
 def kept(small, shared_cache, tmp_path_factory) -> Path:
-    """A small finished run; the bound on retained recall is lifted, for two rounds teach next to nothing."""
+    """A small finished run; the bound on retained recall is lifted, for two rounds teach next to nothing, and so is the
+    one from which all is trained from the start, for each client holds a quarter."""
     folder = tmp_path_factory.mktemp("queue") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         train_run(load_config(None, (*small, "partition.clients=4")), folder, quiet=True)
-    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n")
+    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
     return folder
 
 
@@ -220,7 +221,6 @@ def test_a_model_that_costs_too_much_is_held_for_a_person(ease, run: Path, perfe
 
 
 def test_a_held_model_that_others_overtook_is_made_again_from_the_head(ease, run: Path, perfect_before) -> None:
-    (run / "policy.toml").unlink()
     add(ease, run, "--client", 1, id="held")
     told(ease, "work", run, "--set", "hold.retain_points=0")
     add(ease, run, "--client", 2, id="other")

@@ -33,7 +33,7 @@ def kept(small, shared_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         train_run(load_config(None, (*small, f"partition.clients={CLIENTS}", "training.rounds=3")), folder, quiet=True)
-    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n")
+    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
     return folder
 
 
@@ -214,7 +214,7 @@ def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place
     leaving = [*membership.clients[1].train_ids, *membership.clients[1].validation_ids]
     content = [membership.digests[each] for each in (*names, *leaving)]
     (place / "ids.txt").write_text("\n".join(names))
-    (run / "policy.toml").write_text("[hold]\nretain_points = 100\n")
+    (run / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
     told(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "s")
     told(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
     told(ease, "work", run)

@@ -202,9 +202,9 @@ def _orthonormal(directions: Tensor) -> Tensor:
 
 
 def excise(
-    params: Params, reference: Params, bases: dict[str, Basis], share: float = 1.0
+    params: Params, reference: Params, bases: dict[str, Basis], share: float = 1.0, drifted: Params | None = None
 ) -> tuple[Params, dict[str, float]]:
-    """w <- w - share · sum_i weight_i c_i <c_i, w - w_ref>, block by block.
+    """w <- w - share · sum_i weight_i c_i <c_i, w - w_ref>, block by block; or by how far another state has `drifted`.
 
     Returns the new state and, for factored blocks, the relative residual that truncation to rank r left.
     """
@@ -214,7 +214,7 @@ def excise(
         basis = bases.get(block.name)
         if basis is None or basis.count == 0:
             continue
-        drift = displacement(block, params, reference)
+        drift = displacement(block, params if drifted is None else drifted, reference)
         amounts = share * basis.weights * basis.components(drift)
         if isinstance(basis.directions, Tensor):
             whole = basis.directions @ amounts.to(basis.directions)

@@ -16,6 +16,7 @@ from ease.methods.ease.method import Ease
 from ease.methods.foundation import Foundation
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest, forget_mask
+from ease.subspace import Basis
 
 
 class Asked(Loop):
@@ -130,3 +131,23 @@ def test_a_file_of_something_else_is_refused_by_name(learnt, tmp_path) -> None:
     learnt.trained.final.save(path)
     with pytest.raises(UserError, match=r"foundation\.safetensors: not what an answer leaves to the next"):
         Foundation.load(path)
+
+
+def test_along_closed_directions_the_last_recovery_stays_and_no_other_comes_to_it(closed) -> None:
+    """A request was measured with what its recovery gave back; a later one leaves it there, and gives no more."""
+    federation, request = closed.federation, SampleRequest(ids=closed.federation.data[2].shard.train_ids[:9])
+    assert closed.trained.foundation is not None
+    block = next(each for each in closed.trained.ground.blocks if each.kind == "projector")
+
+    def flat(params: Params) -> torch.Tensor:
+        return torch.cat([params[name].double().flatten() for name in block.tensors])
+
+    direction = torch.nn.functional.normalize(flat(closed.trained.start).roll(1), dim=0)
+    basis = Basis(direction[:, None], torch.eye(1).double(), torch.ones(1).double())
+    locked = replace(closed.trained, locked={block.name: basis})
+    free = last(closed.trained, request, federation)[0].state
+    first, end = last(locked, request, federation)
+    recovered = direction @ (flat(closed.trained.start) - flat(closed.trained.ground))
+    assert abs(recovered) > 1e-3, "or the test could not fail"
+    torch.testing.assert_close(flat(first.state) - flat(free), recovered * direction, rtol=0, atol=1e-6)
+    assert direction @ (flat(end.state) - flat(first.state)) == pytest.approx(0, abs=1e-5)

@@ -108,6 +108,8 @@ class Ease(Unlearner):
 
         share = 1.0 if self.share == "auto" else self.share
         state, residuals = self._excised(trained, whole, bases, share)
+        # Along directions of closed requests the last recovery stays: it was there when their shares were measured.
+        state, _ = excise(state, trained.start, dict(trained.locked), drifted=trained.ground)
         notes = self._notes(
             spectra, bases, written, share, residuals, membership_gap(before, early) if self._corrects else None
         ) | ({"rejected": doubted} if doubted else {})

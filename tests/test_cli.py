@@ -516,11 +516,14 @@ def test_a_second_process_in_the_same_folder_is_refused(uninterrupted, small, tm
 
 @pytest.mark.slow
 def test_control_c_stops_a_real_run_and_it_can_be_continued(uninterrupted, small, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = start(out, small)
-    wait_for(out / "rounds" / "00001" / "round.json", process)
-    process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=300)
+    for attempt in range(5):
+        out = tmp_path / f"run-{attempt}"
+        process = start(out, small)
+        wait_for(out / "rounds" / "00001" / "round.json", process)
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=300)
+        if process.returncode:
+            break  # else it had ended before the signal came, as it can where processors are busy
     assert process.returncode == 130 and b"run the same command again to continue" in complaint
     assert b"Traceback" not in complaint
     process = start(out, small)

@@ -98,7 +98,8 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
     steps = shown.pop("next_steps")
     assert shown == {**kept, **named}
     assert kept["verdict"]["reason"] == "too few retrainings" and len(steps) == 1
-    assert steps[0].startswith(f"ease audit {run} --request client-1/finetune --retrains 9: 7 more retrainings, about")
+    again = f"ease audit {run} --request client-1/finetune --retrains 9 --shadows 4 --pool 16 --fpr 0.1"
+    assert steps[0].startswith(f"{again}: 7 more retrainings, about")
     page = ease("audit", run, "--request", "client-1/finetune", *QUICK)
     assert page.code == 0 and "shadow models" not in page.err, "the second time nothing is trained"
     assert f"next: {steps[0]}" in page.out

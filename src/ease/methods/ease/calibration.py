@@ -28,7 +28,7 @@ class Usual:
 LEAVING = Usual(0.84, 0.03)
 """Where clients leave: right were 0.81 on scenes, 0.85 on Flickr8k, and about 0.9 with Adam."""
 REPLAYED = Usual(0.9, 0.02)
-"""Where clients replay: 0.88 to 0.92, on scenes, Flickr8k and its transformers."""
+"""Where clients replay: means of 0.88 to 0.92, on scenes, Flickr8k and its transformers."""
 SCATTER = 1.5
 """Measured shares lay so many standard errors around the right ones: levels are not all that recall depends on."""
 FEWEST = 3

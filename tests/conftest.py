@@ -14,9 +14,11 @@ import torch
 from hypothesis import settings
 from pydantic import TypeAdapter
 
+import ease as package
 from ease.audit.config import AuditConfig
 from ease.cli import main
 from ease.commands.outputs import OUTPUTS
+from ease.commands.train import train_run
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
@@ -181,6 +183,17 @@ def world(shared_cache: Path, small_config: Callable[..., RunConfig]) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         return World.open(small_config())
+
+
+@pytest.fixture(scope="session")
+def one_forgotten(small, shared_cache, tmp_path_factory) -> Path:
+    """A run in which client 1 was forgotten, and not released. Copy it before writing into it."""
+    folder = tmp_path_factory.mktemp("forgotten") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        train_run(load_config(None, (*small, "partition.validation_share=0.3")), folder, quiet=True)
+        package.open_run(folder).forget(client=1, method="finetune", quiet=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,27 +9,14 @@ import torch
 
 import ease as package
 from ease.audit.evaluate import embed_pairs
-from ease.commands.train import train_run
 from ease.runs.answers import StoredAnswer, open_world
-from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.runs.using import Source, encode_image, encode_text, gallery, search
 
 
-@pytest.fixture(scope="module")
-def finished(small, shared_cache, tmp_path_factory) -> Path:
-    """A run in which client 1 was forgotten. Copy it before writing into it."""
-    folder = tmp_path_factory.mktemp("searched") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        train_run(load_config(None, (*small, "partition.validation_share=0.3")), folder, quiet=True)
-        package.open_run(folder).forget(client=1, method="finetune", quiet=True)
-    return folder
-
-
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(finished, tmp_path / "run")
+def run(one_forgotten: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(one_forgotten, tmp_path / "run")
 
 
 def test_the_nearest_pictures_are_found_by_each_model(ease, run: Path) -> None:
@@ -113,6 +100,6 @@ def test_models_are_used_from_python(run: Path, tmp_path: Path) -> None:
         (lambda run: run.answer("client-7"), "no finished request"),
     ],
 )
-def test_wrong_use_is_said_in_a_sentence(finished: Path, use, part: str) -> None:
+def test_wrong_use_is_said_in_a_sentence(one_forgotten: Path, use, part: str) -> None:
     with pytest.raises(package.UserError, match=part):
-        use(package.open_run(finished))
+        use(package.open_run(one_forgotten))

@@ -16,11 +16,9 @@ import torch
 from PIL import Image
 
 import ease as package
-from ease.commands.train import train_run
 from ease.errors import UserError
 from ease.ledger.purging import purge_released
 from ease.runs.answers import StoredAnswer, open_world, release
-from ease.runs.config import load_config
 from ease.runs.export import export
 from ease.runs.run import Run
 from ease.runs.using import Source, encode_image, encode_text, search
@@ -46,20 +44,9 @@ class Got:
         return {hit["id"] for hits in self.value["found"].values() for hit in hits}
 
 
-@pytest.fixture(scope="module")
-def finished(small, shared_cache, tmp_path_factory) -> Path:
-    """A run in which client 1 was forgotten, and not released. Copy it before writing into it."""
-    folder = tmp_path_factory.mktemp("served") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        train_run(load_config(None, (*small, "partition.validation_share=0.3")), folder, quiet=True)
-        package.open_run(folder).forget(client=1, method="finetune", quiet=True)
-    return folder
-
-
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(finished, tmp_path / "run")
+def run(one_forgotten: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(one_forgotten, tmp_path / "run")
 
 
 @pytest.fixture
@@ -197,8 +184,8 @@ def test_an_export_is_served_without_running_its_script(serve, run: Path, tmp_pa
         open_served(folder, None)
 
 
-def test_pages_need_the_key_and_keep_it_out_of_the_address(serve, finished: Path) -> None:
-    ask = serve(finished)
+def test_pages_need_the_key_and_keep_it_out_of_the_address(serve, one_forgotten: Path) -> None:
+    ask = serve(one_forgotten)
     for path in ("/", "/search?words=boat", "/encode?text=boat", "/nowhere"):
         for key in (None, "wrong"):
             assert ask(path, key=key).status == 401
@@ -209,8 +196,8 @@ def test_pages_need_the_key_and_keep_it_out_of_the_address(serve, finished: Path
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
 
 
-def test_the_cookie_opens_the_page(serve, finished: Path) -> None:
-    ask = serve(finished, key="plain")
+def test_the_cookie_opens_the_page(serve, one_forgotten: Path) -> None:
+    ask = serve(one_forgotten, key="plain")
     cookie = ask("/?key=plain", key=None).headers["Set-Cookie"].partition(";")[0]
     page = ask("/", key=None, Cookie=cookie)
     assert page.status == 200 and b"<form" in page.content and b"<script" not in page.content
@@ -220,9 +207,9 @@ def test_the_cookie_opens_the_page(serve, finished: Path) -> None:
     assert ask("/", key=None, Cookie=cookie.replace("plain", "other")).status == 401
 
 
-def test_pages_of_other_sites_are_not_answered(serve, finished: Path) -> None:
+def test_pages_of_other_sites_are_not_answered(serve, one_forgotten: Path) -> None:
     """A name that leads here by a trick of its owner, and what a foreign page would have a browser send."""
-    ask = serve(finished, key=None)
+    ask = serve(one_forgotten, key=None)
     assert ask("/search?words=boat", key=None).status == 200
     assert ask("/search?words=boat", key=None, Host="evil.example").status == 403
     assert ask("/search?words=boat", key=None, Sec_Fetch_Site="cross-site").status == 403
@@ -258,15 +245,15 @@ def test_pages_of_other_sites_are_not_answered(serve, finished: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(
-    serve, finished: Path, path: str, method: str, body: Any, headers: dict[str, str], status: int, part: str
+    serve, one_forgotten: Path, path: str, method: str, body: Any, headers: dict[str, str], status: int, part: str
 ) -> None:
-    got = serve(finished)(path, method, body, **headers)
+    got = serve(one_forgotten)(path, method, body, **headers)
     assert got.status == status and part in got.value["error"]
 
 
-def test_sizes_are_known_before_anything_is_read(serve, finished: Path, monkeypatch) -> None:
+def test_sizes_are_known_before_anything_is_read(serve, one_forgotten: Path, monkeypatch) -> None:
     """The first by what is announced, of which nothing is sent; the second by the picture's first bytes."""
-    ask = serve(finished)
+    ask = serve(one_forgotten)
     line = http.client.HTTPConnection("127.0.0.1", ask.port, timeout=20)
     line.putrequest("POST", "/encode")
     for name, value in {
@@ -284,9 +271,9 @@ def test_sizes_are_known_before_anything_is_read(serve, finished: Path, monkeypa
     assert got.status == 400 and "1,200 pixels, at most 1,199" in got.value["error"]
 
 
-def test_those_who_are_slow_are_cut_and_the_rest_is_turned_away(serve, finished: Path, monkeypatch) -> None:
+def test_those_who_are_slow_are_cut_and_the_rest_is_turned_away(serve, one_forgotten: Path, monkeypatch) -> None:
     monkeypatch.setattr(serving, "SECONDS", 0.5)
-    ask = serve(finished)
+    ask = serve(one_forgotten)
     slow = [socket.create_connection(("127.0.0.1", ask.port), timeout=20) for _ in range(serving.AT_ONCE)]
     for each in slow:
         each.sendall(b"GET /health HTTP/1.1\r\nHost:")
@@ -298,8 +285,8 @@ def test_those_who_are_slow_are_cut_and_the_rest_is_turned_away(serve, finished:
     assert ask("/health").status == 200
 
 
-def test_where_others_can_reach_it_no_picture_is_shown(serve, finished: Path) -> None:
-    ask = serve(finished, host="0.0.0.0")
+def test_where_others_can_reach_it_no_picture_is_shown(serve, one_forgotten: Path) -> None:
+    ask = serve(one_forgotten, host="0.0.0.0")
     assert ask("/search?words=boat").status == 200
     assert ask("/search?words=boat&pictures=true").status == 403
     assert b"<img" not in ask("/?words=boat").content
@@ -315,8 +302,8 @@ def test_where_others_can_reach_it_no_picture_is_shown(serve, finished: Path) ->
         (("--request", "client-9"), "client-9: no finished request"),
     ],
 )
-def test_a_server_that_cannot_be_is_one_line(ease, finished: Path, options: tuple[str, ...], part: str) -> None:
-    result = ease("serve", finished, *options)
+def test_a_server_that_cannot_be_is_one_line(ease, one_forgotten: Path, options: tuple[str, ...], part: str) -> None:
+    result = ease("serve", one_forgotten, *options)
     assert result.code == 2 and result.out == "" and result.err.count("\n") == 1 and part in result.err
 
 
@@ -328,9 +315,9 @@ def test_a_folder_with_nothing_to_serve_is_one_line(ease, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "dark")])
 def test_people_search_in_a_browser(
-    serve, finished: Path, browser: Any, barriers: Callable[[Any], list[str]], width: int, scheme: str
+    serve, one_forgotten: Path, browser: Any, barriers: Callable[[Any], list[str]], width: int, scheme: str
 ) -> None:
-    ask = serve(finished, "client-1/finetune", key="plain")
+    ask = serve(one_forgotten, "client-1/finetune", key="plain")
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page, said, sought = context.new_page(), [], []
     page.on("console", lambda message: said.append(message.text))

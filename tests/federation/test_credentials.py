@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ease.errors import Disconnected, UserError
+from ease.federation import flower
 from ease.federation.checked import checked
 from ease.federation.credentials import admit, make_authority, make_node_key, read_admitted, told_key
 from ease.federation.fedavg import TrainingConfig
@@ -22,7 +24,7 @@ from ease.federation.flower import GRID, SERVER, Flower
 from ease.federation.launch import QUIET, check_exposure, environment
 from ease.federation.protocol import LocalJob
 from ease.federation.remote import LATE, Remote
-from ease.federation.wire import LENGTH, receive, send
+from ease.federation.wire import LENGTH, Answer, encode, receive, send
 from ease.runs.world import World
 from ease.storage import write_json
 
@@ -123,7 +125,7 @@ def grid(tmp_path: Path) -> Iterator[Callable[[Reply], Flower]]:
                     speaker, _ = line.accept()
                 except OSError:
                     return
-                with speaker:
+                with speaker, suppress(BrokenPipeError):  # a speaker may give up
                     message = receive(speaker, 1 << 30, "message")
                     end = LENGTH.size + LENGTH.unpack_from(message)[0]
                     for header, data in reply(json.loads(message[LENGTH.size : end]), message[end:]):
@@ -193,6 +195,33 @@ def test_whoever_is_not_connected_is_named(grid: Callable[[Reply], Flower], keys
         0: b"here",
         1: "its node is not connected to the server",
     }
+
+
+def _named(client: int) -> bytes:
+    return encode(Answer(client=client, nonce="0" * 32, refused="busy"))
+
+
+@pytest.mark.parametrize(("seconds", "in_time"), [(30.0, True), (1.0, False)])
+def test_a_node_without_a_key_has_time_to_say_who_it_is(
+    grid: Callable[[Reply], Flower], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, in_time: bool
+) -> None:
+    """It is connected, so the grace for those who are not does not count; half of the time is left for the work."""
+    monkeypatch.setattr(flower, "GRACE", 0.1)
+
+    def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        if header["op"] == "nodes":
+            yield {"nodes": [{"node": 70 + client, "key": ""} for client in (0, 1)]}, b""
+            return
+        time.sleep(0.7)
+        for each in header["to"]:
+            yield {"node": each["node"], "error": ""}, _named(each["node"] - 70)
+
+    line = grid(reply)
+    write_json(tmp_path / SERVER, {"insecure": True})
+    answers = dict(line.exchange({0: b"", 1: b""}, seconds))
+    assert sorted(answers) == [0, 1]
+    for answer in answers.values():
+        assert isinstance(answer, bytes) if in_time else answer == "its node is not connected to the server"
 
 
 def test_without_a_server_no_client_is_to_blame(

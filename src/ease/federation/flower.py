@@ -26,6 +26,9 @@ GRACE = 30.0
 LOOK = 1.0
 SPEAKING = 10.0
 """Seconds in which the stub must say who is there."""
+INTRODUCTION = 180.0
+"""Seconds in which a connected node without a key must say who it is: Flower starts a process for its answer, and a
+simulation all of Ray before the first."""
 
 
 @dataclass
@@ -53,15 +56,15 @@ class Flower:
 
     def _found(self, clients: set[int], until: float | None) -> dict[int, int]:
         """Client -> node, of those that are connected; at first they are waited for."""
-        patience = 0.0 if self._settled else GRACE if until is None else min(GRACE, (until - time.monotonic()) / 2)
+        patience = 0.0 if self._settled else _part(GRACE, until)
         self._settled, give_up = True, time.monotonic() + patience
         while True:
-            found = self._identified()
+            found = self._identified(until)
             if clients <= found.keys() or time.monotonic() >= give_up:
                 return {client: node for client, node in found.items() if client in clients}
             time.sleep(LOOK)
 
-    def _identified(self) -> dict[int, int]:
+    def _identified(self, until: float | None = None) -> dict[int, int]:
         """Client -> node. A key is bound to one client; without keys, as on one machine alone, nodes are asked."""
         nodes = self.nodes()
         if not is_insecure(self.folder):
@@ -69,7 +72,7 @@ class Flower:
             return {keys[each["key"]]: int(each["node"]) for each in nodes if each["key"] in keys}
         new = [int(each["node"]) for each in nodes if int(each["node"]) not in self._known]
         hello = encode(Ask(kind="hello", client=0, nonce="0" * 32, run="0" * 32))
-        for node, answer in self._sent(dict.fromkeys(new, hello), time.monotonic() + GRACE):
+        for node, answer in self._sent(dict.fromkeys(new, hello), time.monotonic() + _part(INTRODUCTION, until)):
             if isinstance(answer, bytes) and (client := _claimed(answer)) is not None:
                 self._known[node] = client
         there = {int(each["node"]) for each in nodes}
@@ -119,6 +122,11 @@ class Flower:
                     f"{path}: the server of the federation is not there ({error.strerror or error}); start it with "
                     f"`ease server {self.folder}`, then run the same command again"
                 ) from error
+
+
+def _part(seconds: float, until: float | None) -> float:
+    """So many seconds, but no more than half of what is left: the rest is for the work itself."""
+    return seconds if until is None else min(seconds, (until - time.monotonic()) / 2)
 
 
 def is_insecure(folder: Path) -> bool:

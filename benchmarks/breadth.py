@@ -2,8 +2,8 @@
 
     python benchmarks/breadth.py [--only adam clients-50] [--config configs/flickr8k.toml] [--out results/breadth.jsonl]
 
-One line for each case, as soon as it is done; what the file holds already is not done again, and at the end all of it is
-printed as a table. Gaps are to the mean of two retrainings, in points of recall, beside how far these lie from each
+One line for each case, as soon as it is done; what the file holds already is not done again, and at the end all of it
+is printed as a table. Gaps are to the mean of two retrainings, in points of recall, beside how far these lie from each
 other. Nothing was chosen by these runs: their seeds (from 40) were used for nothing else.
 """
 

@@ -115,7 +115,7 @@ def measured(case: Case, config: RunConfig, seed: int, work: Path) -> dict[str, 
         "ease": [round(ease[key] - (first[key] + second[key]) / 2, 1) for key in KEYS],
         "another": [round(second[key] - first[key], 1) for key in KEYS],
         "seconds": round(ease["cost/seconds"] / first["cost/seconds"], 2),
-        "notes": {name: round(value, 3) for name, value in found[-1].rounds[-1].notes.items()},
+        "notes": found[-1].rounds[-1].notes,
     }
 
 

@@ -1,6 +1,6 @@
 """How near EASE comes to retraining on other ground: optimisers, numbers of clients, sizes of requests.
 
-    python benchmarks/breadth.py [--only adam-client clients-50] [--config configs/flickr8k.toml] [--out results/breadth.jsonl]
+    python benchmarks/breadth.py [--only adam-client clients-50] [--config configs/flickr8k.toml] [--out FILE]
 
 One line for each case, as soon as it is done; what the file holds already is not done again, and at the end all of it
 is printed as a table. Gaps are to the mean of two retrainings, in points of recall, beside how far these lie from each

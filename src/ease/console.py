@@ -99,7 +99,9 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first
             number = next(numbers)
             left = (time.monotonic() - begun) / number * (total - done - number)
             told = f"left {timedelta(seconds=round(left))}  " if done + number < total else ""
-            errors.print(f"{title} {done + number}/{total}  {told}{note}", soft_wrap=True, markup=False)
+            errors.print(
+                f"{title} {done + number}/{max(total, done + number)}  {told}{note}", soft_wrap=True, markup=False
+            )
 
         yield RoundProgress(tell)
         return

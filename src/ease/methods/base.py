@@ -132,6 +132,10 @@ class Unlearner(Config, ABC):
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         """How many steps `unlearn` yields."""
 
+    def most_rounds(self, training: TrainingConfig, request: Request) -> int:
+        """The same at most, of one that looks as it goes whether more are needed."""
+        return self.rounds(training, request)
+
 
 def retained_clients(request: Request, federation: Federation) -> Sequence[int]:
     """Clients that go on: all but those who withdraw."""

@@ -11,11 +11,12 @@ import torch
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.fedavg import average, fedavg
+from ease.federation.fedavg import TrainingConfig, average, fedavg
 from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Step
+from ease.methods.ease import method
 from ease.methods.ease.calibration import LEAVING
 from ease.methods.ease.counterfactual import written_by
 from ease.methods.ease.method import Ease
@@ -244,6 +245,36 @@ def test_without_held_out_pairs_the_usual_share_goes(learnt) -> None:
     steps = list(Ease().unlearn(learnt.trained, CLIENT, federation))
     assert steps[0].notes["gap_before"] is None and "too few held-out pairs" in steps[0].notes["why"]
     assert steps[-1].notes["share"] == LEAVING.share and steps[-1].notes["measured_weight"] == 0
+
+
+class Longer(Ease):
+    """With two rounds of recovery where this small run would have one."""
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 3
+
+
+def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, monkeypatch) -> None:
+    def losses(goal: float | None) -> list[float]:
+        monkeypatch.setattr(method, "_settled_loss", lambda trained: goal)
+        steps = list(Longer().unlearn(learnt.trained, CLIENT, learnt.world.federation))
+        assert [("share" in step.notes, step.bases is not None) for step in steps[1:-1]] == [(False, False)] * (
+            len(steps) - 2
+        )
+        assert "share" in steps[-1].notes and steps[-1].bases is not None  # corrected and locked once, at the end
+        return [step.loss for step in steps[1:]]
+
+    longest = losses(0.0)
+    assert len(longest) == 4 and longest[0] > longest[1] > longest[2]
+    assert len(losses(None)) == len(losses(longest[0])) == 2
+    assert len(losses((longest[0] + longest[1]) / 2)) == 3
+    assert Longer(recovery_share=0.4).most_rounds(learnt.trained.training, CLIENT) == 3  # who names it gets just that
+
+
+def test_training_settled_at_the_loss_of_its_last_two_rounds(learnt) -> None:
+    history, rounds = learnt.trained.history, learnt.trained.training.rounds
+    told = [history.record(number)["loss"] for number in (rounds - 1, rounds)]
+    assert method._settled_loss(learnt.trained) == pytest.approx(sum(told) / 2)
 
 
 # --- references and directions ---

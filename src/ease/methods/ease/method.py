@@ -67,7 +67,7 @@ class Ease(Unlearner):
     if what they kept is lost, all the others."""
     recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Rounds of recovery on retained data, as a share of the training rounds. `auto`: 0.15 when clients leave, 0.2 for
-    other requests, for replayed rounds that stand for others disturb more."""
+    other requests, and up to twice as many while the loss of a round is above that of the last rounds of training."""
     momentum: float = Field(0.3, ge=0, lt=1)
     """Of the server in recovery, but for the last round: what later rounds would have made up for comes sooner."""
     modalities: Literal["both", "image", "text"] = "both"
@@ -116,9 +116,11 @@ class Ease(Unlearner):
         yield Step(state, "decomposition", notes=notes)
 
         lock, velocity, removed = self._client_lock(bases, state), state.zeros(), share
-        held, rounds = state, self.rounds(trained.training, request) - 1
-        for number in range(1, rounds + 1):
-            last, told = number == rounds, dict[str, Any]()
+        held, loss, goal = state, None, _settled_loss(trained)
+        fewest, most = (each(trained.training, request) - 1 for each in (self.rounds, self.most_rounds))
+        for number in range(1, most + 1):
+            recovered = loss is None or goal is None or loss <= goal
+            last, told = number == most or (number >= fewest and recovered), dict[str, Any]()
             if last and self._corrects:
                 removed, told = self._right_share(trained, request, federation, state, share, before, early)
                 held = state = state - (removed - share) * whole
@@ -137,11 +139,19 @@ class Ease(Unlearner):
             told |= told_of(finished)
             keep = joined(bases, trained.locked) if last and self.lock != "off" else None
             base = self._foundation(trained, whole, removed, written) if last else None
-            yield Step(state, "recovery", finished.loss, told, bases=keep, foundation=base)
+            loss = finished.loss
+            yield Step(state, "recovery", loss, told, bases=keep, foundation=base)
+            if last:
+                return
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         usual = 0.15 if isinstance(request, ClientRequest) else 0.2
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
+
+    def most_rounds(self, training: TrainingConfig, request: Request) -> int:
+        """Twice as much recovery; one round alone has no loss to go by."""
+        fewest = self.rounds(training, request) - 1
+        return 1 + (2 * fewest if self.recovery_share == "auto" and fewest > 1 else fewest)
 
     def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
         """Of clients that leave their own alone: what the others did is in the states (`farewell`)."""
@@ -282,6 +292,14 @@ class Ease(Unlearner):
         if before is None and self._corrects:
             notes["why"] = "too few held-out pairs to measure a gap: the usual share is subtracted"
         return notes
+
+
+def _settled_loss(trained: Trained) -> float | None:
+    """Mean loss of the last two rounds of training, where it was told: one alone is noisy."""
+    rounds = trained.training.rounds
+    told = [trained.history.record(number)["loss"] for number in range(max(1, rounds - 1), rounds + 1)]
+    losses = [loss for loss in told if loss is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _without(trained: Trained, written: Written) -> Params:

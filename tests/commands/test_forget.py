@@ -198,6 +198,19 @@ def test_a_name_belongs_to_one_request(ease, refused, run: Path, tmp_path: Path)
             refused(run, ["--samples", ids_file(tmp_path, ids[1]), "--name", name], *parts)
 
 
+def test_a_request_for_much_of_all_pairs_is_told_that_retraining_is_nearer(ease, run: Path, tmp_path: Path) -> None:
+    held = [pair_id for each in read_json(run / "membership.json")["clients"] for pair_id in each["train_ids"]]
+
+    def advised(count: int, *options: str) -> str:
+        (tmp_path / "ids.txt").write_text("\n".join(held[:count]))
+        told = ease("forget", run, "--samples", tmp_path / "ids.txt", "--dry-run", "--json", *options)
+        return json.loads(told.out)["advice"]
+
+    quarter = len(held) // 4
+    assert advised(quarter) == "" == advised(quarter + 2, "--method", "retrain")
+    assert "of all pairs: --method retrain keeps the others better" in advised(quarter + 2)
+
+
 def test_a_dry_run_shows_whose_pairs_go_and_changes_nothing_else(ease, run: Path, tmp_path: Path) -> None:
     before, word = fingerprint(run), "green"
     told = json.loads(ease("forget", run, "--concept", word, "--dry-run", "--json").out)

@@ -237,6 +237,8 @@ class PreviewOutput(Config):
     matches: tuple[MatchOutput, ...]
     answered: str
     """When it was answered already; empty: it was not."""
+    advice: str
+    """Another method that suits it better; empty: none does."""
     files: tuple[str, ...]
 
 

@@ -13,6 +13,7 @@ from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, plain, status, table
 from ease.ledger.outlook import Outlook, outlook
 from ease.methods.base import Unlearner
+from ease.methods.ease.method import Ease
 from ease.requests.request import ClassRequest, Request, in_words
 from ease.runs.answers import StoredAnswer, answer_of, open_world, trained_of
 from ease.runs.concepts import Match, class_words
@@ -28,6 +29,8 @@ SHOWN = 3
 """Example captions on the terminal."""
 MOST_CARDS = 60
 LONGEST_CAPTION = 72
+LARGE_REQUEST = 0.25
+"""Share of all training pairs from which on EASE no longer keeps the others as retraining does (counterfactual.md)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Preview:
     """A caption of each pair that is named or nearly so, where its files are there."""
     answered: str = ""
     """When it was answered, if it was."""
+    advice: str = ""
+    """Another method that suits it better."""
     files: tuple[Path, ...] = ()
     """The list of ids and the sheet of pictures, where they were written."""
 
@@ -63,7 +68,7 @@ class Preview:
         time = "" if self.outlook.seconds is None else f"; about {duration(self.outlook.seconds)}"
         return (
             f"forgetting {self.outlook.fresh} of {self.outlook.left} training pairs, {self.meaning}; of client "
-            f"{held}{seen}{time}"
+            f"{held}{seen}{time}{f'; {self.advice}' if self.advice else ''}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -85,6 +90,7 @@ class Preview:
                 for match in self.matches
             ],
             "answered": self.answered,
+            "advice": self.advice,
             "files": [str(path) for path in self.files],
         }
 
@@ -107,6 +113,8 @@ class Preview:
             yield labelled(
                 "would take", f"about {duration(self.outlook.seconds)}, {self.outlook.share:.0%} of retraining"
             )
+        if self.advice:
+            yield labelled("advice", self.advice)
         yield "Nothing was forgotten."
         if self.files:
             listed, pictures = self.files
@@ -135,18 +143,27 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     if isinstance(request, ClassRequest):
         told = [", ".join(class_words(world, label)) for label in request.classes]
         meaning += f" ({'; '.join(filter(None, told))})" if any(told) else ""
+    expected = outlook(run, request, method)
     return Preview(
         run=run.folder,
         request=request,
         ids=ids,
-        outlook=outlook(run, request, method),
+        outlook=expected,
         names={holding.client: members.named(holding.client) for holding in members.clients},
         examples=tuple(captions[there[place]] for place in chosen),
         matches=resolved.matches,
         meaning=meaning,
         captions=captions,
         answered=when_answered(answer_of(run, request, method)),
+        advice=advised(expected, method),
     )
+
+
+def advised(expected: Outlook, method: Unlearner) -> str:
+    """What to do instead of EASE where a request takes much of all there is."""
+    if not isinstance(method, Ease) or expected.fresh <= LARGE_REQUEST * expected.left:
+        return ""
+    return f"this is {expected.fresh / expected.left:.0%} of all pairs: --method retrain keeps the others better"
 
 
 def when_answered(stored: StoredAnswer) -> str:

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ease.audit.config import AuditConfig
+from ease.commands.audit import audit_run
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
@@ -130,6 +132,23 @@ def digests(folder: Path, config: RunConfig, wanted: Request) -> list[str]:
 
 def hashed(state: Params) -> str:
     return hashlib.sha256(encode_state(state)).hexdigest()
+
+
+@pytest.mark.slow
+def test_an_audit_over_nodes_is_that_of_one_process(
+    site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Where every machine opens the whole data set, nodes retrain, and the evaluator simulates shadows and measures."""
+    here = small_config("engine=loop")
+    site(World.open(here))
+    settings, found = AuditConfig(shadows=4, retrains=1, pool=16, workers=1), {}
+    for config in (here, small_config("engine=nodes", f"federation={tmp_path / 'federation'}")):
+        run = Run.create(tmp_path / config.engine, config)
+        list(run.train(open_world(run)))
+        list(forget(run, open_world(run), ClientRequest(clients=(1,)), make_method("ease"), False))
+        record = audit_run(run.folder, "client-1", settings, retrain=True, quiet=True).record
+        found[config.engine] = record.verdict, record.model_sha256, record.retrain_sha256, record.attacks
+    assert found["nodes"] == found["loop"]
 
 
 def test_nodes_repeat_rounds_of_a_training_made_again_as_one_process_does(

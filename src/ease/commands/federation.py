@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from rich.console import RenderableType
 
-import ease.methods  # noqa: F401 - whose objectives a node knows
+import ease.audit.sites
+import ease.methods  # noqa: F401 - likewise
 from ease import __version__
 from ease.config import read_toml, validate
 from ease.console import labelled, megabytes, table

@@ -50,9 +50,12 @@ class Sites:
     small: tuple[str, ...]
     nodes: dict[int, Node]
 
-    def config(self, *changes: str):
+    def assignments(self, *changes: str) -> tuple[str, ...]:
         federation = f"federation={self.folder / 'fed'}"
-        return load_config(None, (*self.small, *FOLDER, *APART, federation, f"data.path={self.server}", *changes))
+        return (*self.small, *FOLDER, *APART, federation, f"data.path={self.server}", *changes)
+
+    def config(self, *changes: str):
+        return load_config(None, self.assignments(*changes))
 
     @property
     def server(self) -> Path:

@@ -18,7 +18,6 @@ from ease.federation.remote import node_socket
 from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, held_without
 from ease.runs.answers import open_world, release
-from ease.runs.resolve import Wanted, parse_request
 from ease.runs.run import Run
 from ease.storage import read_json
 
@@ -125,12 +124,6 @@ def test_held_ids_are_those_of_the_shards(world) -> None:
     ):
         left = {shard.client: frozenset(shard.train_ids) for shard in world.without(request).shards}
         assert held_without(world.server.membership.clients, (request,)) == left
-
-
-def test_what_needs_all_pairs_in_one_place_says_so(sites: Sites) -> None:
-    world = open_world(sites.trained())
-    with pytest.raises(UserError, match="lie at their sites alone"):
-        parse_request(world, Wanted(concepts=("number",)))
 
 
 @pytest.mark.parametrize(

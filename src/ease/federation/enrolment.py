@@ -4,7 +4,6 @@ The server learns sums and counts of groups of pairs, then the id and the class 
 activation leaves a client.
 """
 
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -15,8 +14,8 @@ from ease.data.classes import Groups, agreed_centres
 from ease.data.membership import Holding
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
-from ease.federation.remote import Remote, check_sender, check_willing
-from ease.federation.wire import CENTRES, COUNTS, SUMS, Ask, Deal, Dealt, decode_dealt, encode, numbers_in, numbers_of
+from ease.federation.remote import Remote, collected
+from ease.federation.wire import CENTRES, COUNTS, SUMS, Ask, Deal, Dealt, decode_dealt, numbers_in, numbers_of
 
 LONGEST = 2.0**0.5 + 1e-6
 """Of the embedding of one pair: two unit vectors beside each other."""
@@ -59,23 +58,17 @@ def _asked(
     remote: Remote, kind: Literal["groups", "join"], deal: Deal, centres: np.ndarray | None
 ) -> dict[int, tuple[Dealt, dict[str, bytes]]]:
     """Every client's answer; one that has none ends it."""
-    blobs = {} if centres is None else {CENTRES: numbers_of(centres)}
-    nonces = {client: uuid.uuid4().hex for client in remote.clients}
+    cohort = len(remote.clients)
     asks = {
-        client: Ask(kind=kind, client=client, nonce=nonce, run=remote.run_name, cohort=len(nonces), deal=deal)
-        for client, nonce in nonces.items()
+        client: Ask(kind=kind, client=client, nonce=uuid.uuid4().hex, run=remote.run_name, cohort=cohort, deal=deal)
+        for client in remote.clients
     }
-    until = None if remote.deadline is None else time.monotonic() + remote.deadline
-    found, reasons = {}, {}
-    for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, until):
-        try:
-            if isinstance(data, str):
-                raise UserError(data)
-            check_willing(data)
-            found[client] = decode_dealt(data)
-            check_sender(client, found[client][0].client, found[client][0].nonce == nonces[client])
-        except UserError as error:
-            reasons[client] = str(error)
+
+    def opened(data: bytes) -> tuple[tuple[Dealt, dict[str, bytes]], int, str]:
+        dealt, blobs = decode_dealt(data)
+        return (dealt, blobs), dealt.client, dealt.nonce
+
+    found, reasons = collected(remote, asks, {} if centres is None else {CENTRES: numbers_of(centres)}, opened)
     _refuse(reasons)
     return found
 

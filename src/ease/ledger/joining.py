@@ -18,11 +18,11 @@ from ease.evidence import attest
 from ease.ledger.store import Consent, Ledger, check_text, now, stamp
 from ease.ledger.work import alone
 from ease.requests.request import ClassRequest, leaving_clients
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import open_world, trained_of
 from ease.runs.resolve import find_clients, named_ids
 from ease.runs.run import Run
-from ease.runs.tombstones import NAME as TOMBSTONES
-from ease.runs.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.world import World
 from ease.storage import remove_leftovers, write_json
 

@@ -16,8 +16,10 @@ from ease.federation.launch import FlowerServer, free_port
 from ease.federation.node import Node, Policy, pairs_hash
 from ease.federation.remote import node_socket
 from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
+from ease.ledger.purging import purge_released
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, held_without
 from ease.runs.answers import open_world, release
+from ease.runs.concepts import match_concept
 from ease.runs.run import Run
 from ease.storage import read_json
 
@@ -50,16 +52,25 @@ def test_training_and_every_kind_of_request_give_the_bytes_of_one_place(sites: S
 
 @pytest.mark.engine
 def test_the_same_over_flower(sites: Sites) -> None:
-    """Through Flower's simulation: what nodes say of their pairs goes the way that jobs go."""
+    """Through Flower's simulation: all that nodes are asked beside jobs goes the way that jobs go."""
     with FlowerServer(sites.folder / "fed", "127.0.0.1", free_port(), insecure=True, simulated=3):
         run = Run.plan(sites.folder / "flower", sites.config("engine=flower"))
         world = open_world(run)
         run = Run.create(run.folder, run.config)
         list(run.train(world))
-        answered(run, requests_of(run)[0])
+        everything = match_concept(open_world(run), "snow", -1.0).ids
+        close(run)
     pooled = sites.pooled()
-    answered(pooled, requests_of(pooled)[0])
-    assert states(run) == states(pooled)
+    held = [each for shard in open_world(pooled).shards for each in shard.train_ids]
+    close(pooled)
+    assert states(run) == states(pooled) and sorted(everything) == sorted(held)
+
+
+def close(run: Run) -> None:
+    """Forget, release and purge."""
+    answered(run, requests_of(run)[0])
+    release(run, run.unreleased()[0])
+    assert len(list(purge_released(run.folder))) == 1
 
 
 def test_the_server_opens_its_own_pairs_alone(sites: Sites) -> None:
@@ -169,9 +180,11 @@ def test_a_client_joins_a_run_once(sites: Sites) -> None:
         DEAL,
         0 + sites.nodes[0].activations.pooled_image.shape[1] + (sites.nodes[0].activations.pooled_text.shape[2]),
     )
+    blobs = {"centres": numbers_of(centres)}
     asked = Ask(kind="join", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)
-    told = sites.nodes[0].answer(encode(asked, {"centres": numbers_of(centres)}))
-    assert "already" in decode_answer(told)[0].refused
+    assert decode_dealt(sites.nodes[0].answer(encode(asked, blobs)))[0].holding == holdings[0]  # the same once more
+    asked = Ask(kind="join", client=0, nonce="2" * 32, run="ab" * 16, deal=DEAL.model_copy(update={"seed": 1}))
+    assert "already, with other pairs" in decode_answer(sites.nodes[0].answer(encode(asked, blobs)))[0].refused
     assert pairs_hash(holdings[0].train_ids) == sites.remote().present()[0].pairs  # type: ignore[union-attr]
 
 

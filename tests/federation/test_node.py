@@ -30,6 +30,7 @@ from ease.federation.node import Node, Policy, listen, pairs_hash, private_folde
 from ease.federation.protocol import LocalJob, Replay, Update
 from ease.federation.remote import Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
+from ease.ledger.joining import Wish, join
 from ease.ledger.purging import purge_released
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY
@@ -162,6 +163,16 @@ def test_a_purge_over_nodes_is_that_of_one_process(
     assert found["nodes"] == found["loop"]
     kept = {client: list(node.folder.glob("runs/*/rounds/*")) for client, node in started.nodes.items()}
     assert bool(kept[0]) == (history == "client") and not kept[2]
+
+
+def test_nobody_joins_nodes_that_deal_the_data_of_a_configuration(
+    site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    site(World.open(small_config("engine=loop")))
+    run = Run.create(tmp_path / "run", small_config("engine=nodes", f"federation={tmp_path / 'federation'}"))
+    list(run.train(open_world(run)))
+    with pytest.raises(UserError, match="a new one has no node; use engine"):
+        join(run, Wish("they agree", "ada"))
 
 
 @pytest.mark.slow

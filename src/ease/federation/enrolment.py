@@ -30,10 +30,21 @@ def enrolled(remote: Remote, deal: Deal, width: int) -> tuple[tuple[Holding, ...
         return [_groups(client, blobs, width, centres) for client, (_, blobs) in sorted(found.items())]
 
     centres = agreed_centres(groups(), groups, deal.classes, deal.class_seed)
-    joined = _asked(remote, "join", deal, centres)
-    holdings = tuple(_holding(client, told, deal) for client, (told, _) in sorted(joined.items()))
-    _check_apart(holdings)
+    holdings = _joined(remote, deal, centres)
+    check_apart(holdings)
     return holdings, centres
+
+
+def enrolled_later(remote: Remote, deal: Deal, centres: np.ndarray) -> Holding:
+    """What the one client of `remote`, which comes to a run that is there, takes part with in the run's classes."""
+    _check_backbones(remote)
+    (holding,) = _joined(remote, deal, centres)
+    return holding
+
+
+def _joined(remote: Remote, deal: Deal, centres: np.ndarray) -> tuple[Holding, ...]:
+    joined = _asked(remote, "join", deal, centres)
+    return tuple(_holding(client, told, deal) for client, (told, _) in sorted(joined.items()))
 
 
 def _check_backbones(remote: Remote) -> None:
@@ -51,7 +62,7 @@ def _check_backbones(remote: Remote) -> None:
 def _refuse(reasons: Mapping[int, str]) -> None:
     if reasons:
         named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
-        raise UserError(f"a run whose pairs lie apart begins with all its clients, and some are not ready ({named})")
+        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({named})")
 
 
 def _asked(
@@ -102,6 +113,7 @@ def _holding(client: int, told: Dealt, deal: Deal) -> Holding:
         or len(found.validation_ids) != len(found.validation_classes)
         or len(set(ids)) != len(ids)
         or not all(0 <= each < deal.classes for each in (*found.train_classes, *found.validation_classes))
+        or set(deal.closed) & {*found.train_classes, *found.validation_classes}
     ):
         raise UserError(f"client {client}: what it takes part with does not add up; look at its node")
     if len(found.train_ids) < MINIMUM_PAIRS:
@@ -112,7 +124,7 @@ def _holding(client: int, told: Dealt, deal: Deal) -> Holding:
     return found
 
 
-def _check_apart(holdings: Sequence[Holding]) -> None:
+def check_apart(holdings: Sequence[Holding]) -> None:
     """Refuse an id, or a name, that two clients use: a request must say whose pair it means."""
     owner: dict[str, int] = {}
     for holding in holdings:

@@ -220,7 +220,8 @@ class Node:
             if centres is None:
                 raise UserError("without centres no pair is of any class")
             holding = self._joined(ask.run, deal, nearest(joint, centres))
-            self._say(f"takes part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
+            does = "would take" if deal.only_told else "takes"
+            self._say(f"{does} part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
             return encode(answer.model_copy(update={"holding": holding}))
         found = (
             local_centres(joint, deal.classes, deal.class_seed, self.shard.client)
@@ -232,13 +233,14 @@ class Node:
     def _joined(self, run: str, deal: Deal, classes: np.ndarray) -> Holding:
         """Deal the client's pairs for a run, once: it is then known here, whatever becomes of the files."""
         assert self.pairs is not None  # seen above
-        if self._membership(run) is not None:
-            raise UserError("it takes part in this run already")
-        everything, share = np.arange(len(self.pairs)), deal.validation_share
-        name = self.shard.name
-        dealt = make_shard(self.shard.client, everything, everything, self.pairs.ids, classes, share, deal.seed, name)
-        told = membership_of(self.pairs, (dealt,))
-        write_json(self._membership_path(run), told.model_dump(mode="json"))
+        here, share = np.flatnonzero(~np.isin(classes, deal.closed)), deal.validation_share
+        every, name = np.arange(len(self.pairs)), self.shard.name
+        dealt = make_shard(self.shard.client, here, every, self.pairs.ids, classes, share, deal.seed, name)
+        told, known = membership_of(self.pairs, (dealt,)), self._membership(run)
+        if known is not None and known != told:
+            raise UserError("it takes part in this run already, with other pairs")
+        if not deal.only_told:
+            write_json(self._membership_path(run), told.model_dump(mode="json"))
         return told.clients[0]
 
     def _buried(self, ask: Ask) -> bytes:

@@ -43,6 +43,10 @@ class Deal(Config):
     class_seed: int
     seed: int
     validation_share: float = Field(ge=0, lt=1)
+    closed: tuple[int, ...] = ()
+    """Classes that were forgotten before the client came: its pairs of those stay out."""
+    only_told: bool = False
+    """Nothing is kept of it yet."""
 
 
 class Burial(Config):

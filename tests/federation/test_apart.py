@@ -1,6 +1,7 @@
 """Pairs that lie at their sites alone: the same bytes as in one place, and the server opens nothing of a client's."""
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ from tests.federation.apart_sites import SIZES, TESTS, Sites, answered, serving,
 from ease.data.membership import Holding
 from ease.errors import UserError
 from ease.federation.enrolment import enrolled
+from ease.federation.flower import Flower
 from ease.federation.launch import FlowerServer, free_port
 from ease.federation.node import Node, Policy, pairs_hash
-from ease.federation.remote import node_socket
+from ease.federation.remote import Remote, node_socket
 from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
 from ease.ledger.purging import purge_released
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, held_without
@@ -54,6 +56,10 @@ def test_training_and_every_kind_of_request_give_the_bytes_of_one_place(sites: S
 def test_the_same_over_flower(sites: Sites) -> None:
     """Through Flower's simulation: all that nodes are asked beside jobs goes the way that jobs go."""
     with FlowerServer(sites.folder / "fed", "127.0.0.1", free_port(), insecure=True, simulated=3):
+        until, nobody = time.monotonic() + 300, dict.fromkeys(range(3), ())
+        simulated = Remote(Flower(sites.folder / "fed"), nobody, nobody, "ab" * 16)
+        while any(isinstance(each, str) for each in simulated.present().values()) and time.monotonic() < until:
+            time.sleep(0.5)  # a busy machine takes its time to begin
         run = Run.plan(sites.folder / "flower", sites.config("engine=flower"))
         world = open_world(run)
         run = Run.create(run.folder, run.config)

@@ -34,7 +34,7 @@ from ease.runs.attackers import SHARES, Plan
 from ease.runs.attacking import MOST_RETAINED, Records, attack_record, auc_measure
 from ease.runs.evaluation import evaluation_sets, recalls_of
 from ease.runs.measuring import Compared, Measured, alignment, distribution, retrieval, shown
-from ease.runs.one_by_one import OneByOne
+from ease.runs.one_by_one import RECALLS, OneByOne
 from ease.runs.records import Gallery, PairRecord
 from ease.runs.world import World
 from ease.seeding import generator
@@ -121,7 +121,7 @@ class AtSites(Compared):
         similar = {name: torch.from_numpy(look.all("forget", "cosine")) for name, look in looks.items()}
         recalls = retrieval({name: look.recalls for name, look in looks.items()}, self._sets)
         held, apart = self._held(looks, odds), [self._told_apart(kind, looks) for kind in JUDGED]
-        measures = [*held, *recalls]
+        measures = [*held, *(each for each in recalls if not self.few or each.name in RECALLS)]
         if not self.few:
             seed = self.world.config.seed
             measures += [alignment(similar), distribution(odds, seed), *(each for found, _ in apart for each in found)]

@@ -137,7 +137,7 @@ def hashed(state: Params) -> str:
     return hashlib.sha256(encode_state(state)).hexdigest()
 
 
-@pytest.mark.parametrize("history", ["server", "client"])
+@pytest.mark.parametrize("history", ["server", pytest.param("client", marks=pytest.mark.slow)])
 def test_a_purge_over_nodes_is_that_of_one_process(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path, history: str
 ) -> None:

@@ -58,7 +58,7 @@ def close(run: Run, request: ClassRequest | ClientRequest) -> None:
     release(run, run.unreleased()[0])
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["at once", "after a class was closed"])
+@pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "class closed"])
 def test_a_site_joins_as_if_all_pairs_lay_in_one_place(ease, apart: Run, pooled: Run, closed: bool) -> None:
     """Further rounds train with it, and a later request for it is answered from the same history."""
     for run in (apart, pooled):
@@ -135,6 +135,7 @@ def test_a_site_joins_with_all_that_it_has(unjoined: Run) -> None:
             join(unjoined, wish)
 
 
+@pytest.mark.slow
 def test_what_was_forgotten_comes_back_with_a_consent_for_it_alone(sites: Sites, apart: Run, monkeypatch) -> None:
     """Client 2 leaves; its photographs come back at the new site under their old ids."""
     close(apart, ClientRequest(clients=(2,)))

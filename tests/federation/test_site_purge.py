@@ -94,6 +94,7 @@ def test_a_purge_leaves_the_rounds_of_one_process_and_no_id_at_a_site(sites: Sit
     )
 
 
+@pytest.mark.slow
 def test_releases_that_wait_are_purged_together(apart: Run, pooled: Run) -> None:
     """A client that held a forgotten pair has left since: its node repeats nothing any more, and need not."""
     for run in (apart, pooled):
@@ -136,7 +137,7 @@ def test_a_missing_node_leaves_the_purge_pending_and_the_run_as_it_was(sites: Si
     assert len(list(purge_released(apart.folder))) == 1
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_node_that_goes_away_in_between_is_asked_again(
     sites: Sites, apart: Run, pooled: Run, monkeypatch, victim: int
 ) -> None:
@@ -205,6 +206,7 @@ def test_a_site_may_refuse_to_purge(closed: Run, sites: Sites, monkeypatch) -> N
         list(purge_released(run.folder))
 
 
+@pytest.mark.slow
 def test_another_salt_is_refused(sites: Sites, apart: Run) -> None:
     run = apart
     close(run, two_pairs(run))

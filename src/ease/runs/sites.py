@@ -53,7 +53,7 @@ def check_sites(world: World, request: Request, closed: bool) -> None:
     if closed:
         raise UserError(
             "this request is closed: nodes touch its pairs no more, so that nobody can measure them; audit an answer "
-            "before `ease release`, or train its request once more in another run"
+            "before `ease release`"
         )
     for holding in holdings_now(world):
         unseen = len(holding.validation_ids)

@@ -35,9 +35,9 @@ from ease.cli import main as ease_main
 from ease.evidence import new_key, read_log
 from ease.ledger.store import NAME as LEDGER
 from ease.ledger.store import Ledger
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json
 from ease.runs.run import Run
-from ease.runs.tombstones import NAME as TOMBSTONES
-from ease.runs.tombstones import Tombstones, as_json
 from ease.storage import LEFTOVER, write_atomic, write_json
 
 WORLD = (*TINY, "partition.clients=3", "data.train=30", "data.validation=8")

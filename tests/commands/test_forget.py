@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ease.commands.train import train_run
+from ease.data.words import content, says_all
 from ease.federation.fedavg import participants
 from ease.federation.loop import Loop
 from ease.methods import METHODS
-from ease.runs.concepts import content, says_all
 from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.runs.world import World

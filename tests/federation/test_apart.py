@@ -1,132 +1,37 @@
 """Pairs that lie at their sites alone: the same bytes as in one place, and the server opens nothing of a client's."""
 
-import json
 import shutil
-import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from tests.federation.apart_sites import SIZES, TESTS, Sites, answered, serving, states
 
-from ease.commands.federation import make_node
 from ease.data.membership import Holding
-from ease.data.pairs import PairSet
-from ease.data.scenes import load_scenes
 from ease.errors import UserError
 from ease.federation.enrolment import enrolled
+from ease.federation.flower import Flower
 from ease.federation.launch import FlowerServer, free_port
-from ease.federation.node import Node, Policy, listen, pairs_hash, serve
-from ease.federation.remote import Remote, Sockets, node_socket
+from ease.federation.node import Node, Policy, pairs_hash
+from ease.federation.remote import Remote, node_socket
 from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
-from ease.methods import make_method
+from ease.ledger.purging import purge_released
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, held_without
 from ease.runs.answers import open_world, release
-from ease.runs.config import load_config
-from ease.runs.forget import forget
-from ease.runs.resolve import Wanted, parse_request
+from ease.runs.concepts import match_concept
 from ease.runs.run import Run
-from ease.storage import read_json, sha256
+from ease.storage import read_json
 
-SIZES = {"a": 34, "b": 22, "c": 14}
-"""Sites, in the order of their numbers, and how many pictures each has."""
-TESTS = 20
-FOLDER = ("data.name=folder", "partition.classes=2", "partition.validation_share=0.3", "training.rounds=3")
-APART = ("partition.scheme=apart", "partition.clients=3", "engine=nodes")
 DEAL = Deal(classes=2, class_seed=0, seed=0, validation_share=0.3)
-
-
-def draw(folder: Path, pairs: PairSet, places: dict[str, int], **columns: str) -> list[str]:
-    """Some of the pictures under names of their own, and the list of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for name, place in places.items():
-        Image.fromarray(pairs.pixels[place]).save(folder / f"{name}.png")
-        lines.append(json.dumps({"image": f"{name}.png", "captions": pairs.captions[place], "id": name, **columns}))
-    with (folder / "captions.jsonl").open("a") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-    return lines
-
-
-@dataclass
-class Sites:
-    """Three folders of clients, one of the server, and one with everything, for comparison."""
-
-    folder: Path
-    small: tuple[str, ...]
-    nodes: dict[int, Node]
-
-    def config(self, *changes: str):
-        federation = f"federation={self.folder / 'fed'}"
-        return load_config(None, (*self.small, *FOLDER, *APART, federation, f"data.path={self.server}", *changes))
-
-    @property
-    def server(self) -> Path:
-        return self.folder / "server"
-
-    def begun(self, name: str = "apart") -> Run:
-        return Run.create(self.folder / name, self.config())
-
-    def trained(self, name: str = "apart") -> Run:
-        run = Run.plan(self.folder / name, self.config())
-        world = open_world(run)
-        run = Run.create(run.folder, run.config)
-        list(run.train(world))
-        return run
-
-    def pooled(self) -> Run:
-        changes = ("partition.scheme=sites", f"data.path={self.folder / 'all'}", "engine=loop")
-        run = Run.create(self.folder / "pooled", load_config(None, (*self.small, *FOLDER, *changes)))
-        list(run.train(open_world(run)))
-        return run
-
-    def node(self, client: int) -> Node:
-        """What `ease node --id N --data FOLDER` would make now."""
-        site = sorted(SIZES)[client]
-        config = self.config(f"data.path={self.folder / site}")
-        return make_node(config, client, self.folder / "disks" / site, quiet=True)
-
-    def remote(self, **more) -> Remote:
-        nothing = dict.fromkeys(range(3), ())
-        line = Sockets({client: node_socket(self.folder / "fed", client) for client in range(3)})
-        return Remote(line, nothing, nothing, "ab" * 16, backbone=self.nodes[0].backbone, **more)
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, pairs = tmp_path_factory.mktemp("drawn"), load_scenes(0, sum(SIZES.values()), 0, TESTS)
-    left = iter(range(len(pairs)))
-    for site, size in SIZES.items():
-        places = {f"{site}{number}": next(left) for number in range(size)}
-        for where in (site, "all"):
-            draw(folder / where, pairs, places, site=site, split="train")
-    places = {f"t{number}": next(left) for number in range(TESTS)}
-    for where in ("server", "all"):
-        draw(folder / where, pairs, places, split="test")
-    return folder
 
 
 @pytest.fixture
 def sites(drawn: Path, small: tuple[str, ...], tmp_path: Path) -> Iterator[Sites]:
-    shutil.copytree(drawn, tmp_path / "w")
-    made, lines = Sites(tmp_path / "w", small, {}), []
-    for client in range(3):
-        node = made.nodes[client] = made.node(client)
-        lines.append(listen(node_socket(made.folder / "fed", client)))
-        threading.Thread(target=serve, args=(node, lines[-1]), daemon=True).start()
-    yield made
-    for line in lines:
-        line.close()
-
-
-def states(run: Run) -> dict[str, str]:
-    return {str(path.relative_to(run.folder)): sha256(path) for path in sorted(run.folder.rglob("*.safetensors"))}
-
-
-def answered(run: Run, request: Request, method: str = "ease") -> list[dict[str, float]]:
-    return [metrics for _, metrics in forget(run, open_world(run), request, make_method(method))]
+    with serving(drawn, tmp_path / "w", small) as made:
+        yield made
 
 
 def requests_of(run: Run) -> tuple[Request, ...]:
@@ -149,16 +54,29 @@ def test_training_and_every_kind_of_request_give_the_bytes_of_one_place(sites: S
 
 @pytest.mark.engine
 def test_the_same_over_flower(sites: Sites) -> None:
-    """Through Flower's simulation: what nodes say of their pairs goes the way that jobs go."""
+    """Through Flower's simulation: all that nodes are asked beside jobs goes the way that jobs go."""
     with FlowerServer(sites.folder / "fed", "127.0.0.1", free_port(), insecure=True, simulated=3):
+        until, nobody = time.monotonic() + 300, dict.fromkeys(range(3), ())
+        simulated = Remote(Flower(sites.folder / "fed"), nobody, nobody, "ab" * 16)
+        while any(isinstance(each, str) for each in simulated.present().values()) and time.monotonic() < until:
+            time.sleep(0.5)  # a busy machine takes its time to begin
         run = Run.plan(sites.folder / "flower", sites.config("engine=flower"))
         world = open_world(run)
         run = Run.create(run.folder, run.config)
         list(run.train(world))
-        answered(run, requests_of(run)[0])
+        everything = match_concept(open_world(run), "snow", -1.0).ids
+        close(run)
     pooled = sites.pooled()
-    answered(pooled, requests_of(pooled)[0])
-    assert states(run) == states(pooled)
+    held = [each for shard in open_world(pooled).shards for each in shard.train_ids]
+    close(pooled)
+    assert states(run) == states(pooled) and sorted(everything) == sorted(held)
+
+
+def close(run: Run) -> None:
+    """Forget, release and purge."""
+    answered(run, requests_of(run)[0])
+    release(run, run.unreleased()[0])
+    assert len(list(purge_released(run.folder))) == 1
 
 
 def test_the_server_opens_its_own_pairs_alone(sites: Sites) -> None:
@@ -225,12 +143,6 @@ def test_held_ids_are_those_of_the_shards(world) -> None:
         assert held_without(world.server.membership.clients, (request,)) == left
 
 
-def test_what_needs_all_pairs_in_one_place_says_so(sites: Sites) -> None:
-    world = open_world(sites.trained())
-    with pytest.raises(UserError, match="lie at their sites alone"):
-        parse_request(world, Wanted(concepts=("number",)))
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -274,9 +186,11 @@ def test_a_client_joins_a_run_once(sites: Sites) -> None:
         DEAL,
         0 + sites.nodes[0].activations.pooled_image.shape[1] + (sites.nodes[0].activations.pooled_text.shape[2]),
     )
+    blobs = {"centres": numbers_of(centres)}
     asked = Ask(kind="join", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)
-    told = sites.nodes[0].answer(encode(asked, {"centres": numbers_of(centres)}))
-    assert "already" in decode_answer(told)[0].refused
+    assert decode_dealt(sites.nodes[0].answer(encode(asked, blobs)))[0].holding == holdings[0]  # the same once more
+    asked = Ask(kind="join", client=0, nonce="2" * 32, run="ab" * 16, deal=DEAL.model_copy(update={"seed": 1}))
+    assert "already, with other pairs" in decode_answer(sites.nodes[0].answer(encode(asked, blobs)))[0].refused
     assert pairs_hash(holdings[0].train_ids) == sites.remote().present()[0].pairs  # type: ignore[union-attr]
 
 

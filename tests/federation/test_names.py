@@ -8,6 +8,7 @@ import pytest
 
 import ease.federation
 import ease.methods
+from ease.audit.sites import AUDIT
 from ease.federation import protocol
 from ease.federation.objectives import OBJECTIVES
 
@@ -46,6 +47,7 @@ def test_every_loss_of_a_method_lies_beside_it() -> None:
     """The registry of a program that has imported no method holds plain training alone."""
     names = {
         "align",
+        AUDIT,  # which belongs to no method
         "levels",
         "farewell",
         "replay",

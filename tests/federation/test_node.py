@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ease.audit.config import AuditConfig
+from ease.commands.audit import audit_run
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
@@ -28,6 +30,8 @@ from ease.federation.node import Node, Policy, listen, pairs_hash, private_folde
 from ease.federation.protocol import LocalJob, Replay, Update
 from ease.federation.remote import Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
+from ease.ledger.joining import Wish, join
+from ease.ledger.purging import purge_released
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY
 from ease.params import Params
@@ -37,6 +41,7 @@ from ease.runs.config import RunConfig
 from ease.runs.forget import forget
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.storage import sha256
 
 RUN = "ab" * 16
 UNEQUAL = ("partition.scheme=dirichlet", "partition.beta=0.7", "training.rounds=3")
@@ -130,6 +135,61 @@ def digests(folder: Path, config: RunConfig, wanted: Request) -> list[str]:
 
 def hashed(state: Params) -> str:
     return hashlib.sha256(encode_state(state)).hexdigest()
+
+
+@pytest.mark.parametrize("history", ["server", pytest.param("client", marks=pytest.mark.slow)])
+def test_a_purge_over_nodes_is_that_of_one_process(
+    site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path, history: str
+) -> None:
+    """Single pairs and a client are purged in turn, and a class is forgotten after that."""
+    settings = (*UNEQUAL, f"training.history={history}")
+    here = small_config(*settings, "engine=loop")
+    world = World.open(here)
+    started = site(world)
+    there = small_config(*settings, "engine=nodes", f"federation={tmp_path / 'federation'}")
+    wanted = SampleRequest(ids=(*world.shards[0].train_ids[:2], *world.shards[1].train_ids[:1]))
+    found = {}
+    for name, config in (("loop", here), ("nodes", there)):
+        run = Run.create(tmp_path / name, config)
+        list(run.train(open_world(run)))
+        for request in (wanted, ClientRequest(clients=(2,))):
+            list(forget(run, open_world(run), request, make_method("ease"), False))
+            release(run, run.unreleased()[0])
+            assert len(list(purge_released(run.folder))) == 1
+        list(forget(Run.load(run.folder), open_world(run), ClassRequest(classes=(0,)), make_method("ease"), False))
+        clients = run.folder / "clients"
+        every = [path for path in sorted(run.folder.rglob("*.safetensors")) if clients not in path.parents]
+        found[name] = {str(path.relative_to(run.folder)): sha256(path) for path in every}
+    assert found["nodes"] == found["loop"]
+    kept = {client: list(node.folder.glob("runs/*/rounds/*")) for client, node in started.nodes.items()}
+    assert bool(kept[0]) == (history == "client") and not kept[2]
+
+
+def test_nobody_joins_nodes_that_deal_the_data_of_a_configuration(
+    site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    site(World.open(small_config("engine=loop")))
+    run = Run.create(tmp_path / "run", small_config("engine=nodes", f"federation={tmp_path / 'federation'}"))
+    list(run.train(open_world(run)))
+    with pytest.raises(UserError, match="a new one has no node; use engine"):
+        join(run, Wish("they agree", "ada"))
+
+
+@pytest.mark.slow
+def test_an_audit_over_nodes_is_that_of_one_process(
+    site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Where every machine opens the whole data set, nodes retrain, and the evaluator simulates shadows and measures."""
+    here = small_config("engine=loop")
+    site(World.open(here))
+    settings, found = AuditConfig(shadows=4, retrains=1, pool=16, workers=1), {}
+    for config in (here, small_config("engine=nodes", f"federation={tmp_path / 'federation'}")):
+        run = Run.create(tmp_path / config.engine, config)
+        list(run.train(open_world(run)))
+        list(forget(run, open_world(run), ClientRequest(clients=(1,)), make_method("ease"), False))
+        record = audit_run(run.folder, "client-1", settings, retrain=True, quiet=True).record
+        found[config.engine] = record.verdict, record.model_sha256, record.retrain_sha256, record.attacks
+    assert found["nodes"] == found["loop"]
 
 
 def test_nodes_repeat_rounds_of_a_training_made_again_as_one_process_does(

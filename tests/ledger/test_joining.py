@@ -13,10 +13,10 @@ from ease.commands.train import train_run
 from ease.evidence import read_log, verify
 from ease.ledger.store import Consent, Ledger
 from ease.requests.request import ClientRequest
+from ease.requests.tombstones import PREFIX, read_tombstones
 from ease.runs.answers import open_world
 from ease.runs.config import load_config
 from ease.runs.run import Run
-from ease.runs.tombstones import PREFIX, read_tombstones
 
 CLIENTS = 3
 SITES = ("north", "south", "west")

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ease.data.words import content, says_all, stem
 from ease.errors import UserError
-from ease.runs.concepts import calibrated, class_words, content, match_concept, nearness, says_all, stem
+from ease.runs.concepts import calibrated, class_words, match_concept, nearness
 from ease.runs.world import World
 
 

@@ -16,11 +16,11 @@ from ease.ledger.store import Ledger
 from ease.methods.ease.counterfactual import written_by
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.tombstones import PREFIX, Tombstones, read_tombstones
 from ease.runs.answers import open_world, release, trained_of
 from ease.runs.config import load_config
 from ease.runs.purge import read_purges
 from ease.runs.run import Run
-from ease.runs.tombstones import PREFIX, Tombstones, read_tombstones
 
 CLIENTS = 4
 ROUNDING = 1e-6

@@ -29,6 +29,8 @@ TITLES = {
     "u-bavaria/tpr": "found by U-BaVarIA",
     "before-after/auc": "before and after AUC",
     "retained/auc": "retained pairs AUC",
+    "retained/rank": "rank of retained pairs, log2",
+    "held-out/auc": "told from held-out pairs, AUC",
     "pair/rank": "rank in its gallery, log2",
     "pair/margin": "similarity margin",
     "pair/log_odds": "log-odds",

@@ -19,8 +19,7 @@ from ease.errors import UserError
 from ease.ledger.outlook import seconds_per_round
 from ease.methods.retrain import Retrain
 from ease.runs.answers import find_answer, open_world
-from ease.runs.attackers import Subjects
-from ease.runs.audit import Audit, Together
+from ease.runs.audit import Audit, Together, check_possible
 from ease.runs.next_steps import next_steps
 from ease.runs.quick import RULE, Level, QuickCheck, quick_check
 from ease.runs.records import AuditRecord, PairRecord, Price
@@ -70,10 +69,10 @@ class AuditSummary:
         )
         if found.pairs:
             yield table(
-                f"Each pair in its gallery of {found.gallery.pairs} pairs",
+                f"Each pair in its gallery of {found.pair_galleries} pairs",
                 ["pair", "", "before", "answer", "retrain", "retrained models"],
                 [row for pair in found.pairs for row in _pair_rows(pair)],
-                caption="gallery: test pairs of its pseudo-class, the nearest first, and others where it has few",
+                caption=f"gallery: {found.gallery.among}",
             )
         chance = ", ".join(
             f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in found.gallery.chance.items()
@@ -88,7 +87,7 @@ class AuditSummary:
             "Retraining stopped early, R@1",
             ["share of rounds", *PARTS],
             [
-                [share, *(f"{row[part]:.1f}" for part in PARTS)]
+                [share, *(f"{row[part]:.1f}" if part in row else "" for part in PARTS)]
                 for share, row in found.costs.compute_matched_retrain.items()
             ],
         )
@@ -170,7 +169,7 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
-    Subjects.of(world, request, config.pool)  # refuses too large a pool before the long work begins
+    check_possible(run, world, request, config)  # before the long work begins
     if retrain:
         answer(run, world, request, Retrain(), quiet)
     together = Together(tuple(Audit.of(run, world, name, config) for name in names))

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from rich.console import RenderableType
 
-import ease.methods  # noqa: F401 - whose objectives a node knows
+import ease.audit.sites
+import ease.methods  # noqa: F401 - likewise
 from ease import __version__
 from ease.config import read_toml, validate
 from ease.console import labelled, megabytes, table
@@ -25,7 +26,7 @@ from ease.errors import Disconnected, UserError
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
-from ease.federation.node import Node, Policy, closed_ids, listen, private_folder, serve
+from ease.federation.node import Node, Policy, listen, may_be_gone, private_folder, serve
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.ledger.states import OPEN
 from ease.ledger.store import Ledger, now
@@ -76,7 +77,7 @@ def make_node_apart(config: RunConfig, client: int, folder: Path, rules: Policy,
     device = choose_device(config.device)
     backbone = load_backbone(config.model.backbone, device)
     check_fits(backbone, config.model)
-    forgotten = closed_ids(folder)
+    forgotten = may_be_gone(folder)
     pairs = load_pairs(config.data, backbone.image_size, backbone.crop, forgotten=forgotten, owner="client")
     activations = activations_of(pairs, backbone, config, device)  # before adapters go into the backbone
     everything, sites = np.arange(len(pairs)), set(pairs.sites)

@@ -12,6 +12,7 @@ from ease.evidence.statement import Statement, VerdictWords
 from ease.federation.kept import KeptRound
 from ease.ledger.states import State
 from ease.requests.request import Request
+from ease.requests.tombstones import Tombstones
 from ease.runs.config import RunConfig
 from ease.runs.head import Head, Release
 from ease.runs.purge import Pass, PurgeRecord
@@ -25,7 +26,6 @@ from ease.runs.records import (
     OverlapRecord,
     TrialRecord,
 )
-from ease.runs.tombstones import Tombstones
 from ease.studies.experiment import Chosen
 
 

@@ -105,7 +105,8 @@ class Preview:
             yield labelled("for example", f"“{shortened(caption)}”")
         for match in self.matches:
             for each in match.near[:SHOWN]:
-                said = f"{each} “{shortened(self.captions.get(each, ''))}” ({match.scores[each]:.2f})"
+                caption = f" “{shortened(self.captions[each])}”" if each in self.captions else ""
+                said = f"{each}{caption} ({match.scores[each]:.2f})"
                 yield labelled("near miss", said)
         if self.answered:
             yield labelled("answered already", self.answered)
@@ -136,7 +137,8 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     captions = {each: world.evaluator.pairs.captions[places[each]][0] for each in (*ids, *near) if each in places}
     for match in resolved.matches:
         captions |= match.captions
-    there = [each for match in resolved.matches for each in match.ids] or [each for each in ids if each in captions]
+    there = [each for match in resolved.matches for each in match.ids] or list(ids)
+    there = [each for each in there if each in captions]  # where pairs lie apart, nobody here has one
     rng = generator(world.config.seed, "examples")
     chosen = range(min(SHOWN, len(there))) if resolved.matches else sorted(rng.permutation(len(there))[:SHOWN].tolist())
     meaning = in_words(request, members.names)

@@ -21,11 +21,11 @@ from ease.ledger.work import Finished, Steps, work
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request, in_words
+from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import check_named, open_world
 from ease.runs.purge import Pass
 from ease.runs.resolve import Wanted, check_wanted, parse_request, request_id
 from ease.runs.run import Run
-from ease.runs.tombstones import read_tombstones
 
 
 @dataclass(frozen=True)

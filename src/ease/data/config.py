@@ -1,7 +1,7 @@
 """Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -112,7 +112,7 @@ def load_pairs(
     image_size: int,
     crop: bool = False,
     by_site: bool = False,
-    forgotten: Collection[str] = (),
+    forgotten: Container[str] = (),
     barred: Callable[[str], bool] | None = None,
     fits: Callable[[Mapping[str, int]], None] | None = None,
     owner: Literal["server", "client"] | None = None,

@@ -1,6 +1,6 @@
 """Frozen activations of every pair, computed once per backbone and kept memory-mapped on disk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -107,3 +107,16 @@ def _write_tower(
                     arrays[name] = files.enter_context(new_array(folder / f"{name}.npy", shape, values.dtype))
                 arrays[name][rows] = values
     return sorted(arrays)
+
+
+def cached_files(pairs: PairSet, activations: Activations) -> Iterator[tuple[Path, str]]:
+    """Files and folders of the cache that hold some pairs, and what each is."""
+    pixels = getattr(pairs.pixels, "filename", None)
+    if pixels is not None:
+        for path in sorted(Path(pixels).parent.glob(f"{Path(pixels).stem}*")):
+            yield path, "cached pictures, made again from those that are left"
+    states = getattr(activations.image, "filename", None)
+    if states is not None:
+        yield Path(states).parent, "cached activations, made again from those that are left"
+    for listing in pairs.report.listings if pairs.report else ():
+        yield Path(listing), "ids of pictures that could not be read or are alike"

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -72,7 +72,7 @@ def pairs_from_rows(
     held_out_share: float = 0.2,
     strict: bool = False,
     by_site: bool = False,
-    forgotten: Collection[str] = (),
+    forgotten: Container[str] = (),
     fits: Callable[[Mapping[str, int]], None] | None = None,
 ) -> PairSet:
     """Pairs of the rows that `source` lists; rows without a split are dealt by `split_by_id`.
@@ -94,9 +94,8 @@ def pairs_from_rows(
         _check_sites(captioned, source)
     if fits is not None:
         fits(Counter(str(row.split) for row in captioned))
-    may_go = set(forgotten)
     captioned = [
-        row for row in captioned if row.id not in may_go or not isinstance(row.image, Path) or row.image.exists()
+        row for row in captioned if row.id not in forgotten or not isinstance(row.image, Path) or row.image.exists()
     ]
     identities, missing = identify([row.image for row in captioned])
     _check_readable(captioned, missing, source, strict)  # before the long decoding

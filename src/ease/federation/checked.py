@@ -25,13 +25,18 @@ NAMED = 3
 """Clients that an error names one by one."""
 
 
-def checked(engine: Federation, training: TrainingConfig, journal: Path | None = None, key: str = "") -> "Quorum":
-    """An engine whose answers are checked, kept in a folder under a key where one is given, and counted."""
+def checked(
+    engine: Federation, training: TrainingConfig, journal: Path | None = None, key: str = "", everyone: bool = False
+) -> "Quorum":
+    """An engine whose answers are checked, kept in a folder under a key where one is given, and counted.
+
+    With `everyone` all who are asked must answer, whatever share of them the training goes on with.
+    """
     # An engine that keeps the deadline itself says in time who is late; waiting twice would ask those again.
     sound: Federation = Checked(engine, None if getattr(engine, "punctual", False) else training.deadline)
     # A process that has gone comes back: what only it can tell is waited for, and its request stays open until then.
     patient = getattr(engine, "remote", False)
-    return Quorum(sound if journal is None else Journal(sound, journal, key), training.quorum, patient)
+    return Quorum(sound if journal is None else Journal(sound, journal, key), training.quorum, patient, everyone)
 
 
 class Checked(Wrapped):
@@ -102,11 +107,13 @@ class Checked(Wrapped):
 class Quorum(Wrapped):
     """A federation that hands on sound answers alone; with too few of them it raises an error that names the rest."""
 
-    def __init__(self, inner: Federation, share: float, patient: bool = False):
+    def __init__(self, inner: Federation, share: float, patient: bool = False, everyone: bool = False):
         super().__init__(inner)
         self.share = share
         self.patient = patient
         """Whether jobs on what is to be forgotten need the answers of all who are asked."""
+        self.everyone = everyone
+        """Whether every job does."""
         self._refused: dict[int, str] = {}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -118,10 +125,10 @@ class Quorum(Wrapped):
                 sound += 1
                 yield update
         self._refused |= refused
-        everyone = self.patient and (bool(job.replays) or job.data == "forget")
+        everyone = self.everyone or (self.patient and (bool(job.replays) or job.data == "forget"))
         needed = len(clients) if everyone else math.ceil(self.share * len(clients))
         if sound < needed:
-            raise too_few(job, sound, len(clients), needed, refused)
+            raise too_few(job, sound, len(clients), needed, refused, everyone)
 
     def left_out(self) -> dict[int, str]:
         """Client -> why it was left out, since this was last asked for."""
@@ -129,7 +136,9 @@ class Quorum(Wrapped):
         return dict(sorted(refused.items()))
 
 
-def too_few(job: LocalJob, sound: int, asked: int, needed: int, refused: Mapping[int, str]) -> UserError:
+def too_few(
+    job: LocalJob, sound: int, asked: int, needed: int, refused: Mapping[int, str], everyone: bool = False
+) -> UserError:
     """What to say when a round cannot go on."""
     named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(refused.items())[:NAMED])
     more = f"; and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
@@ -137,8 +146,8 @@ def too_few(job: LocalJob, sound: int, asked: int, needed: int, refused: Mapping
         return Diverged(f"round {job.round}: every update was rejected ({named}{more}); lower training.learning_rate")
     return UserError(
         f"round {job.round}, {job.objective}: {sound} of {asked} clients gave a sound answer and {needed} are needed "
-        f"({named}{more}); nothing of theirs was kept: run the same command again once they answer, or lower "
-        "training.quorum"
+        f"({named}{more}); nothing of theirs was kept: run the same command again once they answer"
+        + ("" if everyone else ", or lower training.quorum")
     )
 
 

@@ -4,7 +4,6 @@ The server learns sums and counts of groups of pairs, then the id and the class 
 activation leaves a client.
 """
 
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -15,8 +14,8 @@ from ease.data.classes import Groups, agreed_centres
 from ease.data.membership import Holding
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
-from ease.federation.remote import Remote, check_sender, check_willing
-from ease.federation.wire import CENTRES, COUNTS, SUMS, Ask, Deal, Dealt, decode_dealt, encode, numbers_in, numbers_of
+from ease.federation.remote import Remote, collected
+from ease.federation.wire import CENTRES, COUNTS, SUMS, Ask, Deal, Dealt, decode_dealt, numbers_in, numbers_of
 
 LONGEST = 2.0**0.5 + 1e-6
 """Of the embedding of one pair: two unit vectors beside each other."""
@@ -31,10 +30,21 @@ def enrolled(remote: Remote, deal: Deal, width: int) -> tuple[tuple[Holding, ...
         return [_groups(client, blobs, width, centres) for client, (_, blobs) in sorted(found.items())]
 
     centres = agreed_centres(groups(), groups, deal.classes, deal.class_seed)
-    joined = _asked(remote, "join", deal, centres)
-    holdings = tuple(_holding(client, told, deal) for client, (told, _) in sorted(joined.items()))
-    _check_apart(holdings)
+    holdings = _joined(remote, deal, centres)
+    check_apart(holdings)
     return holdings, centres
+
+
+def enrolled_later(remote: Remote, deal: Deal, centres: np.ndarray) -> Holding:
+    """What the one client of `remote`, which comes to a run that is there, takes part with in the run's classes."""
+    _check_backbones(remote)
+    (holding,) = _joined(remote, deal, centres)
+    return holding
+
+
+def _joined(remote: Remote, deal: Deal, centres: np.ndarray) -> tuple[Holding, ...]:
+    joined = _asked(remote, "join", deal, centres)
+    return tuple(_holding(client, told, deal) for client, (told, _) in sorted(joined.items()))
 
 
 def _check_backbones(remote: Remote) -> None:
@@ -52,30 +62,24 @@ def _check_backbones(remote: Remote) -> None:
 def _refuse(reasons: Mapping[int, str]) -> None:
     if reasons:
         named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
-        raise UserError(f"a run whose pairs lie apart begins with all its clients, and some are not ready ({named})")
+        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({named})")
 
 
 def _asked(
     remote: Remote, kind: Literal["groups", "join"], deal: Deal, centres: np.ndarray | None
 ) -> dict[int, tuple[Dealt, dict[str, bytes]]]:
     """Every client's answer; one that has none ends it."""
-    blobs = {} if centres is None else {CENTRES: numbers_of(centres)}
-    nonces = {client: uuid.uuid4().hex for client in remote.clients}
+    cohort = len(remote.clients)
     asks = {
-        client: Ask(kind=kind, client=client, nonce=nonce, run=remote.run_name, cohort=len(nonces), deal=deal)
-        for client, nonce in nonces.items()
+        client: Ask(kind=kind, client=client, nonce=uuid.uuid4().hex, run=remote.run_name, cohort=cohort, deal=deal)
+        for client in remote.clients
     }
-    until = None if remote.deadline is None else time.monotonic() + remote.deadline
-    found, reasons = {}, {}
-    for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, until):
-        try:
-            if isinstance(data, str):
-                raise UserError(data)
-            check_willing(data)
-            found[client] = decode_dealt(data)
-            check_sender(client, found[client][0].client, found[client][0].nonce == nonces[client])
-        except UserError as error:
-            reasons[client] = str(error)
+
+    def opened(data: bytes) -> tuple[tuple[Dealt, dict[str, bytes]], int, str]:
+        dealt, blobs = decode_dealt(data)
+        return (dealt, blobs), dealt.client, dealt.nonce
+
+    found, reasons = collected(remote, asks, {} if centres is None else {CENTRES: numbers_of(centres)}, opened)
     _refuse(reasons)
     return found
 
@@ -109,6 +113,7 @@ def _holding(client: int, told: Dealt, deal: Deal) -> Holding:
         or len(found.validation_ids) != len(found.validation_classes)
         or len(set(ids)) != len(ids)
         or not all(0 <= each < deal.classes for each in (*found.train_classes, *found.validation_classes))
+        or set(deal.closed) & {*found.train_classes, *found.validation_classes}
     ):
         raise UserError(f"client {client}: what it takes part with does not add up; look at its node")
     if len(found.train_ids) < MINIMUM_PAIRS:
@@ -119,7 +124,7 @@ def _holding(client: int, told: Dealt, deal: Deal) -> Holding:
     return found
 
 
-def _check_apart(holdings: Sequence[Holding]) -> None:
+def check_apart(holdings: Sequence[Holding]) -> None:
     """Refuse an id, or a name, that two clients use: a request must say whose pair it means."""
     owner: dict[str, int] = {}
     for holding in holdings:

@@ -6,12 +6,13 @@ objectives it knows, in the one encoding, after its own policy has agreed. Whate
 
 import os
 import queue
+import shutil
 import socket
 import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from pydantic import Field
 
 from ease.config import Config, validate
 from ease.data.classes import group_sums, local_centres, nearest
-from ease.data.features import Activations
+from ease.data.features import Activations, cached_files
 from ease.data.membership import Holding, Membership, membership_of, shards_of
 from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding, make_shard
+from ease.data.words import centred_cosines, content, says_all
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.codec import decode_job, encode_update
@@ -39,12 +41,17 @@ from ease.federation.shelf import Shelf
 from ease.federation.wire import (
     CENTRES,
     COUNTS,
+    NEAR,
+    QUERY,
+    SAYS,
     SUMS,
     UPDATE,
     Answer,
     Ask,
     Deal,
     Dealt,
+    Dropped,
+    Matched,
     Present,
     decode_ask,
     encode,
@@ -56,6 +63,8 @@ from ease.federation.wire import (
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params, layout_of
 from ease.requests.request import Request, named_in, redealt, without
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json
 from ease.storage import digest, read_json, write_json
 
 HOUR = 3600.0
@@ -68,6 +77,10 @@ LONGEST_REASON = 300
 
 GROUPS = "classes"
 """What a policy calls the search for common classes, which is no objective."""
+PURGE = "purge"
+"""What it calls the dropping of what is kept of closed requests."""
+SEARCH = "concepts"
+"""What it calls the search for words in captions."""
 
 
 class Policy(Config):
@@ -156,6 +169,10 @@ class Node:
                 raise UserError(f"this is client {self.shard.client}, and client {ask.client} was asked")
             if ask.kind == "hello":
                 return encode(self._present(ask))
+            if ask.kind == "purge":
+                return self._buried(ask)
+            if ask.kind == "search":
+                return self._matched(ask, parts.get(QUERY, b""))
             return self._done(ask, job, parts) if ask.kind == "task" else self._dealt(ask, parts.get(CENTRES))
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
@@ -203,7 +220,8 @@ class Node:
             if centres is None:
                 raise UserError("without centres no pair is of any class")
             holding = self._joined(ask.run, deal, nearest(joint, centres))
-            self._say(f"takes part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
+            does = "would take" if deal.only_told else "takes"
+            self._say(f"{does} part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
             return encode(answer.model_copy(update={"holding": holding}))
         found = (
             local_centres(joint, deal.classes, deal.class_seed, self.shard.client)
@@ -215,14 +233,95 @@ class Node:
     def _joined(self, run: str, deal: Deal, classes: np.ndarray) -> Holding:
         """Deal the client's pairs for a run, once: it is then known here, whatever becomes of the files."""
         assert self.pairs is not None  # seen above
-        if self._membership(run) is not None:
-            raise UserError("it takes part in this run already")
-        everything, share = np.arange(len(self.pairs)), deal.validation_share
-        name = self.shard.name
-        dealt = make_shard(self.shard.client, everything, everything, self.pairs.ids, classes, share, deal.seed, name)
-        told = membership_of(self.pairs, (dealt,))
-        write_json(self._membership_path(run), told.model_dump(mode="json"))
+        here, share = np.flatnonzero(~np.isin(classes, deal.closed)), deal.validation_share
+        every, name = np.arange(len(self.pairs)), self.shard.name
+        dealt = make_shard(self.shard.client, here, every, self.pairs.ids, classes, share, deal.seed, name)
+        told, known = membership_of(self.pairs, (dealt,)), self._membership(run)
+        if known is not None and known != told:
+            raise UserError("it takes part in this run already, with other pairs")
+        if not deal.only_told:
+            write_json(self._membership_path(run), told.model_dump(mode="json"))
         return told.clients[0]
+
+    def _buried(self, ask: Ask) -> bytes:
+        """Drop what is kept of closed requests; what they named is known by marks alone from now on.
+
+        Each step can be repeated: a node that is killed between two is asked once more.
+        """
+        assert ask.burial is not None  # seen as it was read
+        self._once(ask.nonce)
+        if objection := self.policy.reluctance(PURGE, ask.cohort, self._times, time.time()):
+            raise UserError(objection)
+        members, before = self._membership(ask.run), self._stones(ask.run)
+        if self.pairs is not None and members is None:
+            raise UserError("it does not take part in this run; its folder is not the one it began the run with")
+        if before is not None and before.salt != ask.burial.salt:
+            raise UserError("its marks of this run were made with another salt; the run is not the one it knows")
+        marks = frozenset(ask.burial.marks) | (before.ids if before is not None else frozenset())
+        stones = Tombstones(salt=ask.burial.salt, ids=marks)
+        gone = tuple(map(stones.renamed, ask.gone))
+        self._check_closed(tuple(map(stones.renamed, self._closed(ask.run))), gone)
+        answer = Dropped(client=self.shard.client, nonce=ask.nonce)
+        if ask.burial.only_asked:
+            return encode(answer)
+        folder = self.folder / "runs" / ask.run
+        write_json(folder / TOMBSTONES, as_json(stones))  # first: whoever is asked again goes on from it
+        write_json(self._gone_path(ask.run), Gone(requests=gone).model_dump(mode="json"))
+        if members is not None:
+            write_json(self._membership_path(ask.run), stones.buried(members).model_dump(mode="json"))
+        removed, stayed = list(self._drop(folder, ask.burial.leaves)), list(self._left(folder))
+        self._ready = None
+        self._say(f"purged in run {ask.run[:8]}: {len(stones.ids)} pairs are known by marks")
+        return encode(answer.model_copy(update={"removed": tuple(removed), "stayed": tuple(stayed)}))
+
+    def _matched(self, ask: Ask, encoded: bytes) -> bytes:
+        """Which of the pairs that are left say some words, and how near each is; captions themselves stay."""
+        assert ask.search is not None  # seen as it was read
+        self._once(ask.nonce)
+        now = time.time()
+        if self.pairs is None:
+            raise UserError("it was given its pairs, and whoever gave them can look at them")
+        if objection := self.policy.reluctance(SEARCH, ask.cohort, self._times, now):
+            raise UserError(objection)
+        self._check_closed(self._closed(ask.run), ask.gone)
+        self._times.append(now)
+        left = without((self._shard(ask.run, ask.gone),), ask.gone)
+        if not left:
+            raise UserError(f"client {self.shard.client} has left this run")
+        places, wanted = left[0].train, content(ask.search.words)
+        rows = numbers_in(encoded, "<f8", ask.search.rows, "message")
+        if rows.shape[1] != self.activations.pooled_text.shape[-1] or not np.isfinite(rows).all() or not wanted:
+            raise UserError("the words are none of this client's backbone, or name nothing")
+        captions = [self.pairs.captions[place] for place in places]
+        says = np.array([any(says_all(text, wanted) for text in each) for each in captions], dtype=np.int64)
+        near = centred_cosines(rows[0], self.activations.pooled_text[places].astype(np.float64), rows[1]).max(axis=1)
+        if len(rows) == 3:
+            pictures = self.activations.pooled_image[places].astype(np.float64)[:, None]
+            near = (near + centred_cosines(rows[0], pictures, rows[2])[:, 0]) / 2
+        self._say(f"looked for words in {len(places)} pairs; {says.sum()} say them")
+        return encode(
+            Matched(client=self.shard.client, nonce=ask.nonce), {SAYS: numbers_of(says), NEAR: numbers_of(near)}
+        )
+
+    def _drop(self, folder: Path, leaves: bool) -> Iterator[tuple[str, str]]:
+        """Delete what may hold the pairs, and say what that was."""
+        if count := len(self.shelf):
+            shutil.rmtree(self.shelf.folder)
+            yield f"{count} parts of jobs", "states that may hold the pairs; sent again when they are needed"
+        if leaves and (folder / "rounds").exists():
+            shutil.rmtree(folder / "rounds")
+            yield "rounds", "states and updates of a client that has left"
+        for path, why in cached_files(self.pairs, self.activations) if self.pairs is not None else ():
+            if path.exists():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                yield path.name, why
+
+    def _left(self, folder: Path) -> Iterator[tuple[str, str]]:
+        yield TOMBSTONES, "salted marks, by which it knows closed pairs"
+        if (folder / "rounds").exists():
+            yield "rounds", "its own updates, which later requests need"
+        yield "memory of the node", "pictures and activations that it has read, until it is started again"
+        yield "photographs in its folder", "the site's own; they may be deleted there"
 
     def _membership_path(self, run: str) -> Path:
         return self.folder / "runs" / run / "membership.json"
@@ -235,7 +334,7 @@ class Node:
     def _shard(self, run: str, gone: tuple[Request, ...]) -> Shard:
         """The client's pairs in a run; photographs that closed requests name may have vanished, others may not."""
         if self.pairs is None:
-            return self.shard
+            return self._named(run)
         members = self._membership(run)
         if members is None:
             raise UserError("it does not take part in this run; its folder is not the one it began the run with")
@@ -246,7 +345,27 @@ class Node:
     def _at_first(self, run: str) -> Shard | Holding:
         """What the client held when the run began."""
         members = None if self.pairs is None else self._membership(run)
-        return self.shard if members is None else members.clients[0]
+        return self._named(run) if members is None else members.clients[0]
+
+    def _named(self, run: str) -> Shard:
+        """The pairs that it was given, purged ones by their marks."""
+        stones = self._stones(run)
+        return self.shard if stones is None else replace(self.shard, train_ids=stones.marked(self.shard.train_ids))
+
+    def _stones(self, run: str) -> Tombstones | None:
+        path = self.folder / "runs" / run / TOMBSTONES
+        return validate(Tombstones, read_json(path), str(path)) if path.is_file() else None
+
+    def _gone_path(self, run: str) -> Path:
+        return self.folder / "runs" / run / "gone.json"
+
+    def _closed(self, run: str) -> tuple[Request, ...]:
+        path = self._gone_path(run)
+        return validate(Gone, read_json(path), str(path)).requests if path.is_file() else ()
+
+    def _check_closed(self, closed: Sequence[Request], gone: Sequence[Request]) -> None:
+        if lost := [each for each in closed if each not in gone]:
+            raise UserError(f"the job would touch what a closed request took away ({lost[0].scope})")
 
     def _once(self, nonce: str) -> None:
         """Refuse a message that came before, since whenever this node was first started."""
@@ -268,10 +387,8 @@ class Node:
 
     def _engine(self, run: str, gone: tuple[Request, ...], renewed: int) -> Loop:
         """The client's data without what closed requests named; what was closed once stays closed."""
-        path = self.folder / "runs" / run / "gone.json"
-        closed = validate(Gone, read_json(path), str(path)).requests if path.is_file() else ()
-        if lost := [each for each in closed if each not in gone]:
-            raise UserError(f"the job would touch what a closed request took away ({lost[0].scope})")
+        path, closed = self._gone_path(run), self._closed(run)
+        self._check_closed(closed, gone)
         if gone != closed:
             write_json(path, Gone(requests=gone).model_dump(mode="json"))
         if self._ready is None or self._ready[0] != (run, gone, renewed):
@@ -285,13 +402,12 @@ class Node:
         return self._ready[1]
 
     def _present(self, ask: Ask) -> Present:
-        members = self._membership(ask.run)
         return Present(
             client=self.shard.client,
             nonce=ask.nonce,
             version=self.version,
             backbone=self.backbone,
-            pairs=pairs_hash(self.shard.train_ids if members is None else members.clients[0].train_ids),
+            pairs=pairs_hash(self._at_first(ask.run).train_ids),
             parts=tuple(self.shelf),
             threads=torch.get_num_threads(),
             jobs=len(self._times),
@@ -318,16 +434,29 @@ class Gone(Config):
     requests: tuple[Request, ...]
 
 
-def closed_ids(folder: Path) -> set[str]:
-    """Ids that closed requests named in runs in which the node of this folder took part: their files may have gone."""
+@dataclass(frozen=True)
+class MayBeGone:
+    """Ids whose photographs may be missing: closed requests of some run named them."""
+
+    ids: Set[str]
+    stones: Sequence[Tombstones]
+    """Of what was purged, which is known by marks alone."""
+
+    def __contains__(self, pair_id: object) -> bool:
+        return pair_id in self.ids or any(each.bars(str(pair_id)) for each in self.stones)
+
+
+def may_be_gone(folder: Path) -> MayBeGone:
+    """What closed requests named in runs in which the node of this folder took part."""
     found = set[str]()
+    marks = [validate(Tombstones, read_json(path), str(path)) for path in folder.glob(f"runs/*/{TOMBSTONES}")]
     for path in folder.glob("runs/*/gone.json"):
         members = path.with_name("membership.json")
         if members.is_file():
             holdings = validate(Membership, read_json(members), str(members)).clients
             requests = validate(Gone, read_json(path), str(path)).requests
             found |= {each for request in requests for each in named_in(request, holdings)}
-    return found
+    return MayBeGone(found, marks)
 
 
 def pairs_hash(ids: Sequence[str]) -> str:

@@ -9,10 +9,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ease.errors import UserError
 from ease.federation.checked import refusal
@@ -203,14 +203,17 @@ class Remote:
             check_sender(client, update.client, True)
         return answer, update
 
-    def _task(self, client: int, nonce: str, cohort: int, job: bytes, parts: Mapping[str, bytes]) -> bytes:
+    def gone_of(self, client: int) -> tuple[Request, ...]:
+        """Closed requests as a client is told of them: of single pairs its own."""
         own = set(self.holdings[client])
-        gone = tuple(
+        return tuple(
             SampleRequest(ids=tuple(each for each in request.ids if each in own))
             if isinstance(request, SampleRequest)
             else request
             for request in self.gone
         )
+
+    def _task(self, client: int, nonce: str, cohort: int, job: bytes, parts: Mapping[str, bytes]) -> bytes:
         lacking = {name: data for name, data in parts.items() if name not in self._parts[client]}
         ask = Ask(
             kind="task",
@@ -219,7 +222,7 @@ class Remote:
             run=self.run_name,
             cohort=cohort,
             parts=tuple(sorted(parts)),
-            gone=gone,
+            gone=self.gone_of(client),
             renewed=self.renewed,
         )
         return encode(ask, {JOB: job, **lacking})
@@ -233,6 +236,34 @@ class Remote:
         for client, data in self.line.exchange(messages, left):
             self.received += len(data) if isinstance(data, bytes) else 0
             yield client, data
+
+
+Told = TypeVar("Told")
+
+
+def collected(
+    remote: Remote,
+    asks: Mapping[int, Ask],
+    blobs: Mapping[str, bytes],
+    opened: Callable[[bytes], tuple[Told, int, str]],
+) -> tuple[dict[int, Told], dict[int, str]]:
+    """Every client's answer to something that is no job, and why others have none.
+
+    `opened` takes an answer apart: what it tells, who says so, and to which message.
+    """
+    until = None if remote.deadline is None else time.monotonic() + remote.deadline
+    found, reasons = {}, {}
+    for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, until):
+        try:
+            if isinstance(data, str):
+                raise UserError(data)
+            check_willing(data)
+            told, sender, nonce = opened(data)
+            check_sender(client, sender, nonce == asks[client].nonce)
+            found[client] = told
+        except UserError as error:
+            reasons[client] = str(error)
+    return found, reasons
 
 
 def check_willing(data: bytes) -> None:

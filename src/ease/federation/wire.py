@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from pydantic import Field
 
 from ease.config import Config
 from ease.data.membership import Holding
+from ease.data.words import LONGEST
 from ease.errors import UserError
 from ease.federation.codec import Hash
 from ease.federation.container import LIMITS, Limits, pack, require, unpack
@@ -29,6 +30,10 @@ PIECE = 1 << 20
 JOB = "job"
 UPDATE = "update"
 CENTRES, SUMS, COUNTS = "centres", "sums", "counts"
+QUERY, SAYS, NEAR = "query", "says", "near"
+MOST_LINES = 64
+Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""What a node says to people: short, and nothing that a terminal would take for more than letters."""
 
 
 class Deal(Config):
@@ -38,6 +43,29 @@ class Deal(Config):
     class_seed: int
     seed: int
     validation_share: float = Field(ge=0, lt=1)
+    closed: tuple[int, ...] = ()
+    """Classes that were forgotten before the client came: its pairs of those stay out."""
+    only_told: bool = False
+    """Nothing is kept of it yet."""
+
+
+class Burial(Config):
+    """What a node is to keep by its mark alone from now on."""
+
+    salt: str = Field(pattern=r"^[0-9a-f]{32}$")
+    marks: tuple[str, ...]
+    """Of pairs of its own, made with the salt; of no other pair, and no id."""
+    leaves: bool
+    """Its client has left: what it keeps of its rounds goes too."""
+    only_asked: bool = False
+    """Nothing is done yet; it says whether it would be."""
+
+
+class Search(Config):
+    """Words, and how many rows the query has that comes with them."""
+
+    words: str = Field(min_length=1, max_length=LONGEST)
+    rows: Literal[2, 3]
 
 
 class Ask(Config):
@@ -45,10 +73,11 @@ class Ask(Config):
 
     The job comes with it, and so do those of the job's parts that the node lacks. Where pairs lie apart, a run begins
     with two more: what groups a client's pairs form, alone or around centres that come along (`groups`), and which
-    pairs it takes part with, each in the class of the nearest of those centres (`join`).
+    pairs it takes part with, each in the class of the nearest of those centres (`join`). When closed requests are
+    purged, a node drops what it keeps of them (`purge`). It can be asked which of its pairs some words fit (`search`).
     """
 
-    kind: Literal["hello", "groups", "join", "task"]
+    kind: Literal["hello", "groups", "join", "task", "purge", "search"]
     client: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Names this message: a node does it once, and an answer to another one is no answer."""
@@ -63,6 +92,8 @@ class Ask(Config):
     renewed: int = Field(0, ge=0)
     """How many of them came before the training from the start whose rounds a job may repeat."""
     deal: Deal | None = None
+    burial: Burial | None = None
+    search: Search | None = None
 
 
 class Present(Config):
@@ -105,6 +136,24 @@ class Dealt(Config):
     holding: Holding | None = None
 
 
+class Dropped(Config):
+    """What a node no longer keeps of closed requests, and what it still does: one thing and why, each."""
+
+    kind: Literal["dropped"] = "dropped"
+    client: int = Field(ge=0)
+    nonce: str
+    removed: tuple[tuple[Words, Words], ...] = Field((), max_length=MOST_LINES)
+    stayed: tuple[tuple[Words, Words], ...] = Field((), max_length=MOST_LINES)
+
+
+class Matched(Config):
+    """Of each pair that a node still holds, whether it says some words and how near it is to them, as tensors."""
+
+    kind: Literal["matched"] = "matched"
+    client: int = Field(ge=0)
+    nonce: str
+
+
 def encode(header: Config, blobs: Mapping[str, bytes] | None = None) -> bytes:
     """A message with other encodings inside it."""
     message = pack(header, {name: as_tensor(data) for name, data in (blobs or {}).items()})
@@ -127,6 +176,8 @@ def decode_ask(data: bytes, limits: Limits = LIMITS) -> tuple[Ask, bytes, dict[s
     blobs = _blobs(tensors, "message")
     require((JOB in blobs) == (header.kind == "task"), "message", "a task brings a job, and nothing else does")
     require((header.deal is not None) == (header.kind in ("groups", "join")), "message", "it says not how to deal")
+    require((header.burial is not None) == (header.kind == "purge"), "message", "it says not what to drop")
+    require((header.search is not None) == (header.kind == "search"), "message", "it says not what to look for")
     return header, blobs.pop(JOB, b""), blobs
 
 
@@ -150,6 +201,19 @@ def decode_dealt(data: bytes, limits: Limits = LIMITS) -> tuple[Dealt, dict[str,
     blobs = _blobs(tensors, "answer")
     wanted = set() if header.holding is not None else {SUMS, COUNTS}
     require(blobs.keys() == wanted, "answer", "it is neither groups nor a holding")
+    return header, blobs
+
+
+def decode_dropped(data: bytes, limits: Limits = LIMITS) -> Dropped:
+    header, tensors = unpack(_whole(data, "answer", limits), Dropped, "answer", limits)
+    require(not tensors, "answer", "it has tensors that belong to nothing")
+    return header
+
+
+def decode_matched(data: bytes, limits: Limits = LIMITS) -> tuple[Matched, dict[str, bytes]]:
+    header, tensors = unpack(_whole(data, "answer", limits), Matched, "answer", limits)
+    blobs = _blobs(tensors, "answer")
+    require(blobs.keys() == {SAYS, NEAR}, "answer", "it does not say what was asked for")
     return header, blobs
 
 

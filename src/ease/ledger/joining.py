@@ -4,6 +4,7 @@ Whoever comes is a new client with a number of its own, so that every round befo
 request finds the newcomer's part where it is. Nobody comes without a consent in the ledger.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +16,17 @@ from ease.data.pairs import PairSet
 from ease.data.partition import MINIMUM_PAIRS, set_aside
 from ease.errors import UserError
 from ease.evidence import attest
+from ease.federation.engines import remote_engine
+from ease.federation.enrolment import check_apart, enrolled_later
+from ease.federation.wire import Deal
 from ease.ledger.store import Consent, Ledger, check_text, now, stamp
 from ease.ledger.work import alone
 from ease.requests.request import ClassRequest, leaving_clients
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import open_world, trained_of
 from ease.runs.resolve import find_clients, named_ids
 from ease.runs.run import Run
-from ease.runs.tombstones import NAME as TOMBSTONES
-from ease.runs.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.world import World
 from ease.storage import remove_leftovers, write_json
 
@@ -101,12 +105,23 @@ def _known_already(run: Run, members: Membership, wish: Wish) -> Joined | None:
             continue
         same = (consent.text, consent.given_by) == (wish.consent, wish.by)
         whole = wish.ids == {*holding.train_ids, *holding.validation_ids} if wish.ids else None
-        if same and (whole or (whole is None and not _pool(run, members, wish).named(wish))):
+        apart = run.config.partition.apart  # a site comes once, with all that it has
+        if same and (apart or whole or (whole is None and not _pool(run, members, wish).named(wish))):
             return Joined(holding, consent, added=False)
     return None
 
 
 def _added(run: Run, members: Membership, wish: Wish) -> Joined:
+    return _from_its_site(run, members, wish) if run.config.partition.apart else _from_the_data(run, members, wish)
+
+
+def _from_the_data(run: Run, members: Membership, wish: Wish) -> Joined:
+    """A client of pairs that lie with all others."""
+    if run.config.remote:
+        raise UserError(
+            f"{run.folder}: its nodes deal the data among the clients of the configuration, and a new one has no node; "
+            'use engine = "loop", or partition.scheme = "apart", where each site has its own pairs'
+        )
     pool = _pool(run, members, wish)
     number, owner = 1 + max(holding.client for holding in members.clients), _owner(run, members, wish)
     ids = pool.named(wish)
@@ -115,8 +130,7 @@ def _added(run: Run, members: Membership, wish: Wish) -> Joined:
             raise UserError(f"{each}: {reason}")
     positions = np.array([pool.places[each] for each in ids], dtype=np.int64)
     classes = pool.world.evaluator.classes_of(positions)
-    closed = {label for each in run.head.gone if isinstance(each, ClassRequest) for label in each.classes}
-    kept = ~np.isin(classes, sorted(closed))
+    kept = ~np.isin(classes, _closed_classes(run))
     if kept.sum() < MINIMUM_PAIRS:
         raise UserError(
             f"{run.folder}: {int(kept.sum())} pairs could join, and a client needs {MINIMUM_PAIRS}; put new ones into "
@@ -126,8 +140,6 @@ def _added(run: Run, members: Membership, wish: Wish) -> Joined:
     share = run.config.partition.validation_share
     train, validation = set_aside(np.arange(len(ids)), share, run.config.seed, number)
     contents = {each: pool.pairs.digests[pool.places[each]] for each in ids}
-    returned = [each for each in ids if pool.stones.bars(each)]
-    told = Consent(number, stamp(now()), wish.by, wish.consent, len(ids), len(returned))
     holding = Holding(
         client=number,
         name=_name(members, wish, owner, number),
@@ -135,17 +147,68 @@ def _added(run: Run, members: Membership, wish: Wish) -> Joined:
         train_classes=tuple(classes[train].tolist()),
         validation_ids=tuple(ids[place] for place in validation),
         validation_classes=tuple(classes[validation].tolist()),
-        joined=Joining(
-            after_round=run.history.rounds(),
-            after_releases=len(run.head.releases),
-            owner=owner,
-            returned=len(returned),
-            consent=told.sha256,
-        ),
     )
+    return _written(run, members, wish, holding, owner, contents, int((~kept).sum()))
+
+
+def _from_its_site(run: Run, members: Membership, wish: Wish) -> Joined:
+    """A client whose pairs lie at its own node, which deals them and tells their ids and classes.
+
+    It is asked twice: nothing is kept at the site before the server has agreed.
+    """
+    if wish.ids or wish.site is not None or wish.owner is not None:
+        raise UserError("--samples, --site and --of: a new site joins with all that its node opens; leave them out")
+    number, world, config = 1 + max(holding.client for holding in members.clients), open_world(run), run.config
+    none: dict[int, tuple[str, ...]] = {number: ()}
+    place, backbone = config.federation_folder, world.server.backbone.fingerprint
+    remote = remote_engine(config.engine, place, run.name, none, none, (), 0, backbone, config.training.deadline)
+    deal = Deal(
+        classes=len(world.server.centroids),
+        class_seed=config.data.seed,
+        seed=config.seed,
+        validation_share=config.partition.validation_share,
+        closed=tuple(_closed_classes(run)),
+    )
+    told = enrolled_later(remote, deal.model_copy(update={"only_told": True}), world.server.centroids)
+    stones, covered, gone = read_tombstones(run.folder), _covered(run, members, wish), _gone(run, members)
+    for each in (*told.train_ids, *told.validation_ids):
+        if each in gone:
+            raise UserError(f"{each}: {_unpurged(run.folder)}")
+        if stones.bars(each) and stones.mark(each) not in covered:
+            raise UserError(f"{each}: {PURGED}")
+        if each in members.test:
+            raise UserError(f"{each}: is for testing; give it another id at the site, or take it out there")
+    check_apart((*members.clients, told))
+    holding = enrolled_later(remote, deal, world.server.centroids)
+    if holding != told:
+        raise UserError(f"client {number}: its node tells of other pairs than a moment ago; run the same command again")
+    return _written(run, members, wish, holding, None, {}, 0)
+
+
+def _written(
+    run: Run,
+    members: Membership,
+    wish: Wish,
+    holding: Holding,
+    owner: int | None,
+    contents: Mapping[str, str],
+    left_out: int,
+) -> Joined:
+    """Keep who came, with the consent; `contents` are hashes of pairs, where the server has them."""
+    ids, stones = (*holding.train_ids, *holding.validation_ids), read_tombstones(run.folder)
+    returned = [each for each in ids if stones.bars(each)]
+    told = Consent(holding.client, stamp(now()), wish.by, wish.consent, len(ids), len(returned))
+    joined = Joining(
+        after_round=run.history.rounds(),
+        after_releases=len(run.head.releases),
+        owner=owner,
+        returned=len(returned),
+        consent=told.sha256,
+    )
+    holding = holding.model_copy(update={"joined": joined})
     Ledger(run.folder).consent(told)
     if returned:
-        allowed = pool.stones.without(returned, [contents[each] for each in returned])
+        allowed = stones.without(returned, [contents[each] for each in returned if each in contents])
         write_json(run.folder / TOMBSTONES, as_json(allowed))
     grown = members.model_copy(
         update={
@@ -155,7 +218,18 @@ def _added(run: Run, members: Membership, wish: Wish) -> Joined:
         }
     )
     write_json(run.folder / "membership.json", grown.model_dump(mode="json"))  # last: it makes the rest count
-    return Joined(holding, told, int((~kept).sum()))
+    return Joined(holding, told, left_out)
+
+
+def _closed_classes(run: Run) -> list[int]:
+    return sorted({label for each in run.head.gone if isinstance(each, ClassRequest) for label in each.classes})
+
+
+PURGED = "was forgotten; it comes back as a new client's alone, with --again-after and the client that left"
+
+
+def _unpurged(folder: Path) -> str:
+    return f"was forgotten here and what it left is not purged yet; first run: ease purge {folder}"
 
 
 @dataclass(frozen=True)
@@ -212,9 +286,9 @@ class Pool:
     def bar(self, pair_id: str) -> str:
         """Why a pair cannot join; nothing when it can."""
         if pair_id in self.gone:
-            return f"was forgotten here and what it left is not purged yet; first run: ease purge {self.folder}"
+            return _unpurged(self.folder)
         if pair_id not in self.places and self.stones.bars(pair_id):
-            return "was forgotten; it comes back as a new client's alone, with --again-after and the client that left"
+            return PURGED
         if pair_id not in self.places:
             return "no such pair in the data of this run; put it there first"
         if pair_id in self.holders:
@@ -231,17 +305,17 @@ class Pool:
 def _pool(run: Run, members: Membership, wish: Wish) -> Pool:
     stones, covered = read_tombstones(run.folder), _covered(run, members, wish)
     world = open_world(run, stones=stones.model_copy(update={"ids": stones.ids - covered}))
-    world.check_together("ease join")
-    gone = {each for request in run.head.gone for each in named_ids(members, request) if each in members.digests}
-    for client in _left(run):  # its held-out pairs went with it
-        gone |= {
-            each
-            for holding in members.clients
-            if holding.client == client
-            for each in holding.validation_ids
-            if each in members.digests
-        }
-    return Pool(run.folder, members, world, stones, covered, frozenset(gone))
+    return Pool(run.folder, members, world, stones, covered, _gone(run, members))
+
+
+def _gone(run: Run, members: Membership) -> frozenset[str]:
+    """Ids of pairs that were forgotten and are not purged."""
+    gone = {each for request in run.head.gone for each in named_ids(members, request)}
+    left = _left(run)  # whose held-out pairs went with them
+    gone |= {each for holding in members.clients if holding.client in left for each in holding.validation_ids}
+    if run.config.partition.apart:  # where no content of theirs is known
+        return frozenset(gone - read_tombstones(run.folder).ids)
+    return frozenset(gone & members.digests.keys())
 
 
 def _left(run: Run) -> set[int]:

@@ -14,9 +14,9 @@ from ease.methods.ease import Ease
 from ease.methods.ease.counterfactual import replay_count
 from ease.methods.retrain import Retrain
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.tombstones import read_tombstones
 from ease.runs.head import Head
 from ease.runs.run import Run
-from ease.runs.tombstones import read_tombstones
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from ease.errors import UserError
 from ease.evidence import attest
 from ease.ledger.store import Ledger, now, stamp
 from ease.ledger.work import alone
+from ease.requests.tombstones import read_tombstones
 from ease.runs.head import Head
 from ease.runs.purge import PLAN, Pass, purge
 from ease.runs.run import PURGING, Run
-from ease.runs.tombstones import read_tombstones
 
 
 def purge_released(folder: Path, older_than_days: float = 0.0) -> Iterator[Pass]:

@@ -22,12 +22,12 @@ from ease.ledger.store import Entry, Ledger
 from ease.methods import make_method
 from ease.methods.base import Step, Unlearner
 from ease.requests.request import REQUESTS, Request, combined, remaining
+from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import answer_of, open_world, release, start_hash, trained_of
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
 from ease.runs.records import Metrics
 from ease.runs.run import Run
-from ease.runs.tombstones import read_tombstones
 from ease.storage import exclusive, sha256
 
 LOCK = ".work.lock"

@@ -133,7 +133,7 @@ def held_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> dict[i
     }
 
 
-def validation_mask(request: Request, shard: Shard) -> np.ndarray:
+def validation_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
     """Held-out pairs that resemble the forget pairs: those of the same client and, for a class request, class."""
     if isinstance(request, ClassRequest):
         return np.isin(shard.validation_classes, request.classes)

@@ -12,11 +12,11 @@ from ease.methods.base import Trained, Unlearner
 from ease.methods.foundation import Foundation
 from ease.params import Params
 from ease.requests.request import REQUESTS, Request, SampleRequest, in_words
+from ease.requests.tombstones import Tombstones, read_tombstones
 from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
-from ease.runs.tombstones import Tombstones, read_tombstones
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
 
@@ -151,7 +151,8 @@ def open_world(run: Run, request: Request | None = None, stones: Tombstones | No
     forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
     stones = stones or read_tombstones(run.folder)
     world = World.open(run.config, known, forgotten, stones.bars if stones.ids else None)
-    return replace(world.without(*head.gone), renewed=head.renewed)
+    name = run.name if run.config.remote and known is not None else world.run_name
+    return replace(world.without(*head.gone), renewed=head.renewed, run_name=name)
 
 
 def _answered(run: Run) -> list[Request]:

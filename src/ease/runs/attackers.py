@@ -224,7 +224,7 @@ class Subjects:
     @classmethod
     def of(cls, world: World, request: Request, pool: int) -> "Subjects":
         """Split the pairs of no client into the pool, the matched non-members and the rest."""
-        world.check_together("an audit (but for --quick, which asks the clients)")
+        world.check_together("an attack by shadows")
         named = len(named_ids(world.server.membership, request))
         there = sum(int(forget_mask(request, shard).sum()) for shard in world.evaluator.shards)
         if there < named:

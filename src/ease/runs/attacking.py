@@ -81,17 +81,17 @@ def attack_all(attacker: Attacker, targets: Mapping[str, tuple[Readings, Reading
     one = 1 / int(attacker.member.sum())
     measures = [
         Measure.of("mia/share", called, one, "share of the forget pairs"),
-        _auc_measure(f"{family}/auc", judged[attack], one, why),
-        _auc_measure(f"u-{family}/auc", judged[informed], one, f"{informed}; shadows unlearned likewise"),
+        auc_measure(f"{family}/auc", judged[attack], one, why),
+        auc_measure(f"u-{family}/auc", judged[informed], one, f"{informed}; shadows unlearned likewise"),
     ]
     if "rmia" in judged:
-        measures.append(_auc_measure("rmia/auc", judged["rmia"], one))
+        measures.append(auc_measure("rmia/auc", judged["rmia"], one))
     measures += _found(f"{family}/tpr", attack, judged[attack], one, config.fpr)
     measures += _found(f"u-{family}/tpr", informed, judged[informed], one, config.fpr)
     compared = _compared(attacker, {name: target for name, (target, _) in targets.items()})
     measures.append(_before_after(compared, one))
     records = {
-        name: {model: _record(found, attacker.member) for model, found in results.items()}
+        name: {model: attack_record(found, attacker.member) for model, found in results.items()}
         for name, results in {**judged, **compared}.items()
     }
     return Attacked(measures, records, attack)
@@ -130,8 +130,8 @@ def attack_retained(
         scores = np.concatenate([above, above_others[like]])
         judged[name] = AttackResult(auc(above, above_others[like]), None, 0, scores)
     note = f"{len(chosen)} retained pairs against {len(like)} unseen ones of their classes"
-    measure = _auc_measure("retained/auc", judged, 1 / len(chosen), note)
-    return Stayed([measure], {"retained": {name: _record(found, member) for name, found in judged.items()}})
+    measure = auc_measure("retained/auc", judged, 1 / len(chosen), note)
+    return Stayed([measure], {"retained": {name: attack_record(found, member) for name, found in judged.items()}})
 
 
 def attack_canaries(
@@ -165,7 +165,8 @@ def attack_canaries(
     return [Measure.of("canaries/epsilon", epsilons, one, note, limits=(0, np.inf))]
 
 
-def _auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:
+def auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:
+    """How well an attack tells members, under each model."""
     area = judged["unlearned"].auc
     interval = f"[{area.low:.3f}, {area.high:.3f}]"
     return Measure.of(
@@ -201,10 +202,11 @@ def _before_after(compared: Mapping[str, Judged], resolution: float) -> Measure:
         "by the change of log-odds; retraining shows it too, only the difference counts; "
         f"by both readings {both['unlearned'].auc} and {both['retrain'].auc.value:.3f} after retraining"
     )
-    return _auc_measure("before-after/auc", compared["before-after/change"], resolution, note)
+    return auc_measure("before-after/auc", compared["before-after/change"], resolution, note)
 
 
-def _record(found: AttackResult, member: np.ndarray) -> AttackRecord:
+def attack_record(found: AttackResult, member: np.ndarray) -> AttackRecord:
+    """An attack on one model, as it is kept."""
     curve = roc(found.scores[member], found.scores[~member])
     points = RocPoints(fpr=tuple(curve.fpr.round(5).tolist()), tpr=tuple(curve.tpr.round(5).tolist()))
     return AttackRecord(

@@ -21,10 +21,12 @@ from ease.audit.config import AuditConfig
 from ease.audit.nearest import near_duplicates
 from ease.audit.standing import FEW
 from ease.errors import UserError
+from ease.federation.checked import checked
+from ease.federation.protocol import Engine
 from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.requests.request import Request, forget_mask
+from ease.requests.request import Request, held_without
 from ease.runs.answers import StoredAnswer, answer_of, find_answer, trained_of
 from ease.runs.attackers import (
     SHARES,
@@ -41,6 +43,7 @@ from ease.runs.measuring import Instruments, Measured
 from ease.runs.one_by_one import OneByOne
 from ease.runs.records import AuditRecord, Costs, read_record, write_record
 from ease.runs.run import Run, check_answer_file
+from ease.runs.sites import NOT_TESTED_THERE, AtSites, check_sites, instruments_for, retrain_at_sites
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
 from ease.storage import remove_leftovers, sha256
@@ -92,9 +95,21 @@ class Audit:
     # The long part
 
     @property
+    def apart(self) -> bool:
+        """Whether pairs lie at their sites, where nodes retrain and measure."""
+        return self.world.config.partition.apart
+
+    @property
+    def why_no_attack(self) -> str:
+        """Why no shadows attack; nothing where they do."""
+        if self.apart:
+            return "the clients' pairs lie at their sites alone"
+        return self.subjects.candidates.why_no_attack()
+
+    @property
     def attackable(self) -> int:
         """How many shadows it takes: without attacks none is needed."""
-        return 0 if self.subjects.candidates.why_no_attack() else self.config.shadows
+        return 0 if self.why_no_attack else self.config.shadows
 
     def missing(self) -> tuple[list[int], list[int]]:
         """Shadows of which something is not stored yet, and retraining orders."""
@@ -137,25 +152,41 @@ class Audit:
             pairs=found.pairs,
             costs=self._costs(),
             warnings=tuple(self._caveats(found)),
-            not_tested=(*([] if self.instruments.attacker else [NO_ATTACKS]), *NOT_TESTED),
+            not_tested=(*self._gaps(), *NOT_TESTED),
         )
         write_record(self.stored.audit_path, record)
         return record
 
+    def _gaps(self) -> tuple[str, ...]:
+        """What this audit could not test beside what none does."""
+        if self.apart:
+            return NOT_TESTED_THERE
+        return () if self.attacker else (NO_ATTACKS,)
+
     @cached_property
-    def instruments(self) -> Instruments:
+    def instruments(self) -> Instruments | AtSites:
+        if self.apart:
+            sound = checked(self.engine, self.trained.training, everyone=True)
+            there = instruments_for(self.world, self.request)
+            return there(self.world, self.request, self.trained, self.retrained, sound, self.config)
         kind = OneByOne if self.subjects.candidates.members < FEW else Instruments
         return kind(self.world, self.request, self.trained, self.retrained, self.subjects, self.attacker, self.config)
 
+    @property
+    def engine(self) -> Engine:
+        """The clients themselves."""
+        return self.run.hosted(self.world).federation
+
     @cached_property
     def attacker(self) -> Attacker | None:
-        if self.subjects.candidates.why_no_attack():
+        if self.why_no_attack:
             return None
         return attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
 
     def lend(self, other: "Audit") -> None:
         """Let an audit of another answer to the request use what was looked at here: retrained models are the same."""
-        other.__dict__["instruments"] = self.instruments.with_attacker(other.attacker)
+        mine = self.instruments
+        other.__dict__["instruments"] = mine if isinstance(mine, AtSites) else mine.with_attacker(other.attacker)
 
     @cached_property
     def retrained(self) -> dict[str, Params]:
@@ -182,30 +213,32 @@ class Audit:
 
     def _caveats(self, found: Measured) -> Iterator[str]:
         """What a careful reader must know before believing the numbers."""
-        candidates, attacker = self.subjects.candidates, self.instruments.attacker
-        missing = candidates.why_no_attack()
-        yield f"no attacks were made: {missing}" if missing else sample_caveat(candidates)
+        missing = self.why_no_attack
+        yield f"no attacks were made: {missing}" if missing else sample_caveat(self.subjects.candidates)
         yield band_caveat(len(self.retrained), found.measures)
         yield settings_caveat(self.method)
         shown = (stored.record().metrics["cost/pairs_trained"] for stored in (self.stored, self.reference))
         yield exposure_caveat(self._shown_in_training(), *shown)
         unscored = 0
-        if attacker is not None:
-            outside = len(attacker.nonmember_scores("lira-online/log_odds"))
-            yield from threshold_caveats(self.config.fpr, outside, candidates.others)
-            scores = attacker.score("lira-online/log_odds", *self.subjects.split(found.reads["trained"]))
+        if self.attacker is not None:
+            outside = len(self.attacker.nonmember_scores("lira-online/log_odds"))
+            yield from threshold_caveats(self.config.fpr, outside, self.subjects.candidates.others)
+            scores = self.attacker.score("lira-online/log_odds", *self.subjects.split(found.reads["trained"]))
             unscored = int(np.isnan(scores).sum())
-        held = {name: found.reads[name]["log_odds"][: candidates.members] for name in ("trained", "retrain")}
+        members = len(found.similar["trained"])
+        held = {name: found.reads[name]["log_odds"][:members] for name in ("trained", "retrain")}
         gap = float(np.abs(held["trained"] - held["retrain"]).mean())
-        yield from pair_caveats(near_duplicates(self.instruments.nearest), gap, unscored)
+        copies = 0 if isinstance(self.instruments, AtSites) else near_duplicates(self.instruments.nearest)
+        yield from pair_caveats(copies, gap, unscored)
 
     def _shown_in_training(self) -> int:
         """How often retained pairs were shown to the trained model, all showings together."""
-        retained = {shard.client: int((~forget_mask(self.request, shard)).sum()) for shard in self.world.shards}
+        closed = (*self.world.gone, self.request)
+        left = held_without(self.world.server.membership.clients, closed)
         training = self.trained.training
         columns = self.trained.history.columns(training.rounds)
         # Clients that left before are in the history, and retain nothing.
-        return training.local_epochs * sum(retained.get(client, 0) for _, client in columns)
+        return training.local_epochs * sum(len(left.get(client, ())) for _, client in columns)
 
 
 @dataclass(frozen=True)
@@ -230,8 +263,10 @@ class Together:
         return self.plan.ticks(*self.missing())
 
     def processes(self) -> int:
-        """How many will work: each needs something to train."""
+        """How many will work: each needs something to train; nodes train in processes of their own."""
         shadows, orders = self.missing()
+        if self.first.apart:
+            return 1
         return min(self.first.workers, max(1, len(shadows) // 2 + len(orders)))
 
     def shadows(self) -> Iterator[int]:
@@ -240,6 +275,9 @@ class Together:
         for audit in self.audits:
             remove_leftovers(audit.stored.folder)
         (shadows, orders), workers = self.missing(), self.processes()
+        if self.first.apart:
+            yield from retrain_at_sites(self.plan, self.first.trained, self.first.engine, orders)
+            return
         if workers == 1:
             yield from make_shadows(self.plan, self.first.world, self.first.subjects, shadows, orders)
             return
@@ -254,6 +292,14 @@ class Together:
             if place:
                 self.first.lend(audit)
             yield audit.judge()
+
+
+def check_possible(run: Run, world: World, request: Request, config: AuditConfig) -> None:
+    """Refuse what cannot be audited: too few pairs, too large a pool, or pairs that nobody can measure any more."""
+    if world.config.partition.apart:
+        check_sites(world, request, request in run.head.gone)
+    else:
+        Subjects.of(world, request, config.pool)
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:

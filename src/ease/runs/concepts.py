@@ -1,20 +1,21 @@
 """Words for a kind of pair, matched pair by pair: by what captions say, and by how near they are in the frozen space.
 
-It looks at captions, so it belongs where the pairs are: a client does it with its own, and answers with ids. Here the
+It looks at captions, so it belongs where the pairs are. Where they lie apart nodes look at their own; else the
 evaluator, who sees all of them, does it for everybody.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
 
 import numpy as np
 import torch
 
+from ease.data.words import centred_cosines, content, says_all, stem, telling
 from ease.errors import UserError
+from ease.federation.remote import Remote
+from ease.federation.searching import searched
 from ease.model.backbones import checkpoint_of
 from ease.runs.world import World
 
@@ -26,34 +27,6 @@ MOST_NEAR_MISSES = 10
 NEAREST = 20
 """Pairs whose captions are searched for words that would fit."""
 SUGGESTED = 4
-
-WORD = re.compile(r"[^\W_]+")
-UNSPACED = re.compile("[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-"""Letters of languages that put no spaces between words: these are looked for anywhere in a caption."""
-FILLING = re.compile(
-    "a|an|the|of|in|on|at|to|with|and|or|is|are|was|were|be|being|by|for|from|some|his|her|its|their|this|that|these|"
-    "those|there|it|he|she|they|as|into|near|while|who|which|very"
-)
-"""Words that say nothing of what is in a picture."""
-IRREGULAR = {
-    "men": "man",
-    "women": "woman",
-    "children": "child",
-    "people": "person",
-    "feet": "foot",
-    "teeth": "tooth",
-    "mice": "mouse",
-    "geese": "goose",
-    "leaves": "leaf",
-    "wolves": "wolf",
-    "knives": "knife",
-    "ran": "run",
-    "rode": "ride",
-    "sat": "sit",
-    "stood": "stand",
-    "swam": "swim",
-    "wore": "wear",
-}
 
 
 @dataclass(frozen=True)
@@ -90,11 +63,8 @@ def match_concept(world: World, words: str, threshold: float | None = None) -> M
     as the threshold: unless one is given, as near as the middle one of the pairs that say them.
     """
     wanted = check_words(words)
-    world.check_together(f"--concept {words!r}")
-    ids, positions = _training_pairs(world)
-    captions = [world.evaluator.pairs.captions[position] for position in positions]
-    says = np.array([any(says_all(caption, wanted) for caption in each) for each in captions], dtype=bool)
-    near = nearness(world, words, positions)
+    seen = _told_by_sites(world, words) if world.config.partition.apart else _seen_here(world, words, wanted)
+    ids, says, near, captions = seen.ids, seen.says, seen.near, seen.captions
     if threshold is None:
         if not says.any():
             raise UserError(_what_would_fit(words, wanted, captions, near))
@@ -117,8 +87,58 @@ def match_concept(world: World, words: str, threshold: float | None = None) -> M
         captions={
             ids[place]: next((text for text in captions[place] if says_all(text, wanted)), captions[place][0])
             for place in (*chosen, *misses)
+            if captions
         },
     )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Training pairs beside some words."""
+
+    ids: list[str]
+    says: np.ndarray
+    """Whether some caption has all the words: bool [pairs]."""
+    near: np.ndarray
+    """How near each pair is to them [pairs]."""
+    captions: Sequence[Sequence[str]]
+    """Nothing where they are at the clients."""
+
+
+def _seen_here(world: World, words: str, wanted: Sequence[str]) -> Seen:
+    ids, positions = _training_pairs(world)
+    captions = [world.evaluator.pairs.captions[position] for position in positions]
+    says = np.array([any(says_all(caption, wanted) for caption in each) for each in captions], dtype=bool)
+    return Seen(ids, says, nearness(world, words, positions), captions)
+
+
+def _told_by_sites(world: World, words: str) -> Seen:
+    """The same by nodes, each of pairs that it still holds.
+
+    What all pairs have in common is the mean of the class centres that everybody agreed on, so that no site has to tell
+    anything for it.
+    """
+    query, joint = frozen_text(world, words), _common(world)
+    text, image = joint[-len(query) :], joint[: -len(query)]
+    aligned = checkpoint_of(world.config.model.backbone) is not None and len(image) == len(query)
+    engine = world.federation
+    assert isinstance(engine, Remote)  # where else would pairs lie apart
+    told = searched(engine, words, np.stack([query, text, image] if aligned else [query, text]))
+    ids = [
+        pair_id
+        for holding in sorted(world.server.membership.clients, key=lambda each: each.client)
+        for pair_id in holding.train_ids
+        if pair_id in engine.held.get(holding.client, ())
+    ]
+    says, near = (np.concatenate([told[client][part] for client in sorted(told)]) for part in (0, 1))
+    return Seen(ids, says, near, ())
+
+
+def _common(world: World) -> np.ndarray:
+    """The mean of all training pairs in the joint frozen space, by classes and how many each has."""
+    labels = [label for holding in world.server.membership.clients for label in holding.train_classes]
+    counts = np.bincount(labels, minlength=len(world.server.centroids))
+    return counts @ world.server.centroids / counts.sum()
 
 
 def _training_pairs(world: World) -> tuple[list[str], np.ndarray]:
@@ -133,7 +153,7 @@ def _training_pairs(world: World) -> tuple[list[str], np.ndarray]:
     return [pair_id for pair_id, _ in found], np.array([position for _, position in found], dtype=np.int64)
 
 
-# --- by what captions say ---
+# --- words ---
 
 
 def check_words(words: str) -> tuple[str, ...]:
@@ -143,41 +163,6 @@ def check_words(words: str) -> tuple[str, ...]:
         what = "there are no words" if not words.strip() else "these words name nothing"
         raise UserError(f'--concept {words!r}: {what}; say what is to be seen or read, such as --concept "snow"')
     return wanted
-
-
-def content(words: str) -> tuple[str, ...]:
-    """The stems of the words that say something, each once; text without spaces between its words stays whole."""
-    found = [word for word in WORD.findall(words.lower()) if not FILLING.fullmatch(word)]
-    return tuple(dict.fromkeys(word if UNSPACED.search(word) else stem(word) for word in found))
-
-
-def says_all(caption: str, wanted: Sequence[str]) -> bool:
-    """Whether a caption has all the words, in any order and with any endings."""
-    stems = _stems(caption)
-    return all(word in caption if UNSPACED.search(word) else word in stems for word in wanted)
-
-
-@lru_cache(maxsize=1 << 18)
-def _stems(caption: str) -> frozenset[str]:
-    return frozenset(map(stem, WORD.findall(caption.lower())))
-
-
-@lru_cache(maxsize=1 << 16)
-def stem(word: str) -> str:
-    """A word without its plural, its -ing or its -ed: rough, but the same for every form of most English words."""
-    word = IRREGULAR.get(word, word)
-    if len(word) > 4 and word.endswith("ies"):
-        word = word[:-3] + "y"
-    elif len(word) > 4 and word.endswith(("ches", "shes", "sses", "xes", "zes")):
-        word = word[:-2]
-    elif len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
-        word = word[:-1]
-    for ending in ("ing", "ed"):
-        rest = word.removesuffix(ending)
-        if rest != word and len(rest) > 2 and re.search("[aeiouy]", rest):
-            word = rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
-            break
-    return word.removesuffix("e") if len(word) > 3 else word
 
 
 # --- by how near they are ---
@@ -191,10 +176,10 @@ def nearness(world: World, words: str, positions: np.ndarray) -> np.ndarray:
     """
     query = frozen_text(world, words)
     activations = world.evaluator.activations
-    near = _centred_cosines(query, np.asarray(activations.pooled_text[positions], dtype=np.float64)).max(axis=1)
+    near = centred_cosines(query, np.asarray(activations.pooled_text[positions], dtype=np.float64)).max(axis=1)
     if checkpoint_of(world.config.model.backbone) is None or activations.pooled_image.shape[1] != len(query):
         return near
-    seen = _centred_cosines(query, np.asarray(activations.pooled_image[positions], dtype=np.float64)[:, None])[:, 0]
+    seen = centred_cosines(query, np.asarray(activations.pooled_image[positions], dtype=np.float64)[:, None])[:, 0]
     return (near + seen) / 2
 
 
@@ -205,14 +190,6 @@ def frozen_text(world: World, words: str) -> np.ndarray:
     with torch.no_grad():
         states, mask = tower.prefix(server.backbone.tokenize([words]).to(server.device), first)
         return tower(states, mask, first)[0].cpu().double().numpy()
-
-
-def _centred_cosines(query: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Cosines [pairs, each] of a vector with points [pairs, each, width], all of unit norm, from their common mean."""
-    points = points / np.maximum(np.linalg.norm(points, axis=-1, keepdims=True), 1e-12)
-    centre = points.mean(axis=(0, 1))
-    points, query = points - centre, query / max(float(np.linalg.norm(query)), 1e-12) - centre
-    return points @ query / (np.linalg.norm(points, axis=-1) * np.linalg.norm(query) + 1e-12)
 
 
 def calibrated(near: np.ndarray, says: np.ndarray) -> float | None:
@@ -227,25 +204,25 @@ def calibrated(near: np.ndarray, says: np.ndarray) -> float | None:
 
 
 def _what_would_fit(words: str, wanted: Sequence[str], captions: Sequence[Sequence[str]], near: np.ndarray) -> str:
-    held = Counter(word for each in captions for word in {word for text in each for word in _words(text)})
+    tenth = float(np.sort(near)[::-1][min(9, len(near) - 1)])
+    taken = f"take the nearest pairs as they are: --threshold {tenth:.2f} --dry-run"
+    if not captions:
+        return f"--concept {words!r}: no site has a caption with these words together; use others, or {taken}"
+    held = Counter(word for each in captions for word in {word for text in each for word in telling(text)})
     alike = list(dict.fromkeys(match for word in wanted for match in get_close_matches(word, held, 2, 0.75)))
-    missing = [word for word in _words(words) if not any(stem(word) == stem(other) for other in held)]
+    missing = [word for word in telling(words) if not any(stem(word) == stem(other) for other in held)]
     why = f"no caption has “{missing[0]}”" if missing else "no caption has these words together"
     nearest = np.argsort(-near, kind="stable")[:NEAREST]
     typical = distinctive((captions[place] for place in nearest), held, len(captions))
     found = f"; spelt alike: {', '.join(alike)}" if alike else ""
     told = f"; captions that come nearest have: {', '.join(typical)}" if typical else ""
-    tenth = float(np.sort(near)[::-1][min(9, len(near) - 1)])
-    return (
-        f"--concept {words!r}: {why}{found}{told}; use such words, or take the nearest pairs as they are: "
-        f"--threshold {tenth:.2f} --dry-run"
-    )
+    return f"--concept {words!r}: {why}{found}{told}; use such words, or {taken}"
 
 
 def distinctive(captions: Iterable[Sequence[str]], held: Counter[str], pairs: int) -> list[str]:
     """Words that are said of some pairs far more often than of all: the most telling first."""
     chosen = list(captions)
-    here = Counter(word for each in chosen for word in {word for text in each for word in _words(text)})
+    here = Counter(word for each in chosen for word in {word for text in each for word in telling(text)})
     lift = {
         word: count / len(chosen) * np.log((count / len(chosen)) / (held[word] / pairs))
         for word, count in here.items()
@@ -263,9 +240,5 @@ def class_words(world: World, label: int) -> list[str]:
         for shard in world.evaluator.shards
         for position, own in zip(shard.train.tolist(), shard.train_classes.tolist(), strict=True)
     ]
-    held = Counter(word for each, _ in pairs for word in {word for text in each for word in _words(text)})
+    held = Counter(word for each, _ in pairs for word in {word for text in each for word in telling(text)})
     return distinctive((each for each, own in pairs if own), held, len(pairs))
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in WORD.findall(text.lower()) if not FILLING.fullmatch(word)]

@@ -68,21 +68,38 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Instruments:
-    """The pairs of a request, retrained models, and all that traces are measured with."""
+class Compared:
+    """A request, and the models that an answer to it is compared with."""
 
     world: World
     request: Request
     trained: Trained
     retrained: Mapping[str, Params]
     """"retrain", the one that answers the request, "retrain-1", ..."""
+    kept: ClassVar[tuple[float, ...]] = KEPT
+    planted_into: ClassVar[int] = 1
+    """Retrained models, the first, into which each share is planted."""
+
+    @cached_property
+    def _models(self) -> dict[str, Params]:
+        """All that an answer is compared with; some keep a known share of the way to the trained model."""
+        trained = self.trained.final
+        planted = {
+            f"kept-{share}-of-{name}": state + share * (trained - state)
+            for name, state in list(self.retrained.items())[: self.planted_into]
+            for share in self.kept
+        }
+        return {"trained": trained, **self.retrained, **planted}
+
+
+@dataclass(frozen=True)
+class Instruments(Compared):
+    """The pairs of a request and all that traces are measured with."""
+
     subjects: Subjects
     attacker: Attacker | None
     """None: there are too few pairs like the forget pairs for attacks."""
     config: AuditConfig
-    kept: ClassVar[tuple[float, ...]] = KEPT
-    planted_into: ClassVar[int] = 1
-    """Retrained models, the first, into which each share is planted."""
 
     def measure(self, answer: Params) -> Measured:
         """Measure an answer beside the trained, the retrained and the planted models."""
@@ -112,12 +129,12 @@ class Instruments:
         start, gauge = self.trained.initial, self.gauge
         stayed = attack_retained(self.world, self.subjects, gauge, start, reads, self._retained, held)
         measures = (
-            *self._retrieval({name: look.recalls for name, look in looks.items()}),
-            self._alignment(similar),
+            *retrieval({name: look.recalls for name, look in looks.items()}, self.sets),
+            alignment(similar),
             *found.measures,
             *stayed.measures,
             *attack_canaries(self.world, self.request, gauge, models, start),
-            self._distribution(reads),
+            distribution(self._forget_odds(reads), self.world.config.seed),
             *(_came_back(taught, looks) for taught in looks["unlearned"].curves),
         )
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)
@@ -127,17 +144,6 @@ class Instruments:
             for taught in looks["unlearned"].curves
         }
         return Measured(measures, verdict, found.attack, attacks, relearning, similar, reads)
-
-    @cached_property
-    def _models(self) -> dict[str, Params]:
-        """All that an answer is compared with; some keep a known share of the way to the trained model."""
-        trained = self.trained.final
-        planted = {
-            f"kept-{share}-of-{name}": state + share * (trained - state)
-            for name, state in list(self.retrained.items())[: self.planted_into]
-            for share in self.kept
-        }
-        return {"trained": trained, **self.retrained, **planted}
 
     @cached_property
     def _known(self) -> dict[str, Look]:
@@ -176,11 +182,10 @@ class Instruments:
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
-        """Forget, retained and test pairs, and the retained ones nearest to forget pairs."""
-        return {
-            **self._plain_sets,
-            "near": near_forget(self.nearest, self._plain_sets["forget"], self._plain_sets["retain"]),
-        }
+        """Forget pairs, the retained ones nearest to them, retained and test pairs."""
+        plain = self._plain_sets
+        near = near_forget(self.nearest, plain["forget"], plain["retain"])
+        return {"forget": plain["forget"], "near": near, "retain": plain["retain"], "test": plain["test"]}
 
     @cached_property
     def nearest(self) -> np.ndarray:
@@ -199,39 +204,12 @@ class Instruments:
     def recalls_of(self, state: Params) -> dict[str, GalleryRecall]:
         return recalls_of(self.world, state, self.sets, draws=3)
 
-    def _retrieval(self, found: Mapping[str, Mapping[str, GalleryRecall]]) -> list[Measure]:
-        """Recall on forget, near-forget, retained and test pairs, all on galleries of one size."""
-        measures = []
-        for part in ("forget", "near", "retain", "test"):
-            for k in (1, 5, 10):
-                result = found["unlearned"][part]
-                interval = result[f"recall@{k}"]
-                note = f"[{interval.low:.1f}, {interval.high:.1f}]"
-                values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
-                name = f"{part}/recall@{k}"
-                resolution = 100 / min(result.size, len(self.sets[part]))
-                measures.append(Measure.of(name, values, resolution, note, limits=(0, 100)))
-        return measures
-
     def _joint(self, measures: tuple[Measure, ...]) -> JointTest | None:
         return judged_together(measures, generator(self.world.config.seed, "joint"), self.config.level)
 
-    def _alignment(self, similar: Mapping[str, Tensor]) -> Measure:
-        def residual(name: str, other: str) -> float:
-            return alignment_residual(similar[name], similar["trained"], similar[other])
-
-        note = "mean over the retrained models, of each of them over the others"
-        return Measure.of("rho", _from_others(residual, similar), 0, note, (0, np.inf), at_most=True)
-
-    def _distribution(self, reads: Mapping[str, Readings]) -> Measure:
-        """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
+    def _forget_odds(self, reads: Mapping[str, Readings]) -> dict[str, np.ndarray]:
         members = self.subjects.candidates.members
-        forget = {name: read["log_odds"][:members] for name, read in reads.items()}
-        found = ks_distance(forget["unlearned"], forget["retrain"], generator(self.world.config.seed, "ks"))
-        first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
-        note = f"mean over the retrained models; to the first {first}, p {found.p_value:.2g} with n = {members}"
-        values = _from_others(lambda name, other: distance_between(forget[name], forget[other]), forget)
-        return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
+        return {name: read["log_odds"][:members] for name, read in reads.items()}
 
     def _relearning(self, models: Mapping[str, Params], odds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Curve]]:
         """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models.
@@ -257,6 +235,40 @@ class Instruments:
             curves = relearn(watch, states, margins, top, positions, job, rng)
             found[taught] = dict(zip(models, curves, strict=True))
         return found
+
+
+def retrieval(found: Mapping[str, Mapping[str, GalleryRecall]], sets: Mapping[str, np.ndarray]) -> list[Measure]:
+    """Recall of each set of pairs, all on galleries of one size, under every model."""
+    measures = []
+    for part, positions in sets.items():
+        for k in (1, 5, 10):
+            result = found["unlearned"][part]
+            interval = result[f"recall@{k}"]
+            note = f"[{interval.low:.1f}, {interval.high:.1f}]"
+            values = {name: recall[part][f"recall@{k}"].mean for name, recall in found.items()}
+            resolution = 100 / min(result.size, len(positions))
+            measures.append(Measure.of(f"{part}/recall@{k}", values, resolution, note, limits=(0, 100)))
+    return measures
+
+
+def alignment(similar: Mapping[str, Tensor]) -> Measure:
+    """How near each forget pair lies to where retraining leaves it, by its cosine under every model."""
+
+    def residual(name: str, other: str) -> float:
+        return alignment_residual(similar[name], similar["trained"], similar[other])
+
+    note = "mean over the retrained models, of each of them over the others"
+    return Measure.of("rho", _from_others(residual, similar), 0, note, (0, np.inf), at_most=True)
+
+
+def distribution(forget: Mapping[str, np.ndarray], seed: int) -> Measure:
+    """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
+    members = len(forget["unlearned"])
+    found = ks_distance(forget["unlearned"], forget["retrain"], generator(seed, "ks"))
+    first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
+    note = f"mean over the retrained models; to the first {first}, p {found.p_value:.2g} with n = {members}"
+    values = _from_others(lambda name, other: distance_between(forget[name], forget[other]), forget)
+    return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
 
 
 def _came_back(taught: str, looks: Mapping[str, Look]) -> Measure:

@@ -14,7 +14,7 @@ from ease.audit.standing import Standing, standing, standing_measures
 from ease.audit.verdict import Verdict
 from ease.params import Params
 from ease.runs.evaluation import embed_galleries, galleries, similarities
-from ease.runs.measuring import Instruments, Measured, shown
+from ease.runs.measuring import Instruments, Measured, retrieval, shown
 from ease.runs.records import PairRecord
 
 RECALLS = (*(f"forget/recall@{k}" for k in (1, 5, 10)), "retain/recall@1", "test/recall@1")
@@ -55,7 +55,7 @@ class OneByOne(Instruments):
         measures = (
             *(
                 each
-                for each in self._retrieval({name: place.recalls for name, place in places.items()})
+                for each in retrieval({name: place.recalls for name, place in places.items()}, self.sets)
                 if each.name in RECALLS
             ),
             *standing_measures(

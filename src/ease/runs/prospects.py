@@ -4,6 +4,7 @@ from ease.audit.config import AuditConfig
 from ease.errors import UserError
 from ease.requests.request import Request
 from ease.runs.attackers import Subjects
+from ease.runs.sites import check_sites
 from ease.runs.world import World
 
 SMALLEST_POOL = 16
@@ -15,6 +16,8 @@ def audit_prospects(world: World, request: Request | None = None) -> str:
 
     Without a request, what no request of this run could do without is looked at: pairs that no client holds.
     """
+    if world.config.partition.apart:
+        return "" if request is None else _at_sites(world, request)
     usual, spare = AuditConfig().pool, len(world.evaluator.spare) + len(world.evaluator.test)
     if spare < SMALLEST_POOL + 2:
         return (
@@ -44,3 +47,12 @@ def _subjects(world: World, request: Request, pool: int) -> Subjects | str:
         return Subjects.of(world, request, pool)
     except UserError as error:
         return str(error)
+
+
+def _at_sites(world: World, request: Request) -> str:
+    """The same where nodes measure."""
+    try:
+        check_sites(world, request, closed=False)
+    except UserError as error:
+        return f"{_NONE}{error}"
+    return ""

@@ -18,20 +18,25 @@ from pathlib import Path
 from typing import Literal
 
 from ease.config import Config, validate
+from ease.data.features import cached_files
+from ease.data.membership import Membership
 from ease.errors import UserError
+from ease.federation.burial import bury
 from ease.federation.checked import checked
+from ease.federation.engines import remote_engine
 from ease.federation.fedavg import average
 from ease.federation.history import AVERAGED, ROUNDS, History
 from ease.federation.protocol import Replay, Update
+from ease.federation.wire import Dropped
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest, forget_mask, leaving_clients
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import FOUNDATION, open_world, start_hash, trained_of
 from ease.runs.head import Head, Release
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import PURGING, Run
-from ease.runs.tombstones import NAME as TOMBSTONES
-from ease.runs.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, replace_file, write_json
 from ease.subspace import Held
@@ -76,6 +81,8 @@ class Plan(Config):
     removed: tuple[str, ...]
     """Files and folders, under the run or, absolute, in the cache."""
     done: Pass
+    nodes: bool = False
+    """Whether nodes are still to be told, before anything else is done."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +120,6 @@ def unpurged(head: Head) -> tuple[Release, ...]:
 def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pass]:
     """Purge released requests, oldest first, the first so many releases or all; goes on with what was begun."""
     run = Run.load(folder, purging=True)
-    if run.config.remote:
-        raise UserError(
-            f"{folder}: its clients are nodes, which know closed requests by ids that a purge would take away; release "
-            "the request (nodes never touch its pairs again) and delete what is at the sites there"
-        )
     with run.locked():
         staged = Staged(run)
         if staged.plan_path.is_file():
@@ -146,10 +148,15 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     world = open_world(run)
     then = Head(releases=head.releases[:place])
-    before = World(world.server, world.evaluator, renewed=then.renewed).without(*head.gone[: place + 1])
+    # Nodes touch nothing that any closed request named, so that what they repeat is without all of it.
+    gone = head.gone if run.config.remote else head.gone[: place + 1]
+    before = World(world.server, world.evaluator, renewed=then.renewed).without(*gone)
     ids = set(named_ids(known[0], release.request))
     ids |= _validation_ids(run, release.request)
     stones = read_tombstones(run.folder).over(known[0], ids)
+    buried = stones.buried(known[0])
+    if run.config.remote:
+        _tell_nodes(run, known[0], buried, stones, only_asked=True)  # before the long work begins
     superseded = Head(releases=head.releases[:until]).renewed > place
     rederived = [] if superseded else list(_rederive(staged, run.hosted(before), release, run.history_of(then)))
     newer = head.releases[place + 1 :]
@@ -157,11 +164,11 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
     releases = (*head.releases[:place], purged, *newer)
     write_json(staged.folder / "head.json", Head(releases=releases).model_dump(mode="json"))
     write_json(staged.folder / TOMBSTONES, as_json(stones))
-    write_json(staged.folder / "membership.json", stones.buried(known[0]).model_dump(mode="json"))
+    write_json(staged.folder / "membership.json", buried.model_dump(mode="json"))
     removed = [*_removed(run, head, place), *_cached(world)]
     removed += _replaced_rounds(run, then) if superseded else ()
-    gone = [line.what for line in removed]
-    for path in _with_requests(run, gone):
+    files = [line.what for line in removed]
+    for path in _with_requests(run, files):
         _write_renamed(path, staged, stones)
     told = Pass(
         request=stones.renamed(release.request),
@@ -170,16 +177,25 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
         rederived=(*rederived, Line(what="membership.json", why="ids of forgotten pairs stand as salted marks")),
         stayed=tuple(_stayed(run, head, place)),
     )
-    record = PurgeRecord(passes=(*read_purges(run.folder).passes, told))
-    write_json(staged.folder / RECORD, record.model_dump(mode="json"))
-    plan = Plan(replaced=tuple(staged.files()), removed=tuple(gone), done=told)
+    _write_record(staged, told)
+    plan = Plan(replaced=tuple(staged.files()), removed=tuple(files), done=told, nodes=run.config.remote)
     write_json(staged.plan_path, plan.model_dump(mode="json"))
+
+
+def _write_record(staged: Staged, told: Pass) -> None:
+    record = PurgeRecord(passes=(*read_purges(staged.run.folder).passes, told))
+    write_json(staged.folder / RECORD, record.model_dump(mode="json"))
 
 
 def _apply(staged: Staged) -> Pass:
     """Do what the plan says; what is done already is passed over."""
     plan = validate(Plan, read_json(staged.plan_path), str(staged.plan_path))
     folder = staged.run.folder
+    if plan.nodes:
+        told = _with_nodes(staged, plan.done)
+        _write_record(staged, told)
+        plan = plan.model_copy(update={"done": told, "nodes": False})
+        write_json(staged.plan_path, plan.model_dump(mode="json"))
     for name in plan.removed:
         path = folder / name  # an absolute one stays as it is
         if path.is_dir():
@@ -194,6 +210,55 @@ def _apply(staged: Staged) -> Pass:
     shutil.rmtree(staged.folder)
     remove_leftovers(folder)
     return plan.done
+
+
+# --- at the nodes ---
+
+
+def _with_nodes(staged: Staged, done: Pass) -> Pass:
+    """The same pass once every node has dropped what it keeps, with what each says of that."""
+    run, known = staged.run, staged.run.known()
+    assert known is not None
+    buried = validate(Membership, read_json(staged.folder / "membership.json"), "membership.json")
+    told = _tell_nodes(run, known[0], buried, read_tombstones(staged.folder))
+
+    def lines(name: Literal["removed", "stayed"]) -> tuple[Line, ...]:
+        return tuple(
+            Line(what=f"client {client}: {what}", why=why)
+            for client, dropped in sorted(told.items())
+            for what, why in getattr(dropped, name)
+        )
+
+    return done.model_copy(
+        update={"removed": (*done.removed, *lines("removed")), "stayed": (*done.stayed, *lines("stayed"))}
+    )
+
+
+def _tell_nodes(
+    run: Run, members: Membership, buried: Membership, stones: Tombstones, only_asked: bool = False
+) -> dict[int, Dropped]:
+    """Tell every node, by the marks of its own pairs; those that left before and were told then have nothing more."""
+    head, config = run.head, run.config
+    told = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
+    holdings = {holding.client: holding for holding in members.clients}
+    remote = remote_engine(
+        config.engine,
+        config.federation_folder,
+        run.name,
+        {client: holding.train_ids for client, holding in holdings.items()},
+        dict.fromkeys(holdings, ()),
+        head.gone,
+        head.renewed,
+        "",
+        config.training.deadline,
+    )
+    marks = {
+        holding.client: [each for each in (*holding.train_ids, *holding.validation_ids) if each in stones.ids]
+        for holding in buried.clients
+        if holding.client not in told
+    }
+    leaving = {client for request in head.gone for client in leaving_clients(request)}
+    return bury(remote, stones.salt, marks, leaving, only_asked)
 
 
 # --- the history ---
@@ -219,6 +284,8 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
     scratch = History(staged.folder, half=history.half, place=history.place)
     leaving = leaving_clients(request)
+    if run.config.remote:  # nor do nodes repeat anything for a client that has left since
+        leaving |= {client for each in run.head.gone for client in leaving_clients(each)}
     known = run.known()
     assert known is not None
     holders = {holding.client for holding in known[0].clients if forget_mask(request, holding).any()} - leaving
@@ -328,19 +395,12 @@ def _answers(head: Head) -> set[str]:
 
 
 def _cached(world: World) -> Iterator[Line]:
-    """Cached pixels, activations and lists of this run's data; generated scenes are no one's."""
-    if world.config.data.name == "scenes":
+    """Cached pixels, activations and lists of this run's data; generated scenes are no one's, and where pairs lie
+    apart the server has none of a client's."""
+    if world.config.data.name == "scenes" or world.config.partition.apart:
         return
-    pairs, activations = world.evaluator.pairs, world.evaluator.activations
-    pixels = getattr(pairs.pixels, "filename", None)
-    if pixels is not None:
-        for path in sorted(Path(pixels).parent.glob(f"{Path(pixels).stem}*")):
-            yield Line(what=str(path), why="cached pictures, made again from those that are left")
-    states = getattr(activations.image, "filename", None)
-    if states is not None:
-        yield Line(what=str(Path(states).parent), why="cached activations, made again from those that are left")
-    for listing in pairs.report.listings if pairs.report else ():
-        yield Line(what=str(listing), why="ids of pictures that could not be read or are alike")
+    for path, why in cached_files(world.evaluator.pairs, world.evaluator.activations):
+        yield Line(what=str(path), why=why)
 
 
 def _with_requests(run: Run, gone: list[str]) -> Iterator[Path]:

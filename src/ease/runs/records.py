@@ -196,7 +196,7 @@ class PairRecord(Config):
 
     id: str
     gallery: int
-    """Pairs among which it is looked for, itself among them: test pairs of its pseudo-class, the nearest first."""
+    """Pairs among which it is looked for, itself among them."""
     rank: Metrics
     """Model -> place in the gallery, the geometric mean over its picture and its captions as queries."""
     margin: Metrics
@@ -215,6 +215,8 @@ class Gallery(Config):
 
     pairs: int
     chance: Metrics
+    among: str = "test pairs of its pseudo-class, the nearest first, and others where it has few"
+    """What a few pairs, each by itself, are looked for among."""
 
 
 class Price(Config):
@@ -266,6 +268,12 @@ class AuditRecord(MethodRecord):
     costs: Costs
     warnings: tuple[str, ...]
     not_tested: tuple[str, ...]
+
+    @property
+    def pair_galleries(self) -> str:
+        """Among how many each of a few pairs is looked for; clients of their own hold out more or less."""
+        sizes = sorted({pair.gallery for pair in self.pairs})
+        return " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else ""
 
 
 # Experiments

@@ -131,11 +131,12 @@ class Run:
         Nodes have disks of their own, and know the run by a name.
         """
         if self.config.remote:
-            return world if world.run_name else replace(world, run_name=self._name())
+            return world if world.run_name else replace(world, run_name=self.name)
         return world.with_disks(self.folder / "clients" if self.config.training.history == "client" else None)
 
-    def _name(self) -> str:
-        """Drawn once: two trainings of one configuration are not the same to a client."""
+    @property
+    def name(self) -> str:
+        """What nodes know it by. Drawn once: two trainings of one configuration are not the same to a client."""
         path = self._name_path
         if not path.is_file():
             write_json(path, {"name": uuid.uuid4().hex})

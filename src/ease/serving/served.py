@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ease import __version__
 from ease.errors import UserError
+from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.runs.answers import find_answer, start_hash
 from ease.runs.run import Run
-from ease.runs.tombstones import NAME as TOMBSTONES
 from ease.runs.using import Compared, Hit, Source, encode_image, encode_text, gallery
 from ease.storage import SMALL_JSON, read_bytes, sha256
 

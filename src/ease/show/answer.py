@@ -39,7 +39,7 @@ GROUPS = {
     "Recall of the retained pairs nearest to them": ("near/",),
     "Recall of retained pairs": ("retain/",),
     "Recall of test pairs": ("test/",),
-    "Each pair in its gallery, mean": ("pair/",),
+    "Each pair in its gallery, mean": ("pair/", "retained/rank"),
     "Alignment": ("rho", "ks/"),
     "Membership attacks": (
         "mia/",
@@ -49,6 +49,7 @@ GROUPS = {
         "u-lira/",
         "rmia/",
         "before-after/",
+        "held-out/",
         "retained/",
         "canaries/",
     ),

@@ -167,13 +167,13 @@ def test_levels_equal_a_naive_loop(learnt, client, local_job, scope: str) -> Non
 def test_the_same_pairs_are_compared_under_every_state(learnt, client, local_job, monkeypatch) -> None:
     """In every round too: pool and captions hang on the seed and the client, not on what is measured or when."""
     seen: list[list[tuple[list[int], list[int]]]] = []
-    plain = levels_module._embedded
+    plain = levels_module.embedded
 
     def watched(model, tensors, modality, examples, rows, captions):
         seen[-1].append((rows.tolist(), captions.tolist()))
         return plain(model, tensors, modality, examples, rows, captions)
 
-    monkeypatch.setattr(levels_module, "_embedded", watched)
+    monkeypatch.setattr(levels_module, "embedded", watched)
     monkeypatch.setattr(levels_module, "POOL", 10)
     job = local_job(request=SampleRequest(ids=client.shard.train_ids[:7]), objective="levels")
     for state, number in ((learnt.trained.initial, 1), (learnt.trained.final, 1), (learnt.trained.final, 5)):

@@ -43,8 +43,8 @@ def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob
     base = np.concatenate([pool, peers])
     drawn = base, rng.integers(client.train.captions, size=len(base))
     against = (
-        _embedded(model, params.tensors, "image", client.train, *drawn),
-        _embedded(model, params.tensors, "text", client.train, *drawn),
+        embedded(model, params.tensors, "image", client.train, *drawn),
+        embedded(model, params.tensors, "text", client.train, *drawn),
     )
     found = {}
     for name, examples, queries, classes in (
@@ -85,15 +85,15 @@ def _phi(
         return torch.zeros(0)
     each = examples.captions
     every = np.repeat(queries, each), np.tile(np.arange(each), len(queries))
-    image = _embedded(model, tensors, "image", examples, queries, np.zeros_like(queries))  # once for all captions
-    text = _embedded(model, tensors, "text", examples, *every)
+    image = embedded(model, tensors, "image", examples, queries, np.zeros_like(queries))  # once for all captions
+    text = embedded(model, tensors, "text", examples, *every)
     counted = weights.repeat_interleave(each, 0).to(text)
     found = log_odds(image.repeat_interleave(each, 0), text, *against, counted, job.temperature)
     return found.view(len(queries), each).mean(1)
 
 
 @torch.no_grad()
-def _embedded(
+def embedded(
     model: DualEncoder,
     tensors: Tensors,
     modality: Modality,
@@ -108,13 +108,16 @@ def _embedded(
     return torch.cat([model.embed(tensors, modality, states, mask) for states, mask in sides])
 
 
+def named_pairs(job: LocalJob, client: int, held: int) -> int | None:
+    """How many of a client's `held` pairs a request names; None: of a class only the client knows."""
+    if isinstance(job.request, ClientRequest):
+        return held if client in job.request.clients else 0
+    return len(set(job.request.ids)) if isinstance(job.request, SampleRequest) else None
+
+
 def measured(state: Params, job: LocalJob, client: int, held: int) -> Expected:
     """What levels are: one for each forget pair, as many as the server knows of, in the range that cosines allow."""
-    known: int | None = None  # of a class only the client knows
-    if isinstance(job.request, ClientRequest):
-        known = held if client in job.request.clients else 0
-    elif isinstance(job.request, SampleRequest):
-        known = len(set(job.request.ids))
+    known = named_pairs(job, client, held)
     # A pair's cosine, less the log of a weighted mean over others, whose weights add up to one, or to two with peers.
     least, most = -2 / job.temperature - math.log(2), 2 / job.temperature
     slack = 1e-3 * most

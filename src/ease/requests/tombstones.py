@@ -36,7 +36,11 @@ class Tombstones(Config):
         """The same request, purged ids by their marks."""
         if not isinstance(request, SampleRequest):
             return request
-        return request.model_copy(update={"ids": tuple(sorted(self._mark_of(pair_id) for pair_id in request.ids))})
+        return request.model_copy(update={"ids": tuple(sorted(self.marked(request.ids)))})
+
+    def marked(self, ids: Iterable[str]) -> tuple[str, ...]:
+        """The same ids, purged ones by their marks."""
+        return tuple(map(self._mark_of, ids))
 
     def _mark_of(self, pair_id: str) -> str:
         return self.mark(pair_id) if self.mark(pair_id) in self.ids else pair_id
@@ -57,9 +61,7 @@ class Tombstones(Config):
         """Who holds what, purged pairs by their marks: places and classes stay, for replays draw batches by them."""
 
         def marked(holding: Holding) -> Holding:
-            changes = {
-                name: tuple(map(self._mark_of, getattr(holding, name))) for name in ("train_ids", "validation_ids")
-            }
+            changes = {name: self.marked(getattr(holding, name)) for name in ("train_ids", "validation_ids")}
             return holding.model_copy(update=changes)
 
         kept = {pair_id: told for pair_id, told in membership.digests.items() if self.mark(pair_id) not in self.ids}

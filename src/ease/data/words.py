@@ -1,0 +1,88 @@
+"""What captions say and how near they are to some words: the part of a search that belongs where the pairs are."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+LONGEST = 300
+"""Letters of words that a site is asked for."""
+WORD = re.compile(r"[^\W_]+")
+UNSPACED = re.compile("[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""Letters of languages that put no spaces between words: these are looked for anywhere in a caption."""
+FILLING = re.compile(
+    "a|an|the|of|in|on|at|to|with|and|or|is|are|was|were|be|being|by|for|from|some|his|her|its|their|this|that|these|"
+    "those|there|it|he|she|they|as|into|near|while|who|which|very"
+)
+"""Words that say nothing of what is in a picture."""
+IRREGULAR = {
+    "men": "man",
+    "women": "woman",
+    "children": "child",
+    "people": "person",
+    "feet": "foot",
+    "teeth": "tooth",
+    "mice": "mouse",
+    "geese": "goose",
+    "leaves": "leaf",
+    "wolves": "wolf",
+    "knives": "knife",
+    "ran": "run",
+    "rode": "ride",
+    "sat": "sit",
+    "stood": "stand",
+    "swam": "swim",
+    "wore": "wear",
+}
+
+
+def content(words: str) -> tuple[str, ...]:
+    """The stems of the words that say something, each once; text without spaces between its words stays whole."""
+    found = [word for word in WORD.findall(words.lower()) if not FILLING.fullmatch(word)]
+    return tuple(dict.fromkeys(word if UNSPACED.search(word) else stem(word) for word in found))
+
+
+def says_all(caption: str, wanted: Sequence[str]) -> bool:
+    """Whether a caption has all the words, in any order and with any endings."""
+    stems = _stems(caption)
+    return all(word in caption if UNSPACED.search(word) else word in stems for word in wanted)
+
+
+@lru_cache(maxsize=1 << 18)
+def _stems(caption: str) -> frozenset[str]:
+    return frozenset(map(stem, WORD.findall(caption.lower())))
+
+
+@lru_cache(maxsize=1 << 16)
+def stem(word: str) -> str:
+    """A word without its plural, its -ing or its -ed: rough, but the same for every form of most English words."""
+    word = IRREGULAR.get(word, word)
+    if len(word) > 4 and word.endswith("ies"):
+        word = word[:-3] + "y"
+    elif len(word) > 4 and word.endswith(("ches", "shes", "sses", "xes", "zes")):
+        word = word[:-2]
+    elif len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
+    for ending in ("ing", "ed"):
+        rest = word.removesuffix(ending)
+        if rest != word and len(rest) > 2 and re.search("[aeiouy]", rest):
+            word = rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
+            break
+    return word.removesuffix("e") if len(word) > 3 else word
+
+
+def centred_cosines(query: np.ndarray, points: np.ndarray, centre: np.ndarray | None = None) -> np.ndarray:
+    """Cosines [pairs, each] of a vector with points [pairs, each, width], all of unit norm, from a centre.
+
+    Absent: their common mean.
+    """
+    points = points / np.maximum(np.linalg.norm(points, axis=-1, keepdims=True), 1e-12)
+    centre = points.mean(axis=(0, 1)) if centre is None else centre
+    points, query = points - centre, query / max(float(np.linalg.norm(query)), 1e-12) - centre
+    return points @ query / (np.linalg.norm(points, axis=-1) * np.linalg.norm(query) + 1e-12)
+
+
+def telling(text: str) -> list[str]:
+    """The words of a text that say something."""
+    return [word for word in WORD.findall(text.lower()) if not FILLING.fullmatch(word)]

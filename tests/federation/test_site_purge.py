@@ -1,0 +1,217 @@
+"""Purges over nodes: the rounds that one process makes, no id at a site, and nothing done while a node is missing."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.federation.apart_sites import SIZES, Sites, answered, serving, states
+
+from ease.errors import UserError
+from ease.federation.codec import encode_job
+from ease.federation.node import Policy
+from ease.federation.remote import node_socket
+from ease.federation.wire import JOB, Ask, Dropped, decode_answer, decode_dropped, encode
+from ease.ledger.purging import purge_released
+from ease.requests.request import ClientRequest, Request, SampleRequest
+from ease.requests.tombstones import PREFIX
+from ease.runs.answers import open_world, release
+from ease.runs.purge import read_purges
+from ease.runs.run import Run
+
+
+@pytest.fixture(scope="module")
+def sites(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_factory) -> Iterator[Sites]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        with serving(drawn, tmp_path_factory.mktemp("sites") / "w", small) as made:
+            made.pooled()
+            yield made
+
+
+@pytest.fixture
+def apart(sites: Sites, tmp_path: Path) -> Run:
+    """A run of its own over nodes that all tests share."""
+    return sites.trained(tmp_path.name)
+
+
+@pytest.fixture
+def pooled(sites: Sites, tmp_path: Path) -> Run:
+    """The same with all pairs in one place."""
+    return Run.load(Path(shutil.copytree(sites.folder / "pooled", tmp_path / "pooled")))
+
+
+def close(run: Run, request: Request) -> None:
+    answered(run, request)
+    release(run, run.unreleased()[0])
+
+
+def two_pairs(run: Run) -> SampleRequest:
+    members = run.known()[0]  # type: ignore[index]
+    return SampleRequest(ids=tuple(sorted(holding.train_ids[0] for holding in members.clients[:2])))
+
+
+def kept(sites: Sites, run: Run) -> Iterator[Path]:
+    """What nodes keep of a run."""
+    for site in SIZES:
+        yield from sorted((sites.folder / "disks" / site / "runs" / run.name).rglob("*.json"))
+
+
+def on_disk(folder: Path, pair_id: str) -> list[Path]:
+    spelt = json.dumps(pair_id).encode()
+    return [path for path in folder.rglob("*") if path.is_file() and spelt in path.read_bytes()]
+
+
+def test_a_purge_leaves_the_rounds_of_one_process_and_no_id_at_a_site(sites: Sites, apart: Run, pooled: Run) -> None:
+    request = two_pairs(apart)
+    for run in (pooled, apart):
+        close(run, request)
+        (told,) = purge_released(run.folder)
+    assert states(apart) == states(pooled)
+    for pair_id, site in zip(request.ids, "ab", strict=True):
+        there = sites.folder / "disks" / site / "runs" / apart.name
+        assert not on_disk(there, pair_id) and not on_disk(apart.folder, pair_id)
+        held = json.loads((there / "membership.json").read_text())
+        assert held["clients"][0]["train_ids"][0].startswith(PREFIX) and pair_id not in held["digests"]
+    assert read_purges(apart.folder).passes == (told,)
+    removed, stayed = ({line.what for line in lines} for lines in (told.removed, told.stayed))
+    for client in range(3):
+        assert any(line.startswith(f"client {client}: ") and "parts of jobs" in line for line in removed)
+        assert {f"client {client}: tombstones.json", f"client {client}: photographs in its folder"} <= stayed
+    assert not any(node.shelf for node in sites.nodes.values())
+    # The run goes on, and nodes still know what is closed.
+    for run in (apart, pooled):
+        close(Run.load(run.folder), ClientRequest(clients=(1,)))
+    assert states(apart) == states(pooled)
+    world = open_world(apart)
+    job, parts = encode_job(apart.config.training.job(1, 0, 0.07), world.server.initial())
+    asked = Ask(kind="task", client=0, nonce="1" * 32, run=apart.name, parts=tuple(sorted(parts)))
+    assert (
+        "closed request took away"
+        in decode_answer(sites.nodes[0].answer(encode(asked, {JOB: job, **parts})))[0].refused
+    )
+
+
+@pytest.mark.slow
+def test_releases_that_wait_are_purged_together(apart: Run, pooled: Run) -> None:
+    """A client that held a forgotten pair has left since: its node repeats nothing any more, and need not."""
+    for run in (apart, pooled):
+        close(run, two_pairs(run))
+        close(run, ClientRequest(clients=(1,)))
+        assert len(list(purge_released(run.folder))) == 2
+    assert states(apart) == states(pooled)
+    for run in (apart, pooled):
+        answered(Run.load(run.folder), ClientRequest(clients=(2,)))
+    assert states(apart) == states(pooled)
+
+
+@pytest.mark.slow
+def test_photographs_may_vanish_after_a_purge(drawn: Path, small: tuple[str, ...], tmp_path: Path) -> None:
+    with serving(drawn, tmp_path / "w", small) as sites:
+        run = sites.trained()
+        request = two_pairs(run)
+        close(run, request)
+        list(purge_released(run.folder))
+        for pair_id in request.ids:
+            (sites.folder / pair_id[0] / f"{pair_id}.png").unlink()
+        for client, node in sites.nodes.items():
+            again = sites.node(client)
+            node.pairs, node.shard, node.activations, node._ready = again.pairs, again.shard, again.activations, None
+        answered(Run.load(run.folder), ClientRequest(clients=(2,)))
+
+
+def test_a_missing_node_leaves_the_purge_pending_and_the_run_as_it_was(sites: Sites, apart: Run) -> None:
+    close(apart, two_pairs(apart))
+    before, away = states(apart), sites.folder / "fed" / "away"
+    files = {path: path.read_bytes() for path in kept(sites, apart)}
+    socket = node_socket(sites.folder / "fed", 2)
+    socket.rename(away)
+    with pytest.raises(UserError, match=r"\(client 2: no node answers at .*\); nothing was purged: run it again"):
+        list(purge_released(apart.folder))
+    away.rename(socket)
+    assert states(apart) == before and not read_purges(apart.folder).passes
+    assert files == {path: path.read_bytes() for path in kept(sites, apart)} and len(files) == 3
+    answered(Run.load(apart.folder), ClientRequest(clients=(2,)))  # others go on meanwhile
+    assert len(list(purge_released(apart.folder))) == 1
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_node_that_goes_away_in_between_is_asked_again(
+    sites: Sites, apart: Run, pooled: Run, monkeypatch, victim: int
+) -> None:
+    run = apart
+    for each in (run, pooled):
+        close(each, two_pairs(each))
+    list(purge_released(pooled.folder))
+    node = sites.nodes[victim]
+    buried = node._buried
+
+    def dying(ask: Ask) -> bytes:
+        if ask.burial is not None and not ask.burial.only_asked:
+            raise UserError("killed")
+        return buried(ask)
+
+    monkeypatch.setattr(node, "_buried", dying)
+    with pytest.raises(UserError, match=f"client {victim}: its node refuses: killed.*the purge has begun"):
+        list(purge_released(run.folder))
+    with pytest.raises(UserError, match="finish it first with: ease purge"):
+        Run.load(run.folder)
+    monkeypatch.undo()
+    (told,) = purge_released(run.folder)
+    assert states(run) == states(pooled)
+    assert read_purges(run.folder).passes == (told,)
+    assert {f"client {client}: tombstones.json" for client in range(3)} <= {line.what for line in told.stayed}
+
+
+def changed(**changes: object) -> Callable[[bytes], bytes]:
+    def lie(data: bytes) -> bytes:
+        return encode(Dropped.model_construct(**{**dict(decode_dropped(data)), **changes}))
+
+    return lie
+
+
+NONSENSE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "in another's name": (changed(client=0), "answered as client 0"),
+    "to another message": (changed(nonce="0" * 32), "another message"),
+    "letters that move a cursor": (changed(stayed=(("\x1b[2J", "x"),)), "stayed"),
+    "more than anyone reads": (changed(removed=(("x", "y"),) * 65), "removed"),
+    "garbled": (lambda data: data[:-40] + bytes(40), "altered or cut"),
+}
+
+
+@pytest.fixture(scope="module")
+def closed(sites: Sites) -> Run:
+    """A run that no one manages to purge."""
+    run = sites.trained("closed")
+    close(run, ClientRequest(clients=(2,)))
+    return run
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_a_node_that_answers_nonsense_is_named(closed: Run, sites: Sites, monkeypatch, kind: str) -> None:
+    run, (lie, problem), node = closed, NONSENSE[kind], sites.nodes[1]
+    buried = node._buried
+    monkeypatch.setattr(node, "_buried", lambda ask: lie(buried(ask)))
+    with pytest.raises(UserError, match=problem) as refused:
+        list(purge_released(run.folder))
+    assert "client 1" in str(refused.value) and not read_purges(run.folder).passes
+
+
+def test_a_site_may_refuse_to_purge(closed: Run, sites: Sites, monkeypatch) -> None:
+    run = closed
+    monkeypatch.setattr(sites.nodes[0], "policy", Policy(objectives=("align", "levels", "replay")))
+    with pytest.raises(UserError, match="client 0: its node refuses: its policy does not allow the objective 'purge'"):
+        list(purge_released(run.folder))
+
+
+@pytest.mark.slow
+def test_another_salt_is_refused(sites: Sites, apart: Run) -> None:
+    run = apart
+    close(run, two_pairs(run))
+    list(purge_released(run.folder))
+    burial: dict[str, Any] = {"salt": "0" * 32, "marks": (), "leaves": False}
+    gone = SampleRequest(ids=())
+    asked = Ask(kind="purge", client=2, nonce="2" * 32, run=run.name, gone=(gone,), burial=burial)
+    assert "another salt" in decode_answer(sites.nodes[2].answer(encode(asked)))[0].refused

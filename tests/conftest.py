@@ -1,11 +1,13 @@
 """What many tests share: one cache for the session, small worlds, the command line, a browser and a full disk."""
 
+import os
 import shutil
 import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
@@ -139,10 +141,15 @@ class Audited:
     records: dict[str, AuditRecord]
 
 
+@lru_cache
+def output_of(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(Union[OUTPUTS[name]])  # noqa: UP007
+
+
 def check_output(arguments: list[str], out: str) -> None:
     """Hold what a command printed for machines against what the reference says of it."""
     name = next(name for name in (" ".join(arguments[:2]), arguments[0], f"{arguments[0]} issue") if name in OUTPUTS)
-    TypeAdapter(Union[OUTPUTS[name]]).validate_json(out)  # noqa: UP007
+    output_of(name).validate_json(out)
 
 
 class Result(NamedTuple):
@@ -151,6 +158,14 @@ class Result(NamedTuple):
     code: int | str | None
     out: str
     err: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_disk() -> Iterator[None]:
+    """Nobody waits for the disk: what a test writes need not outlast a power cut. Whether it would, tests count."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,10 @@ import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
@@ -21,10 +22,11 @@ from ease.audit.config import AuditConfig
 from ease.cli import main
 from ease.commands.outputs import OUTPUTS
 from ease.commands.train import train_run
+from ease.config import to_toml
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
-from ease.federation.protocol import Federation, LocalJob, Optimiser
+from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
 from ease.methods.ease.calibration import measure_levels
@@ -94,12 +96,51 @@ training = { rounds = 2, local_epochs = 1, batch_size = 8 }
 
 
 @dataclass(frozen=True)
+class Asked:
+    client: int
+    job: LocalJob
+    state: Params
+    steps: int
+    """Steps the method had yielded by then."""
+
+
+class Play(Wrapped):
+    """A method's answer to a request, made once and as far as someone looks: its steps, and each job of each client."""
+
+    def __init__(self, inner: Federation, trained: Trained, request: Request, method: Unlearner) -> None:
+        super().__init__(inner)
+        self.asked, self.made = list[Asked](), list[Step]()
+        self.left = method.unlearn(trained, request, self)
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        self.asked += [Asked(client, job, params, len(self.made)) for client in clients]
+        return super().run(params, job, clients)
+
+    def __iter__(self) -> Iterator[Step]:
+        for number in count():
+            if number == len(self.made):
+                step = next(self.left, None)
+                if step is None:
+                    return
+                self.made.append(step)
+            yield self.made[number]
+
+
+@dataclass(frozen=True)
 class Learnt:
     """A run that has learnt its training pairs: they are held more strongly than unseen ones."""
 
     run: Run
     world: World
     trained: Trained
+    plays: dict[tuple[Request, str], Play] = field(default_factory=dict)
+
+    def play(self, request: Request, method: Unlearner) -> Play:
+        """A method on this run; who asks for the same again is given the same, which a test of its own allows."""
+        key = request, to_toml(method)
+        if key not in self.plays:
+            self.plays[key] = Play(self.world.federation, self.trained, request, method)
+        return self.plays[key]
 
     def level(self, state: Params, request: Request) -> float:
         """Mean log-odds of the pairs a request names."""
@@ -170,7 +211,9 @@ def patient_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """One for all workers, which have their folders side by side."""
+    mine = tmp_path_factory.getbasetemp()
+    return (mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine) / "shared-cache"
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ from ease.testing import (
     STAGES,
     Fault,
     Stage,
+    a_failing_client_is_refused,
+    a_faulty_client_is_named,
     check_method,
     make_stage,
     needs_no_more_than_it_says,
@@ -30,6 +32,8 @@ from ease.testing import (
 
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
 every_request = pytest.mark.parametrize("scope", SCOPES)
+OF_CLIENTS = (a_failing_client_is_refused, a_faulty_client_is_named)
+"""Checks that concern averaging, which all kinds of requests share."""
 EXHAUSTIVE = os.environ.get("EASE_SWEEP") == "all"
 
 
@@ -68,10 +72,15 @@ def test_a_class_says_what_it_is(check, name: str) -> None:
     check(METHODS[name])
 
 
-@every_method
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in OF_CLIENTS], ids=named)
 @every_request
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@every_method  # outermost: whoever is given some of the methods plays no other
 def test_the_contract(stage_of, check, name: str, scope: str) -> None:
+    check(stage_of("loop"), METHODS[name], scope)
+
+
+@pytest.mark.parametrize(("name", "check", "scope"), kinds_in_turn(OF_CLIENTS), ids=named)
+def test_the_contract_of_clients_that_fail(stage_of, check, name: str, scope: str) -> None:
     check(stage_of("loop"), METHODS[name], scope)
 
 

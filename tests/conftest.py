@@ -1,5 +1,9 @@
 """What many tests share: one cache for the session, small worlds, the command line, a browser and a full disk."""
 
+import gc
+
+gc.disable()  # until all is imported and collected: nothing of that is garbage, and looking takes a fifth of the time
+
 import os
 import shutil
 import string
@@ -180,6 +184,11 @@ class Audited:
     world: World
     audits: dict[str, Audit]
     records: dict[str, AuditRecord]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is there now stays; forked processes need not copy it to find that out
+    gc.enable()
 
 
 @lru_cache

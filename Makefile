@@ -4,6 +4,9 @@ BIN := .venv/bin
 # Modules are compiled when they are first imported, which most of what comes along never is.
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
+# Nor would they ever be, and every program that a test starts would compile torch again, where the environment forbids it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow test-flower check references docs photos vit hf browser bench bench-peers bench-quick clean
 
 demo: .venv/ready

@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -129,6 +130,8 @@ def command(*arguments: str) -> None:
 
 def build(folder: Path, audited: bool) -> None:
     """A run with two answers, perhaps an audit, a request that was killed half way, and the cache of all of them."""
+    for each in {each[0] for each in COMMANDS}:
+        import_module(f"ease.commands.{each}")  # copies of this process have it behind them
     for each in (
         ("train", "--out", "run", "--quiet"),
         ("forget", "run", "--client", "1", "--quiet"),

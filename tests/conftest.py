@@ -1,11 +1,18 @@
 """What many tests share: one cache for the session, small worlds, the command line, a browser and a full disk."""
 
+import gc
+
+gc.disable()  # until all is imported and collected: nothing of that is garbage, and looking takes a fifth of the time
+
+import os
 import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
@@ -19,10 +26,11 @@ from ease.audit.config import AuditConfig
 from ease.cli import main
 from ease.commands.outputs import OUTPUTS
 from ease.commands.train import train_run
+from ease.config import to_toml
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
-from ease.federation.protocol import Federation, LocalJob, Optimiser
+from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
 from ease.methods.ease.calibration import measure_levels
@@ -92,12 +100,51 @@ training = { rounds = 2, local_epochs = 1, batch_size = 8 }
 
 
 @dataclass(frozen=True)
+class Asked:
+    client: int
+    job: LocalJob
+    state: Params
+    steps: int
+    """Steps the method had yielded by then."""
+
+
+class Play(Wrapped):
+    """A method's answer to a request, made once and as far as someone looks: its steps, and each job of each client."""
+
+    def __init__(self, inner: Federation, trained: Trained, request: Request, method: Unlearner) -> None:
+        super().__init__(inner)
+        self.asked, self.made = list[Asked](), list[Step]()
+        self.left = method.unlearn(trained, request, self)
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        self.asked += [Asked(client, job, params, len(self.made)) for client in clients]
+        return super().run(params, job, clients)
+
+    def __iter__(self) -> Iterator[Step]:
+        for number in count():
+            if number == len(self.made):
+                step = next(self.left, None)
+                if step is None:
+                    return
+                self.made.append(step)
+            yield self.made[number]
+
+
+@dataclass(frozen=True)
 class Learnt:
     """A run that has learnt its training pairs: they are held more strongly than unseen ones."""
 
     run: Run
     world: World
     trained: Trained
+    plays: dict[tuple[Request, str], Play] = field(default_factory=dict)
+
+    def play(self, request: Request, method: Unlearner) -> Play:
+        """A method on this run; who asks for the same again is given the same, which a test of its own allows."""
+        key = request, to_toml(method)
+        if key not in self.plays:
+            self.plays[key] = Play(self.world.federation, self.trained, request, method)
+        return self.plays[key]
 
     def level(self, state: Params, request: Request) -> float:
         """Mean log-odds of the pairs a request names."""
@@ -139,10 +186,20 @@ class Audited:
     records: dict[str, AuditRecord]
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is there now stays; forked processes need not copy it to find that out
+    gc.enable()
+
+
+@lru_cache
+def output_of(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(Union[OUTPUTS[name]])  # noqa: UP007
+
+
 def check_output(arguments: list[str], out: str) -> None:
     """Hold what a command printed for machines against what the reference says of it."""
     name = next(name for name in (" ".join(arguments[:2]), arguments[0], f"{arguments[0]} issue") if name in OUTPUTS)
-    TypeAdapter(Union[OUTPUTS[name]]).validate_json(out)  # noqa: UP007
+    output_of(name).validate_json(out)
 
 
 class Result(NamedTuple):
@@ -153,9 +210,19 @@ class Result(NamedTuple):
     err: str
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient_disk() -> Iterator[None]:
+    """Nobody waits for the disk: what a test writes need not outlast a power cut. Whether it would, tests count."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """One for all workers, which have their folders side by side."""
+    mine = tmp_path_factory.getbasetemp()
+    return (mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine) / "shared-cache"
 
 
 @pytest.fixture(autouse=True)

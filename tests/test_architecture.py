@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -49,16 +50,22 @@ def part_of(module: Path) -> str:
     return module.parts[0].removesuffix(".py")
 
 
-def imports(module: Path) -> Iterator[str]:
+@cache
+def parsed(module: Path) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+@cache
+def imports(module: Path) -> tuple[str, ...]:
     """Every module that one imports, inside functions too; what only type checkers see is left out."""
-    tree = ast.parse((ROOT / module).read_text())
-    for node in _running(tree):
+    found: list[str] = []
+    for node in _running(parsed(module)):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: write imports in full"
-            yield node.module or ""
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            found += (node.module or "", *(f"{node.module}.{name.name}" for name in node.names))
+    return tuple(found)
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
@@ -99,7 +106,7 @@ def test_only_those_who_show_something_know_the_screen(module: Path) -> None:
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_every_module_opens_with_its_purpose(module: Path) -> None:
     if module.name != "__init__.py":
-        text = ast.get_docstring(ast.parse((ROOT / module).read_text()))
+        text = ast.get_docstring(parsed(module))
         assert text and text.split("\n\n")[0].endswith("."), module
 
 
@@ -143,8 +150,8 @@ def test_a_request_enters_the_modules_in_the_order_that_is_drawn(ease, small, tm
     entered: list[str] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(ROOT):
+        if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
+            file = Path(frame.f_code.co_filename)
             name = f"{file.relative_to(ROOT).with_suffix('').as_posix()}.{frame.f_code.co_name}"
             if name in drawn and name not in entered:
                 entered.append(name)

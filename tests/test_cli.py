@@ -1,5 +1,6 @@
 """The command line as a user meets it: results, one-line errors, exit codes, and a plug pulled at any moment."""
 
+import io
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from PIL import Image
 
 from ease.cli import commands, main
 from ease.data.scenes import lexicon
+from ease.errors import UserError
 
 EASE = Path(sys.executable).parent / "ease"
 
@@ -312,12 +314,13 @@ def test_what_is_like_nothing_is_not_guessed_at(ease) -> None:
         ("ease export runs/first --format o", {"onnx"}),
     ],
 )
-def test_a_shell_completes(line: str, words: set[str]) -> None:
+def test_a_shell_completes(ease, monkeypatch, line: str, words: set[str]) -> None:
     """What the script that `--show-completion` prints asks for."""
     asked = {"_EASE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    command = [sys.executable, "-c", "import sys; sys.argv = ['ease']; from ease.cli import main; main()"]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked})
-    assert set(result.stdout.split()) == words and result.stderr == ""
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    result = ease()
+    assert set(result.out.split()) == words and result.err == ""
 
 
 def test_the_message_is_printed_as_it_is(ease, tmp_path: Path) -> None:
@@ -337,14 +340,17 @@ def test_a_number_of_a_client_may_have_any_length(ease, small, tmp_path: Path) -
     assert is_one_line(ease("forget", tmp_path / "run", "--client", "9" * 5000), "no such client")
 
 
-def test_a_terminal_that_knows_few_letters_is_shown_question_marks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--markdown"]], ids=str)
+def test_a_terminal_that_knows_few_letters_is_shown_question_marks(monkeypatch, more: list[str]) -> None:
     """`±`, `·` and lines of tables are no ASCII."""
-    command = [sys.executable, "-c", "from ease.cli import main; main()", "methods"]
-    for more in ([], ["--markdown"]):
-        environment = {**os.environ, "PYTHONIOENCODING": "ascii", "EASE_CACHE": str(tmp_path)}
-        result = subprocess.run([*command, *more], capture_output=True, env=environment)
-        assert result.returncode == 0 and b"Traceback" not in result.stderr
-        assert result.stdout.isascii() and b"?" in result.stdout
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")  # strict, as Python opens it
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["ease", "methods", *more])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    terminal.flush()
+    shown = terminal.buffer.getvalue()  # type: ignore[attr-defined]
+    assert ended.value.code == 0 and shown.isascii() and b"?" in shown
 
 
 @pytest.mark.parametrize(
@@ -379,11 +385,12 @@ def test_a_limit_of_memory_is_one_line_or_enough(small, tmp_path: Path, megabyte
     assert result.returncode == 0 or (result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: "))
 
 
-def test_debug_shows_the_traceback() -> None:
-    command = [EASE, "train", "--out", "/dev/null/run", "--debug", "--set", "training.rounds=0"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode != 0 and result.stdout == ""
-    assert "Traceback" in result.stderr and "UserError" in result.stderr and "training.rounds" in result.stderr
+def test_debug_shows_the_traceback(monkeypatch) -> None:
+    """What ends the program is the error itself, of which Python prints the way it came."""
+    wrong = ["train", "--out", "/dev/null/run", "--debug", "--set", "training.rounds=0"]
+    monkeypatch.setattr(sys, "argv", ["ease", *wrong])
+    with pytest.raises(UserError, match=r"training\.rounds"):
+        main()
 
 
 def test_a_fault_of_our_own_is_no_user_error(ease, monkeypatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, get_type_hints
 
@@ -1025,11 +1026,16 @@ def cache_clear(
     _finish(clear_cache(parts or [], older_than), as_json)
 
 
+@lru_cache
+def _program() -> click.Group:
+    """The whole command line. Making it from all signatures takes longer than many a command, so it is made once."""
+    return cast(click.Group, typer.main.get_command(app))
+
+
 def commands(group: click.Group | None = None, above: str = "") -> dict[str, click.Command]:
     """Every command that does something, by the words that call it, such as `request add`."""
     found: dict[str, click.Command] = {}
-    whole = group or cast(click.Group, typer.main.get_command(app))
-    for name, command in whole.commands.items():
+    for name, command in (group or _program()).commands.items():
         words = f"{above} {name}".strip()
         found |= commands(command, words) if isinstance(command, click.Group) else {words: command}
     return found
@@ -1053,7 +1059,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         _check_here()
-        code = app(prog_name="ease", standalone_mode=False)
+        code = _program()(prog_name="ease", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         raise SystemExit(2) from None

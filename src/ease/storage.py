@@ -297,7 +297,7 @@ def _read_tensors(path: Path, sealed: bool) -> tuple[dict[str, torch.Tensor], by
 
 def read_some(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Some tensors of a sealed file, and no more of it in memory; the seal is checked once for all readings."""
-    _check_once(path, *_identity(path))
+    _check_once(path, *identity(path))
     try:
         open_regular(path).close()
         with safe_open(path, framework="pt") as file:
@@ -306,7 +306,8 @@ def read_some(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: damaged or truncated safetensors ({_short(error)}); {RESTORE}") from error
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
+def identity(path: Path) -> tuple[int, int, int]:
+    """What changes whenever a file is written: by this, whoever keeps what was read of it knows that it still holds."""
     try:
         found = path.stat()
     except OSError as error:
@@ -401,7 +402,7 @@ def exclusive(path: Path, busy: str, wait_seconds: float = 0) -> Iterator[None]:
 
 def map_array(path: Path) -> np.ndarray:
     """Memory-map an array that `new_array` wrote; all of it is read once to check its seal."""
-    _, size, _ = _identity(path)
+    _, size, _ = identity(path)
     length = size - len(BLANK)
     try:
         with path.open("rb") as file:
@@ -422,8 +423,11 @@ def _hash_in_pieces(path: Path, length: int) -> str:
             file.seek(start)
             return hashlib.sha256(file.read(min(PIECE, length - start))).digest()
 
+    starts = range(0, length, PIECE)
+    if len(starts) < 2:  # starting threads would take longer
+        return hashlib.sha256(b"".join(map(hashed, starts))).hexdigest()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return hashlib.sha256(b"".join(pool.map(hashed, range(0, length, PIECE)))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(hashed, starts))).hexdigest()
 
 
 def digest(*parts: Any) -> str:

@@ -16,7 +16,8 @@ from ease.federation.metered import Metered
 from ease.federation.protocol import LocalJob, Replay, Update, Wrapped
 from ease.methods import make_method
 from ease.params import Block, Params
-from ease.requests.request import ClientRequest, Request, SampleRequest
+from ease.requests.request import Request, SampleRequest
+from ease.testing import Stage, make_stage
 
 
 class Answers:
@@ -163,6 +164,13 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
     return down, up, metered
 
 
+@pytest.fixture(scope="module")
+def stage(shared_cache, tmp_path_factory) -> Stage:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        return make_stage("loop", tmp_path_factory.mktemp("stage"))
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -177,11 +185,9 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
     ids=str,
 )
 @pytest.mark.parametrize("scope", ["client", "sample"])
-def test_every_message_of_a_method_is_counted_as_long_as_it_is(learnt, name: str, settings, scope: str) -> None:
-    shards = learnt.world.shards
-    ids = tuple(pair_id for shard in shards[:3] for pair_id in shard.train_ids[:6])
-    request: Request = ClientRequest(clients=(1,)) if scope == "client" else SampleRequest(ids=ids)
-    down, up, metered = run_and_count(learnt.world.federation, make_method(name, settings), learnt.trained, request)
+def test_every_message_of_a_method_is_counted_as_long_as_it_is(stage: Stage, name: str, settings, scope: str) -> None:
+    method, request = make_method(name, settings), stage.requests[scope]
+    down, up, metered = run_and_count(stage.world.federation, method, stage.trained, request)
     assert (metered.cost.bytes_down, metered.cost.bytes_up) == (down, up) and min(down, up) > 0
 
 

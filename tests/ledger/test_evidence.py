@@ -1,10 +1,13 @@
 """What the queue leaves in the run's log, and certificates of what was purged since."""
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from benchmarks.bitflips import command
 from tests.ledger.test_work import add, ids_of, kept, listed, run, states, told
 
 from ease.errors import Unwritable
@@ -84,22 +87,35 @@ def test_a_log_that_was_altered_stops_the_queue_before_anything_is_computed(ease
 # --- certificates after a purge ---
 
 
-@pytest.fixture
-def purged(ease, run: Path, tmp_path: Path) -> tuple[Path, dict[str, Path]]:
+@pytest.fixture(scope="module")
+def purged_once(kept: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two pairs and a client forgotten, released and certified; a retraining beside, certified too; then all purged."""
-    add(ease, run, "--samples", listed(tmp_path, ids_of(run, 0, 2)), id="s")
-    told(ease, "work", run)
-    told(ease, "forget", run, "--client", 1, "--method", "retrain")
-    names = {"retrain": "client-1/retrain"}
-    add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
-    names |= {each.request.scope: each.answer for each in Run.load(run).head.releases}
-    paths = {scope: tmp_path / f"{scope}.json" for scope in names}
-    for scope, name in names.items():
-        assert ease("certificate", run, "--request", name, "--out", paths[scope]).code == 0
-        assert verify(paths[scope], Run.load(run), quick=True).holds
-    told(ease, "purge", run)
-    return run, paths
+    folder = tmp_path_factory.mktemp("purged")
+    run = shutil.copytree(kept, folder / "run")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        patch.setattr("sys.argv", [])
+        approved = ("request", "add", str(run), "--approve", "--id")
+        command(*approved, "s", "--samples", str(listed(folder, ids_of(run, 0, 2))))
+        command("work", str(run), "--quiet")
+        command("forget", str(run), "--client", "1", "--method", "retrain", "--quiet")
+        command(*approved, "c", "--client", "1")
+        command("work", str(run), "--quiet")
+        names = {"retrain": "client-1/retrain"}
+        names |= {each.request.scope: each.answer for each in Run.load(run).head.releases}
+        for scope, name in names.items():
+            path = folder / f"{scope}.json"
+            command("certificate", str(run), "--request", name, "--out", str(path))
+            assert verify(path, Run.load(run), quick=True).holds
+        command("purge", str(run), "--quiet")
+    return folder
+
+
+@pytest.fixture
+def purged(purged_once: Path, tmp_path: Path) -> tuple[Path, dict[str, Path]]:
+    """A copy of that run, and its certificates by what they are of."""
+    paths = {scope: purged_once / f"{scope}.json" for scope in ("retrain", "sample", "client")}
+    return Path(shutil.copytree(purged_once / "run", tmp_path / "run")), paths
 
 
 def unchecked(found: Verification) -> dict[str, str]:

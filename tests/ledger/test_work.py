@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.bitflips import command, end_after
 
 from ease.commands.train import train_run
 from ease.ledger.store import Ledger
@@ -261,16 +260,24 @@ def test_while_another_command_holds_the_run_a_request_is_given_back(ease, run: 
 # --- several processes ---
 
 
-def test_two_workers_do_each_request_once(ease, run: Path, shared_cache: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork")
+def test_two_workers_do_each_request_once(ease, run: Path, tmp_path: Path) -> None:
     for client in (1, 2):
         add(ease, run, "--client", client, id=f"c{client}")
-    environment = {**os.environ, "EASE_CACHE": str(shared_cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from ease.cli import main; main()", "work", str(run), "--json"]
-    workers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    workers = {}
+    for number in range(2):
+        said = (tmp_path / f"said-{number}").open("w+")
+        worker = os.fork()
+        if worker == 0:
+            end_after(lambda: command("work", str(run), "--json", "--quiet"), tmp_path, said.fileno())
+        workers[worker] = said
     done = []
-    for worker in workers:
-        out, _ = worker.communicate(timeout=300)
-        assert worker.returncode == 0
+    for worker, said in workers.items():
+        _, status = os.waitpid(worker, 0)
+        with said:
+            said.seek(0)
+            out = said.read()
+        assert os.waitstatus_to_exitcode(status) == 0, out
         done += [each["ids"][0] for each in json.loads(out)["finished"]]
     assert sorted(done) == ["c1", "c2"] and len(Run.load(run).head.releases) == 2
     assert [each.after for each in Ledger(run).events() if each.after == "running"] == ["running"] * 2

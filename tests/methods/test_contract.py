@@ -12,6 +12,7 @@ from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods import METHODS
 from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, retained_clients
+from ease.methods.ferrari import Ferrari
 from ease.methods.finetune import Finetune
 from ease.requests.request import Request
 from ease.testing import (
@@ -22,14 +23,27 @@ from ease.testing import (
     STAGES,
     Fault,
     Stage,
+    a_failing_client_is_refused,
+    a_faulty_client_is_named,
     check_method,
     make_stage,
     needs_no_more_than_it_says,
     withstands,
 )
 
+
+class FewNoises(Ferrari):
+    """The average over noises has the same parts, however many there are."""
+
+    noise_draws: int = 2
+    """Ten times fewer than by default."""
+
+
+PLAYED = {**METHODS, "ferrari": FewNoises}
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
 every_request = pytest.mark.parametrize("scope", SCOPES)
+OF_CLIENTS = (a_failing_client_is_refused, a_faulty_client_is_named)
+"""Checks that concern averaging, which all kinds of requests share."""
 EXHAUSTIVE = os.environ.get("EASE_SWEEP") == "all"
 
 
@@ -68,11 +82,16 @@ def test_a_class_says_what_it_is(check, name: str) -> None:
     check(METHODS[name])
 
 
-@every_method
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in OF_CLIENTS], ids=named)
 @every_request
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@every_method  # outermost: whoever is given some of the methods plays no other
 def test_the_contract(stage_of, check, name: str, scope: str) -> None:
-    check(stage_of("loop"), METHODS[name], scope)
+    check(stage_of("loop"), PLAYED[name], scope)
+
+
+@pytest.mark.parametrize(("name", "check", "scope"), kinds_in_turn(OF_CLIENTS), ids=named)
+def test_the_contract_of_clients_that_fail(stage_of, check, name: str, scope: str) -> None:
+    check(stage_of("loop"), PLAYED[name], scope)
 
 
 @every_request
@@ -88,7 +107,7 @@ def test_the_contract_where_clients_keep_the_history(stage_of, check, scope: str
     ids=named,
 )
 def test_the_contract_elsewhere(stage_of, ground: str, check, name: str, scope: str) -> None:
-    check(stage_of(ground), METHODS[name], scope)
+    check(stage_of(ground), PLAYED[name], scope)
 
 
 @pytest.mark.slow
@@ -96,7 +115,7 @@ def test_the_contract_elsewhere(stage_of, ground: str, check, name: str, scope: 
     ("name", "fault", "scope"), kinds_in_turn([fault for fault in FAULTS if fault != "silence"]), ids=named
 )
 def test_every_fault_is_withstood(stage_of, name: str, scope: str, fault: Fault) -> None:
-    withstands(stage_of("loop"), METHODS[name], scope, fault)
+    withstands(stage_of("loop"), PLAYED[name], scope, fault)
 
 
 @every_request

@@ -1,14 +1,14 @@
 """Who is asked what, and when: forget data is read only in the phases that may read it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
+from tests.conftest import Asked
 
 from ease.federation.loop import Loop
-from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
+from ease.federation.protocol import LocalJob, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.methods.ease.calibration import LEAVING
@@ -19,36 +19,11 @@ CLIENT = ClientRequest(clients=(1,))
 CLASS = ClassRequest(classes=(2,))
 
 
-@dataclass(frozen=True)
-class Asked:
-    client: int
-    job: LocalJob
-    state: Params
-    steps: int
-    """Steps the method had yielded by then."""
-
-
-class Spy(Wrapped):
-    """A federation that notes every job of every client, and whose inner federation may be exchanged."""
-
-    def __init__(self, inner: Federation) -> None:
-        super().__init__(inner)
-        self.asked, self.steps = list[Asked](), 0
-
-    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        for client in clients:
-            self.asked.append(Asked(client, job, params, self.steps))
-            yield from super().run(params, job, [client])
-
-
 def watch(learnt, request: Request, method: str, *settings: str) -> tuple[list[Asked], list[Step]]:
-    """Run a method to its end under a spy."""
-    spy = Spy(learnt.world.federation)
-    steps = []
-    for step in make_method(method, settings).unlearn(learnt.trained, request, spy):
-        steps.append(step)
-        spy.steps += 1
-    return spy.asked, steps
+    """What a method asked of whom, and its steps to the end."""
+    play = learnt.play(request, make_method(method, settings))
+    steps = list(play)
+    return play.asked, steps
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +71,7 @@ def test_a_fixed_share_needs_nothing_from_the_leaving_client(learnt) -> None:
     gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
     method = make_method("ease", ("share=1",))
     alone = [step.state for step in method.unlearn(learnt.trained, CLIENT, gone)]
-    together = [step.state for step in method.unlearn(learnt.trained, CLIENT, learnt.world.federation)]
+    together = [step.state for step in learnt.play(CLIENT, method)]
     assert all(same(one, two) for one, two in zip(alone, together, strict=True))
 
 
@@ -146,13 +121,13 @@ def test_forget_pairs_are_read_to_measure_alone(learnt, samples, poisoned, reque
     request = samples if request_ == "samples" else request_
     _, plain = watch(learnt, request, "ease", "recovery_share=0.34")
 
-    class Divided(Spy):
+    class Divided(Wrapped):
         def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
             inner = learnt.world.federation if job.objective == "levels" else poisoned(request)
             return inner.run(params, job, clients)
 
-    spy = Divided(learnt.world.federation)
-    steps = list(make_method("ease", ("recovery_share=0.34",)).unlearn(learnt.trained, request, spy))
+    divided = Divided(learnt.world.federation)
+    steps = list(make_method("ease", ("recovery_share=0.34",)).unlearn(learnt.trained, request, divided))
     assert all(same(one.state, two.state) for one, two in zip(steps, plain, strict=True))
 
 
@@ -161,11 +136,11 @@ def test_with_a_fixed_share_forget_pairs_are_not_read_after_the_first_step(learn
     request = samples if request_ == "samples" else request_
     asked, plain = watch(learnt, request, "ease", "share=1")
     assert {each.job.objective for each in asked if each.steps > 0} == {"align"}
-    spy = Spy(learnt.world.federation)
+    federation = Wrapped(learnt.world.federation)
     states = []
-    for step in make_method("ease", ("share=1",)).unlearn(learnt.trained, request, spy):
+    for step in make_method("ease", ("share=1",)).unlearn(learnt.trained, request, federation):
         states.append(step.state)
-        spy.inner = poisoned(request)  # from the first step on
+        federation.inner = poisoned(request)  # from the first step on
     assert all(same(state, step.state) for state, step in zip(states, plain, strict=True))
 
 

@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,18 @@ from ease.model.lora import LoraLinear
 from ease.model.peft import Adapter, load_adapter, orthonormal, read_adapter, stock_name, write_adapter
 
 transformers = pytest.importorskip("transformers")
-with warnings.catch_warnings(action="ignore"):
-    peft = pytest.importorskip("peft")
+peft: Any
 
 QUERY_VALUE = r".*\.encoder\.layers\.[12]\.self_attn\.(q_proj|v_proj)"
 SETTINGS = {"lora_rank": 3, "lora_blocks": 2, "hidden": 8, "embedding": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peft_itself() -> None:
+    """Imported before the first test here, for it takes seconds, and most who collect these tests run none of them."""
+    global peft
+    with warnings.catch_warnings(action="ignore"):
+        peft = pytest.importorskip("peft")
 
 
 def peft_model(folder: Path, **settings) -> torch.nn.Module:

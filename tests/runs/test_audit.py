@@ -5,12 +5,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.conftest import LEARNT
 
 import ease.runs.attackers
 from ease.audit.config import AuditConfig
@@ -31,9 +33,11 @@ from ease.runs.attackers import (
     write_shadow,
 )
 from ease.runs.audit import Audit, current_audit
+from ease.runs.config import load_config
 from ease.runs.costs import phase_seconds, prices, training_flops
 from ease.runs.records import AuditRecord, read_record
 from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import LEFTOVER, read_tensors
 
 CLIENT = ClientRequest(clients=(1,))
@@ -89,6 +93,17 @@ def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, mon
 
 
 # --- what is kept, and under which key ---
+
+
+@pytest.fixture(scope="module")
+def little(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same with fewer pairs and without a training, for tests of which shadows are made, and when."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        config = load_config(None, (*LEARNT, "data.train=96"))
+        return SimpleNamespace(
+            run=Run.create(tmp_path_factory.mktemp("little") / "run", config), world=World.open(config)
+        )
 
 
 def plan(learnt, **changes: object) -> Plan:
@@ -155,11 +170,11 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_another_method_trains_no_retraining_again_and_more_shadows_keep_those_there(
-    learnt, tmp_path: Path, monkeypatch
+    little, tmp_path: Path, monkeypatch
 ) -> None:
-    training = learnt.world.config.training.model_copy(update={"rounds": 2, "local_epochs": 1})
-    config = learnt.world.config.model_copy(update={"training": training})
-    world = replace(learnt.world, server=replace(learnt.world.server, config=config))
+    training = little.world.config.training.model_copy(update={"rounds": 2, "local_epochs": 1})
+    config = little.world.config.model_copy(update={"training": training})
+    world = replace(little.world, server=replace(little.world.server, config=config))
     streams: list[list[str]] = []
 
     def spy(*arguments: Any) -> Any:
@@ -170,7 +185,7 @@ def test_another_method_trains_no_retraining_again_and_more_shadows_keep_those_t
 
     def make(method: str, shadows: int, retrains: int) -> int:
         """Ticks, as many as were promised."""
-        planned = plan(learnt, config=config, folder=tmp_path, method=make_method(method))
+        planned = plan(little, config=config, folder=tmp_path, method=make_method(method))
         missing = planned.missing_shadows(shadows), planned.missing_orders(retrains)
         promised = planned.ticks(*missing)
         subjects = Subjects.of(world, planned.request, planned.pool)
@@ -200,9 +215,9 @@ def short_world(learnt) -> tuple[Any, Any]:
 
 
 def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_gets_alone(
-    learnt, tmp_path: Path, monkeypatch
+    little, tmp_path: Path, monkeypatch
 ) -> None:
-    config, world = short_world(learnt)
+    config, world = short_world(little)
     trainings: list[int] = []
 
     def spy(*arguments: Any) -> Any:
@@ -213,7 +228,7 @@ def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_ge
     methods = [make_method(name) for name in ("rollback", "fed_eraser", "finetune")]
 
     def make(folder: str, *some: Any) -> dict[str, bytes]:
-        planned = plan(learnt, config=config, folder=tmp_path / folder, method=some[0], beside=tuple(some[1:]))
+        planned = plan(little, config=config, folder=tmp_path / folder, method=some[0], beside=tuple(some[1:]))
         missing, promised = planned.missing_shadows(4), planned.ticks(planned.missing_shadows(4), [1])
         subjects = Subjects.of(world, planned.request, planned.pool)
         assert sum(make_shadows(planned, world, subjects, missing, [1])) == promised
@@ -228,14 +243,14 @@ def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_ge
 
 @pytest.mark.parametrize("method", ["rollback", "finetune"])
 def test_an_unlearning_that_was_interrupted_ends_in_the_same_bytes(
-    learnt, tmp_path: Path, monkeypatch, method: str
+    little, tmp_path: Path, monkeypatch, method: str
 ) -> None:
     """Shadows share passes: those left over go through the method once more in the company that they had."""
-    config, world = short_world(learnt)
+    config, world = short_world(little)
     store = ease.runs.attackers._store_readings
 
     def make(folder: str, stored: int) -> dict[str, bytes]:
-        planned = plan(learnt, config=config, folder=tmp_path / folder, method=make_method(method))
+        planned = plan(little, config=config, folder=tmp_path / folder, method=make_method(method))
         left = iter(range(stored))
 
         def until_then(*arguments: Any) -> None:

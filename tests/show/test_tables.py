@@ -96,10 +96,14 @@ def check_latex(text: str) -> None:
     assert opened == [] and sum(depth) == 0 and min(accumulate(depth)) == 0
 
 
-@given(label=st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_latex_would_compile_whatever_a_label_says(results, bench, label) -> None:
-    rows = [dict(row, label=label) if row["label"] == "Near" else row for row in results["rows"]]
+LABELS = st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1)
+
+
+@given(near=LABELS, far=LABELS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+def test_latex_would_compile_whatever_a_label_says(results, bench, near, far) -> None:
+    labels = {"Near": near, "Far": far}
+    rows = [dict(row, label=labels.get(row["label"], row["label"])) for row in results["rows"]]
     check_latex(latex(bench({**results, "rows": rows})))
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-from sklearn.pipeline import Pipeline
 
 from ease.audit import before_after
 from ease.audit.bavaria import bavaria
@@ -26,6 +26,9 @@ from ease.audit.membership import (
     unscored,
 )
 from ease.audit.statistic import features
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
 
 Readings = Mapping[str, np.ndarray]
 """Statistic -> values [pairs], or [pairs, shadows]."""
@@ -143,7 +146,7 @@ class Attacker:
         }
 
     @cached_property
-    def classifier(self) -> Pipeline:
+    def classifier(self) -> "Pipeline":
         """Shokri's attack: one classifier over all shadows."""
         return shadow_classifier(features(self.shadows), self.included)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from ease.audit.membership import CONFIDENCE
 from ease.config import Config
@@ -54,4 +54,4 @@ def prediction_band(
 def reach(models: int, at_most: bool = False) -> float:
     """How many standard deviations of so many values lie between their mean and an end of the band."""
     tail = CONFIDENCE if at_most else (1 + CONFIDENCE) / 2
-    return float(student.ppf(tail, models - 1)) * math.sqrt(1 + 1 / models)
+    return float(stdtrit(models - 1, tail)) * math.sqrt(1 + 1 / models)

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import minimize
 from scipy.special import digamma, gammaln
-from scipy.stats import norm
-from scipy.stats import t as student
 
 from ease.audit.membership import attack_inputs, shared_spread
 
@@ -118,6 +115,8 @@ def posterior(seen: Seen, prior: Prior) -> Posterior:
 
 def fit_prior(values: np.ndarray, present: np.ndarray) -> Prior:
     """Empirical Bayes: the prior under which the present values [n, m] of all pairs together are most probable."""
+    from scipy.optimize import minimize
+
     scale = shared_spread(values, present)
     seen = Seen.of(values, present)
     known = seen.count > 0
@@ -171,6 +170,9 @@ def log_upper_tail(value: np.ndarray, freedom: np.ndarray, centre: np.ndarray, s
     Far out, H(z) = density(z) (1 + z^2 / freedom) / z has the derivative -density(z) (1 + 1 / z^2), so that H over
     1 + 1 / z^2 is the tail to within that factor; the tail itself would round to 0, and the surest members would tie.
     """
+    from scipy.stats import norm
+    from scipy.stats import t as student
+
     away = (value - centre) / spread
     far = np.maximum(away, FAR_TAIL)
     beyond = student.logpdf(far, freedom) + np.log1p(far**2 / freedom) - np.log(far) - np.log1p(far**-2.0)
@@ -180,6 +182,8 @@ def log_upper_tail(value: np.ndarray, freedom: np.ndarray, centre: np.ndarray, s
 
 
 def _log_density(value: np.ndarray, freedom: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    from scipy.stats import t as student
+
     return student.logpdf(value, freedom, centre, spread)  # of infinite freedom it is the normal's
 
 

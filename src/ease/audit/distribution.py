@@ -4,7 +4,6 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import ks_2samp, norm
 
 from ease.audit.membership import CONFIDENCE, Estimate, Variance, gaussians
 from ease.errors import UserError
@@ -58,6 +57,8 @@ def ulira(
     shadows that never trained on it, and `target` [n] of the unlearned model. NaN marks a shadow that does not apply
     to the pair; a pair with too few on either side gets NaN. Higher means the pair was a member.
     """
+    from scipy.stats import norm
+
     sides = [np.asarray(side, dtype=float) for side in (unlearned_in, never_out)]
     target = np.asarray(target, dtype=float)
     if target.ndim != 1 or any(side.ndim != 2 or len(side) != len(target) for side in sides):
@@ -82,6 +83,8 @@ def _sample(name: str, values: np.ndarray) -> np.ndarray:
 
 def _ks(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """Distance and p-value."""
+    from scipy.stats import ks_2samp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the exact p-value did not work out: scipy takes the limit
         test = ks_2samp(a, b)

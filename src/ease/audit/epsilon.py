@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import beta
+from scipy.special import betaincinv
 
 from ease.audit.membership import CONFIDENCE
 
@@ -43,5 +43,5 @@ def lower_bound(right: int, made: int) -> float:
     """
     if right == 0:
         return -math.inf
-    share = float(beta.ppf(1 - CONFIDENCE, right, made - right + 1))
+    share = float(betaincinv(right, made - right + 1, 1 - CONFIDENCE))
     return math.log(share / (1 - share))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from ease.audit.membership import Estimate
 from ease.config import Config
@@ -168,7 +168,7 @@ def _trace(answer: np.ndarray, retrained: np.ndarray, least: np.ndarray, effect:
 
     models = len(retrained)
     others = np.stack([np.delete(retrained, model, axis=0) for model in range(models)])
-    away = float(student.ppf(0.975, models) * np.sqrt((shares(retrained, others) ** 2).mean()))
+    away = float(stdtrit(models, 0.975) * np.sqrt((shares(retrained, others) ** 2).mean()))
     (share,) = shares(answer[None], retrained[None])
     return Estimate(float(share), float(share) - away, float(share) + away)
 

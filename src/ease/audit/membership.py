@@ -1,24 +1,26 @@
-"""Membership attacks on arrays of statistics, and what their scores are worth; a higher score means member."""
+"""Membership attacks on arrays of statistics, and what their scores are worth; a higher score means member.
+
+What only an attack needs of scipy and scikit-learn is imported there: every command comes by here, and it takes most
+of a second.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import betaincinv, expit, logit
-from scipy.stats import norm, rankdata
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import StandardScaler
+from scipy.special import betaincinv, expit, logit, ndtri
 
 from ease.errors import UserError
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
 
 Variance = Literal["pair", "shared"]
 Tail = Literal["one-sided", "reference"]
 
 CONFIDENCE = 0.95
-Z = float(norm.ppf((1 + CONFIDENCE) / 2))
+Z = float(ndtri((1 + CONFIDENCE) / 2))
 EXPECTED_FALSE_POSITIVES = 5  # with fewer expected below the threshold, the false positive rate is a guess
 SPREAD_FLOOR = 1e-6  # of the shared spread, where the few shadows of a pair happen to agree
 COPY_TOLERANCE = 1e-6  # of the target's spread: the same model measured on another device is still the same model
@@ -82,6 +84,8 @@ def lira(
     Differs from the published code: the shared spread is measured around each pair's own mean and once for each side,
     where the code takes the spread of all IN scores, hard and easy pairs together, for both.
     """
+    from scipy.stats import norm
+
     _known("variance", variance, Variance)
     _known("tail", tail, Tail)
     target, shadows, members = attack_inputs(target, shadows, members)
@@ -164,11 +168,15 @@ def tune_offline_a(shadows: np.ndarray, members: np.ndarray, population_shadows:
     return float(OFFLINE_A_GRID[np.argmax(np.mean(aucs, 0))])
 
 
-def shadow_classifier(features: np.ndarray, members: np.ndarray) -> Pipeline:
+def shadow_classifier(features: np.ndarray, members: np.ndarray) -> "Pipeline":
     """Shokri-style attack: logistic regression on shadows' features [..., f] (loss, logit, cosine), members [...].
 
     Its `decision_function` scores pairs, higher meaning member.
     """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     features, members = np.asarray(features, dtype=float), np.asarray(members)
     if members.dtype != bool or features.ndim < 2 or features.shape[:-1] != members.shape:
         raise UserError(
@@ -183,7 +191,7 @@ def shadow_classifier(features: np.ndarray, members: np.ndarray) -> Pipeline:
     return classifier.fit(features.reshape(-1, features.shape[-1]), members.ravel())
 
 
-def share_called_member(classifier: Pipeline, features: np.ndarray) -> Estimate:
+def share_called_member(classifier: "Pipeline", features: np.ndarray) -> Estimate:
     """Share of pairs with features [n, f] that the attack calls member; it means something only beside retrain's."""
     _refuse_non_finite("features", features)
     called = classifier.predict(features)
@@ -218,6 +226,8 @@ def auc(members: np.ndarray, nonmembers: np.ndarray) -> Estimate:
     Where DeLong sees no variance (perfect separation, or all scores equal) the interval is Newcombe's, which does not
     shrink to a point however few the pairs.
     """
+    from scipy.stats import rankdata
+
     members, nonmembers = _scored(members, nonmembers)
     value = _mann_whitney(members, nonmembers)
     if min(len(members), len(nonmembers)) < 2:
@@ -365,12 +375,15 @@ def _scored(members: np.ndarray, nonmembers: np.ndarray) -> tuple[np.ndarray, np
 
 def _mann_whitney(members: np.ndarray, nonmembers: np.ndarray) -> float:
     """AUC without its interval, from mid-ranks."""
+    from scipy.stats import rankdata
+
     ranks = rankdata(np.concatenate([members, nonmembers]))[: len(members)]
     return float((ranks.mean() - (len(members) + 1) / 2) / len(nonmembers))
 
 
 def _newcombe(value: float, members: int, nonmembers: int) -> Estimate:
     """Newcombe's (2006) method 5: the AUCs whose own variance, by Hanley and McNeil, leaves the value within reach."""
+    from scipy.optimize import brentq
 
     def excess(theta: float) -> float:
         half = (members + nonmembers) / 2 - 1

@@ -134,7 +134,8 @@ def run_node(
         ending.callback(path.unlink, missing_ok=True)
         ending.callback(line.close)
         node = make_node(config, client, folder, policy, quiet)
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # what it imports takes seconds, and not the first job's
+        if config.training.optimiser == "adam":
+            torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # it imports for a second, and not in the first job
         if upstream is not None:
             ending.enter_context(connected(upstream, folder, client, path))
         if not quiet:

@@ -1,7 +1,8 @@
 """The one local training loop: what a client does with a job, wherever it runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     for draw, states in zip(draws, client.train.feed([(d.rows, d.captions) for d in draws]), strict=True):
         whole = tensors if job.sparse is None else job.sparse.expand(tensors)
         loss = minimised.loss_at(model, whole, states, draw, common)
-        optimiser.zero_grad(set_to_none=True)
+        optimiser.zero_grad()
         loss.backward()
         if hold is not None:
             add_lock_gradient(tensors, hold)
@@ -123,7 +124,25 @@ def learning_rates(optimiser: Optimiser, params: Params) -> dict[str, float]:
     return {name: rates[block.kind] for block in params.blocks for name in block.tensors}
 
 
-def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+class Descent:
+    """Plain gradient descent, bit by bit that of torch.optim.SGD, whose first use imports a compiler for a second."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.groups = groups
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            for tensor in group["params"]:
+                tensor.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.groups:
+            moved = [tensor for tensor in group["params"] if tensor.grad is not None]
+            torch._foreach_add_(moved, [tensor.grad for tensor in moved], alpha=-group["lr"])
+
+
+def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer | Descent:
     rates = learning_rates(job.optimiser, params)
     groups = [
         {"params": [tensors[name] for name in rates if rates[name] == rate], "lr": rate}
@@ -131,7 +150,7 @@ def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> 
     ]
     if job.optimiser.kind == "sophia":
         return SophiaG(groups, job.batch_size)
-    return torch.optim.Adam(groups) if job.optimiser.kind == "adam" else torch.optim.SGD(groups)
+    return torch.optim.Adam(groups) if job.optimiser.kind == "adam" else Descent(groups)
 
 
 @torch.no_grad()

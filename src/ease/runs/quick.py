@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import computed_field
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from ease.audit.membership import Estimate
 from ease.audit.verdict import Judged
@@ -169,6 +169,6 @@ def compare(levels: Levels, start: Levels) -> Level:
     used, count = 2 + len(covariates), len(level)
     # The spread is estimated from what is left after so many fits, and from the smaller side above all.
     error *= (count / max(count - used, 1)) ** 0.5
-    reach = float(student.ppf((1 + CONFIDENCE) / 2, max(min(forget, held_out) - 1, 1))) * error
+    reach = float(stdtrit(max(min(forget, held_out) - 1, 1), (1 + CONFIDENCE) / 2)) * error
     stand, beside = float(level[member].mean()), float(level[~member].mean())
     return Level(forget=stand, held_out=beside, expected=stand - gap, gap=Estimate(gap, gap - reach, gap + reach))

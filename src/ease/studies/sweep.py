@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import tomli_w
-from scipy.stats import qmc
 
 from ease.audit.evaluate import recalls
 from ease.errors import Diverged, UserError
@@ -79,6 +78,8 @@ def trials(name: str, budget: int) -> list[Unlearner]:
 
 def _walk(space: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """Halton points on the grid of a space, without end."""
+    from scipy.stats import qmc
+
     sequence = qmc.Halton(len(space), scramble=False)
     sequence.fast_forward(1)  # the first point is the corner, whatever the space
     while True:

@@ -45,10 +45,7 @@ def samples(learnt) -> SampleRequest:
 def retrained(learnt, samples) -> dict[str, list[Params]]:
     """What each request would have left, had its pairs never been there, after every round."""
     requests = {"client": CLIENT, "class": CLASS, "samples": samples}
-    return {
-        name: [step.state for step in Retrain().unlearn(learnt.trained, request, learnt.world.federation)]
-        for name, request in requests.items()
-    }
+    return {name: [step.state for step in learnt.play(request, Retrain())] for name, request in requests.items()}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +64,7 @@ def full(small_config, shared_cache, tmp_path_factory) -> tuple[World, Run]:
 
 
 def unlearn(learnt, request: Request, **settings: object) -> Iterator[Step]:
-    return Ease(**settings).unlearn(learnt.trained, request, learnt.world.federation)
+    return iter(learnt.play(request, Ease(**settings)))
 
 
 def left(state: Params, reference: Params, bases: dict[str, Basis]) -> dict[str, float]:
@@ -128,7 +125,7 @@ def test_forget_pairs_fall_to_where_retraining_leaves_them_and_the_others_stay(
 def test_every_kind_of_request_runs_and_tells_what_it_did(learnt, samples, request_) -> None:
     request = samples if request_ == "samples" else request_
     method = Ease(recovery_share=0.34)
-    steps = list(method.unlearn(learnt.trained, request, learnt.world.federation))
+    steps = list(learnt.play(request, method))
     assert len(steps) == 3 == method.rounds(learnt.trained.training, request)
     assert [step.phase for step in steps] == ["decomposition", "recovery", "recovery"]
     assert all(step.state.is_finite() for step in steps)
@@ -151,8 +148,8 @@ def test_every_kind_of_request_runs_and_tells_what_it_did(learnt, samples, reque
 
 @pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes(learnt, samples) -> None:
-    one, two = (list(unlearn(learnt, samples))[-1].state for _ in range(2))
-    assert same(one, two)
+    one, two = (list(Ease().unlearn(learnt.trained, samples, learnt.world.federation)) for _ in range(2))
+    assert same(one[-1].state, two[-1].state)
 
 
 def test_a_single_pair_can_be_forgotten(learnt) -> None:
@@ -520,16 +517,14 @@ def test_retraining_is_training_where_the_forget_data_never_was(learnt, samples,
         trained.temperature,
         stream="retrain-0",
     )
-    steps = list(Retrain(share=1 / 3).unlearn(trained, request, world.federation))
+    steps = list(learnt.play(request, Retrain(share=1 / 3)))
     assert len(steps) == 2
     for step, finished in zip(steps, plain, strict=True):
         assert same(step.state, finished.state)
 
 
 def test_another_order_gives_another_retrained_model(learnt) -> None:
-    one, two = (
-        next(Retrain(order=order).unlearn(learnt.trained, CLIENT, learnt.world.federation)).state for order in (0, 1)
-    )
+    one, two = (next(iter(learnt.play(CLIENT, Retrain(order=order)))).state for order in (0, 1))
     assert not same(one, two)
     assert Retrain().rounds(learnt.trained.training, CLIENT) == learnt.trained.training.rounds == 6
 

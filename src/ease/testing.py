@@ -321,7 +321,10 @@ def every_round_gives_a_finite_state(stage: Stage, kind: type[Unlearner], scope:
     """Of the same layout; as many as it announces; and the last is not where it started."""
     steps, start = stage.play(kind, scope).steps, stage.trained.start
     announced = _announced(stage, kind, scope)
-    _require(len(steps) in announced and 0 not in announced, f"it announces {announced} and yields {len(steps)} steps")
+    _require(
+        len(steps) in announced and 0 not in announced,
+        f"it announces {_rounds(announced)} and yields {len(steps)} steps",
+    )
     for number, step in enumerate(steps):
         _require(step.phase, f"step {number} has no phase")
         _require(step.state.is_finite(), f"the state of step {number} is not finite")
@@ -334,6 +337,10 @@ def _announced(stage: Stage, kind: type[Unlearner], scope: str) -> range:
     """How many steps there may be."""
     training, request = stage.trained.training, stage.requests[scope]
     return range(kind().rounds(training, request), kind().most_rounds(training, request) + 1)
+
+
+def _rounds(announced: range) -> str:
+    return " to ".join(map(str, sorted({announced[0], announced[-1]}))) + " rounds"
 
 
 def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) -> None:
@@ -429,7 +436,8 @@ def withstands(stage: Stage, kind: type[Unlearner], scope: str, fault: Fault) ->
         _require(expected and named, f"a client's {fault} ends it with: {error}")
         return
     announced = _announced(stage, kind, scope)
-    _require(len(steps) in announced, f"a client's {fault} makes it yield {len(steps)} steps instead of {announced}")
+    told = f"a client's {fault} makes it yield {len(steps)} steps, and it announces {_rounds(announced)}"
+    _require(len(steps) in announced, told)
     _require(all(step.state.is_finite() for step in steps), f"a client's {fault} makes its states not finite")
     found = set(sound.left_out())
     _require(found == expected, f"clients {sorted(expected)} fail ({fault}), and {sorted(found)} are named")

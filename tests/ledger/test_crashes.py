@@ -15,7 +15,7 @@ from ease.evidence import read_log
 from ease.evidence import salted as evidence_salt
 from ease.ledger import store
 from ease.ledger.store import Ledger
-from ease.runs import tombstones
+from ease.requests import tombstones
 from ease.runs.run import Run
 
 pytestmark = crashes.pytestmark

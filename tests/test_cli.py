@@ -526,11 +526,12 @@ def test_control_c_stops_a_real_run_and_it_can_be_continued(uninterrupted, small
     for attempt in range(5):
         out = tmp_path / f"run-{attempt}"
         process = start(out, small)
-        wait_for(out / "rounds" / "00001" / "round.json", process)
-        process.send_signal(signal.SIGINT)
+        wait_for(out / "initial.safetensors", process)
+        for told in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):  # it cannot end before it hears the second
+            process.send_signal(told)
         _, complaint = process.communicate(timeout=300)
         if process.returncode:
-            break  # else it had ended before the signal came, as it can where processors are busy
+            break  # else it had ended before the first, as it can where processors are busy
     assert process.returncode == 130 and b"run the same command again to continue" in complaint
     assert b"Traceback" not in complaint
     process = start(out, small)

@@ -21,6 +21,7 @@ import torch
 
 from ease.audit.config import AuditConfig
 from ease.commands.audit import audit_run
+from ease.commands.federation import sharing
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
@@ -662,3 +663,10 @@ for attempt, where in ((os.listdir, {str(kept)!r}), (open, {str(kept / "photo")!
 """
     told = subprocess.run([sys.executable, "-I", "-c", hostile], capture_output=True, text=True, timeout=60)
     assert told.stdout.split() == ["refused"] * 3, told
+
+
+def test_nodes_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert sharing(1000)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert sharing(1000)["OMP_NUM_THREADS"] == "7"  # whoever says otherwise

@@ -1,5 +1,6 @@
 """What the commands of a federation of processes do: its keys, server and nodes, and how it stands."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -263,7 +264,11 @@ def run_up(
                 command += ["--server", f"127.0.0.1:{server.port}"]
                 keys = authority.folder / f"node-{client}", authority.certificate
                 command += [] if insecure else ["--key", str(keys[0]), "--ca", str(keys[1])]
-            workers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
+            workers.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, env=sharing(len(clients)), preexec_fn=die_with_parent
+                )
+            )
             ending.callback(stop, workers[-1])
         ending.callback(terminate, workers)  # all at once, before each is waited for
         _await_nodes(folder, clients, server)
@@ -274,6 +279,12 @@ def run_up(
             watch(server, quiet)
         while True:
             time.sleep(WATCHING)
+
+
+def sharing(nodes: int) -> dict[str, str]:
+    """The environment of nodes that share this machine: threads of their own for every core would fight for it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // nodes)), **os.environ}
 
 
 def terminate(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from ease.commands.federation import make_node
@@ -17,7 +18,7 @@ from ease.federation.node import Node, listen, serve
 from ease.federation.remote import Remote, Sockets, node_socket
 from ease.methods import make_method
 from ease.requests.request import Request
-from ease.runs.answers import open_world
+from ease.runs.answers import open_world, release
 from ease.runs.config import load_config
 from ease.runs.forget import forget
 from ease.runs.run import Run
@@ -118,8 +119,23 @@ def serving(drawn: Path, folder: Path, settings: tuple[str, ...]) -> Iterator[Si
             line.close()
 
 
+@contextmanager
+def lasting(drawn: Path, folders: pytest.TempPathFactory, settings: tuple[str, ...], cache: Path) -> Iterator[Sites]:
+    """The same for all tests of a module, which share a cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(cache))
+        with serving(drawn, folders.mktemp("sites") / "w", settings) as made:
+            yield made
+
+
 def states(run: Run) -> dict[str, str]:
     return {str(path.relative_to(run.folder)): sha256(path) for path in sorted(run.folder.rglob("*.safetensors"))}
+
+
+def close(run: Run, request: Request) -> None:
+    """Answer a request and release the answer."""
+    answered(run, request)
+    release(run, run.unreleased()[0])
 
 
 def answered(run: Run, request: Request, method: str = "ease") -> list[dict[str, float]]:

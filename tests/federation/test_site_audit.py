@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.federation.apart_sites import Sites, serving
+from tests.federation.apart_sites import Sites, lasting
 
 from ease.audit.config import AuditConfig
 from ease.audit.evaluate import embed_pairs
@@ -58,13 +58,11 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def there(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_factory) -> Iterator[Trained]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        with serving(drawn, tmp_path_factory.mktemp("sites") / "w", (*small, *BY_HEART)) as sites:
-            run, pooled = sites.trained(), sites.pooled()
-            made = Trained(sites, run, open_world(pooled))
-            made.answered(CLIENT)
-            yield made
+    with lasting(drawn, tmp_path_factory, (*small, *BY_HEART), shared_cache) as sites:
+        run, pooled = sites.trained(), sites.pooled()
+        made = Trained(sites, run, open_world(pooled))
+        made.answered(CLIENT)
+        yield made
 
 
 REQUESTS: dict[str, Callable[[World], Request]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.federation.apart_sites import Sites, answered, serving
+from tests.federation.apart_sites import Sites, answered, lasting
 
 from ease.commands.preview import preview_run
 from ease.data.words import says_all
@@ -26,12 +26,10 @@ from ease.runs.world import World
 
 @pytest.fixture(scope="module")
 def sites(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_factory) -> Iterator[Sites]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        with serving(drawn, tmp_path_factory.mktemp("sites") / "w", small) as made:
-            made.pooled()
-            made.trained()
-            yield made
+    with lasting(drawn, tmp_path_factory, small, shared_cache) as made:
+        made.pooled()
+        made.trained()
+        yield made
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """A site that comes to a run whose pairs lie apart: as if all were in one place, and nothing is kept of one refused."""
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.federation.apart_sites import Sites, answered, draw, serving, states
+from tests.federation.apart_sites import Sites, answered, close, draw, lasting, states
 
 from ease.commands.federation import make_node
 from ease.data.scenes import load_scenes
@@ -18,7 +17,6 @@ from ease.ledger.joining import Wish, join
 from ease.ledger.purging import purge_released
 from ease.ledger.store import Ledger
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
-from ease.runs.answers import release
 from ease.runs.run import Run
 
 WISH = Wish("the fourth clinic agrees", "ada")
@@ -28,34 +26,16 @@ NEW = 3
 @pytest.fixture(scope="module")
 def sites(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_factory) -> Iterator[Sites]:
     """With a fourth site, whose pairs are in no run yet."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        folder = tmp_path_factory.mktemp("sites") / "w"
-        with serving(drawn, folder, small) as made:
-            made.pooled()
-            pairs = load_scenes(5, 16, 0, 2)
-            for where in ("d", "all"):
-                draw(folder / where, pairs, {f"d{each}": each for each in range(16)}, site="d", split="train")
-            node = make_node(made.config(f"data.path={folder / 'd'}"), NEW, folder / "disks" / "d", quiet=True)
-            made.nodes[NEW], line = node, listen(node_socket(folder / "fed", NEW))
-            threading.Thread(target=serve, args=(node, line), daemon=True).start()
-            yield made
-            line.close()
-
-
-@pytest.fixture
-def apart(sites: Sites, tmp_path: Path) -> Run:
-    return sites.trained(tmp_path.name)
-
-
-@pytest.fixture
-def pooled(sites: Sites, tmp_path: Path) -> Run:
-    return Run.load(Path(shutil.copytree(sites.folder / "pooled", tmp_path / "pooled")))
-
-
-def close(run: Run, request: ClassRequest | ClientRequest) -> None:
-    answered(run, request)
-    release(run, run.unreleased()[0])
+    with lasting(drawn, tmp_path_factory, small, shared_cache) as made:
+        made.pooled()
+        folder, pairs = made.folder, load_scenes(5, 16, 0, 2)
+        for where in ("d", "all"):
+            draw(folder / where, pairs, {f"d{each}": each for each in range(16)}, site="d", split="train")
+        node = make_node(made.config(f"data.path={folder / 'd'}"), NEW, folder / "disks" / "d", quiet=True)
+        made.nodes[NEW], line = node, listen(node_socket(folder / "fed", NEW))
+        threading.Thread(target=serve, args=(node, line), daemon=True).start()
+        yield made
+        line.close()
 
 
 @pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "class closed"])

@@ -1,13 +1,12 @@
 """Purges over nodes: the rounds that one process makes, no id at a site, and nothing done while a node is missing."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.federation.apart_sites import SIZES, Sites, answered, serving, states
+from tests.federation.apart_sites import SIZES, Sites, answered, close, lasting, serving, states
 
 from ease.errors import UserError
 from ease.federation.codec import encode_job
@@ -15,37 +14,18 @@ from ease.federation.node import Policy
 from ease.federation.remote import node_socket
 from ease.federation.wire import JOB, Ask, Dropped, decode_answer, decode_dropped, encode
 from ease.ledger.purging import purge_released
-from ease.requests.request import ClientRequest, Request, SampleRequest
+from ease.requests.request import ClientRequest, SampleRequest
 from ease.requests.tombstones import PREFIX
-from ease.runs.answers import open_world, release
+from ease.runs.answers import open_world
 from ease.runs.purge import read_purges
 from ease.runs.run import Run
 
 
 @pytest.fixture(scope="module")
 def sites(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_factory) -> Iterator[Sites]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
-        with serving(drawn, tmp_path_factory.mktemp("sites") / "w", small) as made:
-            made.pooled()
-            yield made
-
-
-@pytest.fixture
-def apart(sites: Sites, tmp_path: Path) -> Run:
-    """A run of its own over nodes that all tests share."""
-    return sites.trained(tmp_path.name)
-
-
-@pytest.fixture
-def pooled(sites: Sites, tmp_path: Path) -> Run:
-    """The same with all pairs in one place."""
-    return Run.load(Path(shutil.copytree(sites.folder / "pooled", tmp_path / "pooled")))
-
-
-def close(run: Run, request: Request) -> None:
-    answered(run, request)
-    release(run, run.unreleased()[0])
+    with lasting(drawn, tmp_path_factory, small, shared_cache) as made:
+        made.pooled()
+        yield made
 
 
 def two_pairs(run: Run) -> SampleRequest:

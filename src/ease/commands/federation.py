@@ -35,6 +35,7 @@ from ease.model.backbones import load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
 from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
+from ease.runs.workers import default_processes
 from ease.runs.world import World, activations_of, check_apart
 
 WATCHING = 5.0
@@ -283,8 +284,7 @@ def run_up(
 
 def sharing(nodes: int) -> dict[str, str]:
     """The environment of nodes that share this machine: threads of their own for every core would fight for it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // nodes)), **os.environ}
+    return {"OMP_NUM_THREADS": str(max(1, default_processes("cpu") // nodes)), **os.environ}
 
 
 def terminate(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

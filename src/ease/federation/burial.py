@@ -4,12 +4,12 @@ A mark is a salted hash of an id. With it a node still knows a closed pair when 
 was called.
 """
 
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 
 from ease.errors import UserError
+from ease.federation.checked import each_reason
 from ease.federation.remote import Remote, collected
-from ease.federation.wire import Ask, Burial, Dropped, decode_dropped
+from ease.federation.wire import Burial, Dropped, decode_dropped
 
 
 def bury(
@@ -19,26 +19,15 @@ def bury(
 
     With `only_asked` nothing happens yet: whoever is missing or will not do it is named while all can go on as it was.
     """
-    asks = {
-        client: Ask(
-            kind="purge",
-            client=client,
-            nonce=uuid.uuid4().hex,
-            run=remote.run_name,
-            cohort=len(marks),
-            gone=remote.gone_of(client),
-            burial=Burial(salt=salt, marks=tuple(sorted(own)), leaves=client in leaving, only_asked=only_asked),
-        )
+    burials = {
+        client: Burial(salt=salt, marks=tuple(sorted(own)), leaves=client in leaving, only_asked=only_asked)
         for client, own in marks.items()
     }
-    found, reasons = collected(remote, asks, {}, _opened)
+    asks = {client: remote.ask("purge", client, len(marks), burial=burial) for client, burial in burials.items()}
+    found, reasons = collected(remote, asks, {}, lambda data: (decode_dropped(data), {}))
     if reasons:
-        named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
         before = "nothing was purged" if only_asked else "the purge has begun and nothing else is done before it ends"
-        raise UserError(f"some nodes have not dropped what they keep ({named}); {before}: run it again once they do")
-    return found
-
-
-def _opened(data: bytes) -> tuple[Dropped, int, str]:
-    told = decode_dropped(data)
-    return told, told.client, told.nonce
+        raise UserError(
+            f"some nodes have not dropped what they keep ({each_reason(reasons)}); {before}: run it again once they do"
+        )
+    return {client: told for client, (told, _) in found.items()}

@@ -136,11 +136,16 @@ class Quorum(Wrapped):
         return dict(sorted(refused.items()))
 
 
+def each_reason(reasons: Mapping[int, str]) -> str:
+    """Why clients have no answer, one after the other."""
+    return "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
+
+
 def too_few(
     job: LocalJob, sound: int, asked: int, needed: int, refused: Mapping[int, str], everyone: bool = False
 ) -> UserError:
     """What to say when a round cannot go on."""
-    named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(refused.items())[:NAMED])
+    named = each_reason(dict(sorted(refused.items())[:NAMED]))
     more = f"; and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     if refused and not sound and all(NOT_FINITE in reason for reason in refused.values()):
         return Diverged(f"round {job.round}: every update was rejected ({named}{more}); lower training.learning_rate")

@@ -4,7 +4,6 @@ The server learns sums and counts of groups of pairs, then the id and the class 
 activation leaves a client.
 """
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -14,8 +13,9 @@ from ease.data.classes import Groups, agreed_centres
 from ease.data.membership import Holding
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
+from ease.federation.checked import each_reason
 from ease.federation.remote import Remote, collected
-from ease.federation.wire import CENTRES, COUNTS, SUMS, Ask, Deal, Dealt, decode_dealt, numbers_in, numbers_of
+from ease.federation.wire import CENTRES, COUNTS, SUMS, Deal, Dealt, decode_dealt, numbers_in, numbers_of
 
 LONGEST = 2.0**0.5 + 1e-6
 """Of the embedding of one pair: two unit vectors beside each other."""
@@ -61,25 +61,17 @@ def _check_backbones(remote: Remote) -> None:
 
 def _refuse(reasons: Mapping[int, str]) -> None:
     if reasons:
-        named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
-        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({named})")
+        told = each_reason(reasons)
+        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({told})")
 
 
 def _asked(
     remote: Remote, kind: Literal["groups", "join"], deal: Deal, centres: np.ndarray | None
 ) -> dict[int, tuple[Dealt, dict[str, bytes]]]:
     """Every client's answer; one that has none ends it."""
-    cohort = len(remote.clients)
-    asks = {
-        client: Ask(kind=kind, client=client, nonce=uuid.uuid4().hex, run=remote.run_name, cohort=cohort, deal=deal)
-        for client in remote.clients
-    }
-
-    def opened(data: bytes) -> tuple[tuple[Dealt, dict[str, bytes]], int, str]:
-        dealt, blobs = decode_dealt(data)
-        return (dealt, blobs), dealt.client, dealt.nonce
-
-    found, reasons = collected(remote, asks, {} if centres is None else {CENTRES: numbers_of(centres)}, opened)
+    clients = remote.clients
+    asks = {client: remote.ask(kind, client, len(clients), deal=deal) for client in clients}
+    found, reasons = collected(remote, asks, {} if centres is None else {CENTRES: numbers_of(centres)}, decode_dealt)
     _refuse(reasons)
     return found
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from ease.errors import UserError
 from ease.federation.checked import refusal
@@ -20,7 +20,23 @@ from ease.federation.codec import decode_update, encode_job
 from ease.federation.container import LIMITS
 from ease.federation.node import pairs_hash
 from ease.federation.protocol import LocalJob, Update, own_jobs
-from ease.federation.wire import JOB, Answer, Ask, Present, decode_answer, decode_present, encode, receive, send
+from ease.federation.wire import (
+    JOB,
+    Answer,
+    Ask,
+    Burial,
+    Deal,
+    Dealt,
+    Dropped,
+    Matched,
+    Present,
+    Search,
+    decode_answer,
+    decode_present,
+    encode,
+    receive,
+    send,
+)
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
 
@@ -213,6 +229,28 @@ class Remote:
             for request in self.gone
         )
 
+    def ask(
+        self,
+        kind: Literal["groups", "join", "purge", "search"],
+        client: int,
+        cohort: int,
+        deal: Deal | None = None,
+        burial: Burial | None = None,
+        search: Search | None = None,
+    ) -> Ask:
+        """A message to a client that is no job."""
+        return Ask(
+            kind=kind,
+            client=client,
+            nonce=uuid.uuid4().hex,
+            run=self.run_name,
+            cohort=cohort,
+            gone=self.gone_of(client),
+            deal=deal,
+            burial=burial,
+            search=search,
+        )
+
     def _task(self, client: int, nonce: str, cohort: int, job: bytes, parts: Mapping[str, bytes]) -> bytes:
         lacking = {name: data for name, data in parts.items() if name not in self._parts[client]}
         ask = Ask(
@@ -238,29 +276,27 @@ class Remote:
             yield client, data
 
 
-Told = TypeVar("Told")
+Told = TypeVar("Told", Dealt, Dropped, Matched)
 
 
 def collected(
     remote: Remote,
     asks: Mapping[int, Ask],
     blobs: Mapping[str, bytes],
-    opened: Callable[[bytes], tuple[Told, int, str]],
-) -> tuple[dict[int, Told], dict[int, str]]:
-    """Every client's answer to something that is no job, and why others have none.
-
-    `opened` takes an answer apart: what it tells, who says so, and to which message.
-    """
+    decode: Callable[[bytes], tuple[Told, dict[str, bytes]]],
+) -> tuple[dict[int, tuple[Told, dict[str, bytes]]], dict[int, str]]:
+    """Every client's answer to something that is no job, with what it brings along, and why others have none."""
     until = None if remote.deadline is None else time.monotonic() + remote.deadline
-    found, reasons = {}, {}
+    found: dict[int, tuple[Told, dict[str, bytes]]] = {}
+    reasons: dict[int, str] = {}
     for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, until):
         try:
             if isinstance(data, str):
                 raise UserError(data)
             check_willing(data)
-            told, sender, nonce = opened(data)
-            check_sender(client, sender, nonce == asks[client].nonce)
-            found[client] = told
+            told, brought = decode(data)
+            check_sender(client, told.client, told.nonce == asks[client].nonce)
+            found[client] = told, brought
         except UserError as error:
             reasons[client] = str(error)
     return found, reasons

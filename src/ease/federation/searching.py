@@ -1,13 +1,12 @@
 """Asking sites which of their pairs some words fit: each looks at its own captions, and tells two numbers a pair."""
 
-import uuid
-
 import numpy as np
 
 from ease.data.words import LONGEST
 from ease.errors import UserError
+from ease.federation.checked import each_reason
 from ease.federation.remote import Remote, collected
-from ease.federation.wire import NEAR, QUERY, SAYS, Ask, Search, decode_matched, numbers_in, numbers_of
+from ease.federation.wire import NEAR, QUERY, SAYS, Search, decode_matched, numbers_in, numbers_of
 
 
 def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -18,21 +17,11 @@ def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[n
     """
     if len(words) > LONGEST:
         raise UserError(f"--concept: {len(words)} letters, and nodes are asked for {LONGEST} at most; use fewer words")
-    asks = {
-        client: Ask(
-            kind="search",
-            client=client,
-            nonce=uuid.uuid4().hex,
-            run=remote.run_name,
-            cohort=len(remote.clients),
-            gone=remote.gone_of(client),
-            search=Search(words=words, rows=len(query)),
-        )
-        for client in remote.clients
-    }
-    found, reasons = collected(remote, asks, {QUERY: numbers_of(query)}, _opened)
+    clients, search = remote.clients, Search(words=words, rows=len(query))
+    asks = {client: remote.ask("search", client, len(clients), search=search) for client in clients}
+    found, reasons = collected(remote, asks, {QUERY: numbers_of(query)}, decode_matched)
     told = {}
-    for client, blobs in found.items():
+    for client, (_, blobs) in found.items():
         says = numbers_in(blobs[SAYS], "<i8", 1, f"client {client}")[0]
         near = numbers_in(blobs[NEAR], "<f8", 1, f"client {client}")[0]
         sound = len(says) == len(near) == len(remote.held[client]) and np.isin(says, (0, 1)).all()
@@ -40,11 +29,7 @@ def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[n
             reasons[client] = f"what it tells of its {len(remote.held[client])} pairs does not add up; look at its node"
         told[client] = says.astype(bool), near
     if reasons:
-        named = "; ".join(f"client {client}: {reason}" for client, reason in sorted(reasons.items()))
-        raise UserError(f"--concept {words!r}: every site must be asked, and some have no answer ({named})")
+        raise UserError(
+            f"--concept {words!r}: every site must be asked, and some have no answer ({each_reason(reasons)})"
+        )
     return told
-
-
-def _opened(data: bytes) -> tuple[dict[str, bytes], int, str]:
-    told, blobs = decode_matched(data)
-    return blobs, told.client, told.nonce

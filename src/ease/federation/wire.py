@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -191,9 +191,7 @@ def decode_answer(data: bytes, limits: Limits = LIMITS) -> tuple[Answer, bytes |
 
 
 def decode_present(data: bytes, limits: Limits = LIMITS) -> Present:
-    header, tensors = unpack(_whole(data, "answer", limits), Present, "answer", limits)
-    require(not tensors, "answer", "it has tensors that belong to nothing")
-    return header
+    return _bare(data, Present, limits)
 
 
 def decode_dealt(data: bytes, limits: Limits = LIMITS) -> tuple[Dealt, dict[str, bytes]]:
@@ -205,7 +203,15 @@ def decode_dealt(data: bytes, limits: Limits = LIMITS) -> tuple[Dealt, dict[str,
 
 
 def decode_dropped(data: bytes, limits: Limits = LIMITS) -> Dropped:
-    header, tensors = unpack(_whole(data, "answer", limits), Dropped, "answer", limits)
+    return _bare(data, Dropped, limits)
+
+
+Header = TypeVar("Header", bound=Config)
+
+
+def _bare(data: bytes, kind: type[Header], limits: Limits) -> Header:
+    """An answer that brings nothing along."""
+    header, tensors = unpack(_whole(data, "answer", limits), kind, "answer", limits)
     require(not tensors, "answer", "it has tensors that belong to nothing")
     return header
 

@@ -15,12 +15,14 @@ from ease.methods.ease.calibration import (
     REPLAYED,
     SCATTER,
     Gap,
+    Usual,
     comparable,
     disbelief,
     doubtful,
     measure_levels,
     membership_gap,
     share_to_remove,
+    usual_share,
     without,
 )
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
@@ -90,40 +92,53 @@ def test_levels_before_that_are_all_alike_change_nothing() -> None:
 
 # --- the share ---
 
+USUAL = Usual(0.9, 0.02)
+
 
 def test_without_held_out_pairs_it_is_the_usual_share() -> None:
-    assert share_to_remove(None, 1.0, 0.0, LEAVING) == (LEAVING.share, 0.0)
-    assert share_to_remove(None, 1.0, 5.0, REPLAYED) == (REPLAYED.share, 0.0)
+    assert share_to_remove(None, 1.0, 0.0, USUAL) == (USUAL.share, 0.0)
+    assert share_to_remove(None, 1.0, 5.0, USUAL) == (USUAL.share, 0.0)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+@pytest.mark.parametrize(("leaving", "known", "lasts"), [(True, LEAVING, 3 / 20), (False, REPLAYED, 4 / 20)])
+def test_longer_recovery_asks_for_a_larger_share(leaving, known, lasts, optimiser) -> None:
+    """Each round of it gives some back; never is more wanted than all that was written."""
+    usual = known[optimiser]
+    assert usual_share(leaving, optimiser, lasts) == usual
+    shorter, longer = (usual_share(leaving, optimiser, lasts + more).share for more in (-0.05, 0.05))
+    assert longer - usual.share == pytest.approx(usual.share - shorter) and shorter < usual.share < longer
+    assert usual_share(leaving, optimiser, 2.0).share == 1.0
 
 
 @pytest.mark.parametrize("slope", [0.0, -3.0])
 def test_where_nothing_falls_it_is_the_usual_share(slope: float) -> None:
-    assert share_to_remove(Gap(-2.0, 0.1, 9, 9), 1.0, slope, REPLAYED) == (REPLAYED.share, 0.0)
+    assert share_to_remove(Gap(-2.0, 0.1, 9, 9), 1.0, slope, USUAL) == (USUAL.share, 0.0)
 
 
 @pytest.mark.parametrize(("gap", "expected"), [(-1.0, 0.75), (0.0, 1.0), (0.4, 1.1), (-4.0, 0.0)])
 def test_an_exact_measurement_is_followed(gap: float, expected: float) -> None:
     """The gap falls by 4 for the whole of it, and all of it is gone: -1 says that a quarter was too much."""
-    share, weight = share_to_remove(Gap(gap, 0.0, 9, 9), 1.0, 4.0, REPLAYED)
+    share, weight = share_to_remove(Gap(gap, 0.0, 9, 9), 1.0, 4.0, USUAL)
     assert share == pytest.approx(expected) and weight == 1
 
 
 def test_an_error_as_wide_as_the_usual_spread_meets_halfway() -> None:
-    for usual in (LEAVING, REPLAYED):
+    for usual in (LEAVING["sgd"], REPLAYED["adam"]):
         share, weight = share_to_remove(Gap(-1.0, 4 * usual.spread / SCATTER, 9, 9), 1.0, 4.0, usual)
         assert weight == pytest.approx(0.5) and share == pytest.approx((0.75 + usual.share) / 2)
 
 
 def test_a_useless_measurement_is_ignored() -> None:
-    share, weight = share_to_remove(Gap(-3.0, 1e4, 9, 9), 1.0, 4.0, LEAVING)
-    assert share == pytest.approx(LEAVING.share, abs=1e-6) and weight < 1e-6
+    share, weight = share_to_remove(Gap(-3.0, 1e4, 9, 9), 1.0, 4.0, USUAL)
+    assert share == pytest.approx(USUAL.share, abs=1e-6) and weight < 1e-6
 
 
 @pytest.mark.parametrize("gap", [-1e6, -100.0, 100.0, 1e6])
 @pytest.mark.parametrize("error", [0.0, 0.1])
 def test_the_share_never_leaves_its_range(gap: float, error: float) -> None:
     """With an error of 0.075 in the share, a measured -49 weighs 4/60 and is drawn to 0.9 - 49.9 / 15 < 0."""
-    share, _ = share_to_remove(Gap(gap, error, 9, 9), 1.0, 2.0, REPLAYED)
+    share, _ = share_to_remove(Gap(gap, error, 9, 9), 1.0, 2.0, USUAL)
     assert share == (0.0 if gap < 0 else 1.2)
 
 
@@ -229,8 +244,8 @@ def test_levels_of_other_pairs_each_time_are_left_out() -> None:
 )
 def test_a_share_far_from_the_usual_one_is_not_believed(gap: float, error: float, believed: bool) -> None:
     """The gap falls by 4 for the whole of it: -1.7 asks for less than three usual spreads below 0.9."""
-    assert (disbelief(Gap(gap, error, 9, 9), 1.0, 4.0, REPLAYED) == "") == believed
-    assert disbelief(None, 1.0, 4.0, REPLAYED) == "" == disbelief(Gap(gap, error, 9, 9), 1.0, 0.0, REPLAYED)
+    assert (disbelief(Gap(gap, error, 9, 9), 1.0, 4.0, USUAL) == "") == believed
+    assert disbelief(None, 1.0, 4.0, USUAL) == "" == disbelief(Gap(gap, error, 9, 9), 1.0, 0.0, USUAL)
 
 
 class Lying(Wrapped):
@@ -255,7 +270,7 @@ def test_a_leaving_client_cannot_keep_itself_in_the_model_unseen(learnt, shift: 
     steps = list(method.unlearn(learnt.trained, request, sound))
     seen = sound.left_out() | {k: v for step in steps for k, v in step.notes.get("rejected", {}).items()}
     assert 1 in seen or "no honest ones do" in steps[-1].notes["why"]
-    assert steps[-1].notes["share"] == LEAVING.share
+    assert steps[-1].notes["share"] == usual_share(True, "sgd", (len(steps) - 1) / learnt.trained.training.rounds).share
 
 
 def test_an_honest_client_is_followed(learnt) -> None:

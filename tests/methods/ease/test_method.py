@@ -17,7 +17,7 @@ from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.methods.ease import method
-from ease.methods.ease.calibration import LEAVING
+from ease.methods.ease.calibration import usual_share
 from ease.methods.ease.counterfactual import written_by
 from ease.methods.ease.method import Ease
 from ease.methods.finetune import Finetune
@@ -103,7 +103,7 @@ def test_forget_pairs_fall_to_where_retraining_leaves_them_and_the_others_stay(
 ) -> None:
     """The others lose less than one round of training: retraining without its last round holds them less."""
     request = {"client": CLIENT, "class": CLASS, "samples": samples}[scope]
-    steps = list(unlearn(learnt, request, recovery_share=0.34, replay=1.0))
+    steps = list(unlearn(learnt, request, recovery_share=0.5, replay=1.0))
     before, after, goal = (
         learnt.level(state, request) for state in (learnt.trained.final, steps[-1].state, retrained[scope][-1])
     )
@@ -157,7 +157,8 @@ def test_a_single_pair_can_be_forgotten(learnt) -> None:
     request = SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
     steps = list(unlearn(learnt, request))
     assert "too few held-out pairs" in steps[0].notes["why"] and steps[0].notes["gap_before"] is None
-    assert steps[-1].notes["share"] == 0.9 and steps[-1].notes["gap"] is None
+    usual = usual_share(False, "sgd", (len(steps) - 1) / learnt.trained.training.rounds)
+    assert steps[-1].notes["share"] == usual.share and steps[-1].notes["gap"] is None
     assert learnt.level(steps[-1].state, request) < learnt.level(learnt.trained.final, request) - 1
 
 
@@ -241,7 +242,8 @@ def test_without_held_out_pairs_the_usual_share_goes(learnt) -> None:
     federation = Loop(learnt.world.server.model, {c: bare(d) for c, d in learnt.world.federation.data.items()})
     steps = list(Ease().unlearn(learnt.trained, CLIENT, federation))
     assert steps[0].notes["gap_before"] is None and "too few held-out pairs" in steps[0].notes["why"]
-    assert steps[-1].notes["share"] == LEAVING.share and steps[-1].notes["measured_weight"] == 0
+    usual = usual_share(True, "sgd", (len(steps) - 1) / learnt.trained.training.rounds)
+    assert steps[-1].notes["share"] == usual.share and steps[-1].notes["measured_weight"] == 0
 
 
 class Longer(Ease):

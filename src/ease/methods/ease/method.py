@@ -14,8 +14,8 @@ from ease.federation.lock import Lock
 from ease.federation.protocol import Federation, Precision
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, told_of
 from ease.methods.ease.calibration import (
-    LEAVING,
-    REPLAYED,
+    LEAVING_RECOVERY,
+    REPLAYED_RECOVERY,
     Gap,
     Levels,
     disbelief,
@@ -23,6 +23,7 @@ from ease.methods.ease.calibration import (
     measure_levels,
     membership_gap,
     share_to_remove,
+    usual_share,
     without,
 )
 from ease.methods.ease.counterfactual import Written, written_by
@@ -122,7 +123,7 @@ class Ease(Unlearner):
             recovered = loss is None or goal is None or loss <= goal
             last, told = number == most or (number >= fewest and recovered), dict[str, Any]()
             if last and self._corrects:
-                removed, told = self._right_share(trained, request, federation, state, share, before, early)
+                removed, told = self._right_share(trained, request, federation, state, number, share, before, early)
                 held = state = state - (removed - share) * whole
             job = trained.training.job(
                 number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
@@ -145,7 +146,7 @@ class Ease(Unlearner):
                 return
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        usual = 0.15 if isinstance(request, ClientRequest) else 0.2
+        usual = LEAVING_RECOVERY if isinstance(request, ClientRequest) else REPLAYED_RECOVERY
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
     def most_rounds(self, training: TrainingConfig, request: Request) -> int:
@@ -238,15 +239,17 @@ class Ease(Unlearner):
         request: Request,
         federation: Federation,
         state: Params,
+        rounds: int,
         share: float,
         before: Levels,
         early: Levels,
     ) -> tuple[float, dict[str, Any]]:
-        """How much to subtract so that forget pairs come to the level of held-out ones after what recovery has done."""
+        """How much to subtract for forget pairs to come to the level of held-out ones, so many rounds into recovery."""
         now = membership_gap(self._look(trained, request, federation, state), early)
         first = membership_gap(before, early)
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
-        usual = LEAVING if isinstance(request, ClientRequest) else REPLAYED
+        recipe, leaving = trained.training, isinstance(request, ClientRequest)
+        usual = usual_share(leaving, recipe.optimiser, rounds / recipe.rounds)
         why = disbelief(now, share, slope, usual)
         wanted, weight = share_to_remove(None if why else now, share, slope, usual)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}

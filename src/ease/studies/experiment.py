@@ -16,7 +16,7 @@ from ease.runs.config import RunConfig, anchor_paths
 from ease.storage import digest
 from ease.studies.scenarios import Scenario, scenario_config
 
-FORMAT = 2
+FORMAT = 3
 """Of a stored cell; raise it when the same settings give other figures."""
 QUICK: dict[str, Any] = {
     "seeds": [0],

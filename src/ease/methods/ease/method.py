@@ -123,7 +123,7 @@ class Ease(Unlearner):
             recovered = loss is None or goal is None or loss <= goal
             last, told = number == most or (number >= fewest and recovered), dict[str, Any]()
             if last and self._corrects:
-                removed, told = self._right_share(trained, request, federation, state, number, share, before, early)
+                removed, told = self._right_share(trained, request, federation, state, share, before, early)
                 held = state = state - (removed - share) * whole
             job = trained.training.job(
                 number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
@@ -239,17 +239,17 @@ class Ease(Unlearner):
         request: Request,
         federation: Federation,
         state: Params,
-        rounds: int,
         share: float,
         before: Levels,
         early: Levels,
     ) -> tuple[float, dict[str, Any]]:
-        """How much to subtract for forget pairs to come to the level of held-out ones, so many rounds into recovery."""
+        """How much to subtract so that forget pairs come to the level of held-out ones after what recovery has done."""
         now = membership_gap(self._look(trained, request, federation, state), early)
         first = membership_gap(before, early)
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
         recipe, leaving = trained.training, isinstance(request, ClientRequest)
-        usual = usual_share(leaving, recipe.optimiser, rounds / recipe.rounds)
+        # Rounds that the loss asked for beyond the usual ones only make up for how much was taken.
+        usual = usual_share(leaving, recipe.optimiser, (self.rounds(recipe, request) - 1) / recipe.rounds)
         why = disbelief(now, share, slope, usual)
         wanted, weight = share_to_remove(None if why else now, share, slope, usual)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}

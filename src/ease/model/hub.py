@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
+from ease.model import attention
 from ease.model.backbones import checkpoint_of
 from ease.storage import SMALL_JSON, digest, read_json, sha256
 
@@ -378,7 +379,7 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation="sdpa",  # the eager form would not know that CLIP's text is causal
+            attn_implementation=attention.registered(),  # the eager form would not know that CLIP's text is causal
             dtype=torch.float32,
             output_loading_info=True,
         )

@@ -24,7 +24,6 @@ from ease.data.examples import Examples, Streamed
 from ease.federation.objectives import Draw, embed_states
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.federation.together import GroupSize, LocalTraining, train_in_groups, train_together
-from ease.model.attention import registered
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.model.hub import ClipImageTower, ClipTextTower, HubBackbone, SiglipImageTower, SiglipTextTower
 from ease.model.losses import info_nce
@@ -50,7 +49,6 @@ def architecture(name: str, device: torch.device) -> HubBackbone:
         settings = {"vision_config": LARGE_VISION, "text_config": LARGE_TEXT, "projection_dim": 768} if large else {}
         model = CLIPModel(CLIPConfig(**settings))
         towers = (ClipImageTower, ClipTextTower)
-    model.set_attn_implementation(registered())
     text = model.config.text_config
     image_tower = towers[0](model, model.config.vision_config.image_size, (0.5,) * 3, (0.5,) * 3)
     backbone = HubBackbone(name, "random", image_tower, towers[1](model), None, text.max_position_embeddings)

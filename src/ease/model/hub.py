@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
-from ease.model import attention
+from ease.model.attention import TowerAttention
 from ease.model.backbones import checkpoint_of
 from ease.storage import SMALL_JSON, digest, read_json, sha256
 
@@ -53,6 +53,8 @@ class HubTower(nn.Module):
         self.embeddings, self.blocks = network.embeddings, network.encoder.layers
         self.norm, self.head = norm, head
         self.depth = len(self.blocks)
+        for block in self.blocks:
+            block.self_attn = TowerAttention(block.self_attn)
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
@@ -379,7 +381,6 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation=attention.registered(),  # the eager form would not know that CLIP's text is causal
             dtype=torch.float32,
             output_loading_info=True,
         )

@@ -184,12 +184,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, contiguous."""
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of queries, keys and values, which lie alike."""
     grad, q, k, v = (_contiguous_width(each) for each in (grad, q, k, v))
     batch, tokens, heads, width = q.shape
-    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
     columns = tile_of_keys(tokens, causal)
     rows, warps, stages = BACKWARD[columns]
     backward_kernel[(batch * heads,)](
@@ -197,7 +197,6 @@ def backward(
         CAUSAL=causal, FULL=tokens >= columns, TAIL=tokens > columns, WIDTH=width, ROWS=rows, COLUMNS=columns,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def tile_of_keys(tokens: int, causal: bool) -> int:

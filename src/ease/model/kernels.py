@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def forward_kernel(
+def forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, norms, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
@@ -85,7 +85,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def backward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, norms, dq, dk, dv, scale, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     out_batch, out_token, out_head,

@@ -126,7 +126,8 @@ def few_tokens(joint: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tenso
     from ease.model import kernels
 
     q, k, v = joint.unbind(2)
-    return kernels.forward(q, k, v, scale, causal)
+    with torch.cuda.device_of(joint):
+        return kernels.forward(q, k, v, scale, causal)
 
 
 @torch.library.custom_op("ease::few_tokens_backward", mutates_args=())
@@ -135,7 +136,8 @@ def few_tokens_backward(grad: Tensor, joint: Tensor, norms: Tensor, scale: float
 
     found = torch.empty(joint.shape, dtype=joint.dtype, device=joint.device)
     (q, k, v), (dq, dk, dv) = joint.unbind(2), found.unbind(2)
-    kernels.backward(grad, q, k, v, norms, dq, dk, dv, scale, causal)
+    with torch.cuda.device_of(joint):
+        kernels.backward(grad, q, k, v, norms, dq, dk, dv, scale, causal)
     return found
 
 

@@ -341,6 +341,21 @@ def test_stacked_adapters_give_what_each_gives_alone(checkpoint, family: str, ha
     assert (alone[0] - alone[1]).abs().max() > 5 * tolerance
 
 
+def test_a_pooling_head_gives_what_the_stock_one_gives() -> None:
+    """Values and gradients of the states, with every weight and bias drawn at random."""
+    config = transformers.SiglipVisionConfig(hidden_size=16, intermediate_size=24, num_attention_heads=4)
+    head = transformers.models.siglip.modeling_siglip.SiglipMultiheadAttentionPoolingHead(config).eval()
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(generator=rng)
+    states = torch.randn(3, 5, 16, generator=rng).requires_grad_()
+    found, expected = hub.through_head(head, states), head(states)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    gradients = (torch.autograd.grad(each.square().sum(), states)[0] for each in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_cuda_the_towers_are_half_precision_and_near_the_stock_embeddings(checkpoint, family: str) -> None:

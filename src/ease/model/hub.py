@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ease.errors import UserError
+from ease.model.attention import TowerAttention
 from ease.model.backbones import checkpoint_of
 from ease.storage import SMALL_JSON, digest, read_json, sha256
 
@@ -52,6 +53,8 @@ class HubTower(nn.Module):
         self.embeddings, self.blocks = network.embeddings, network.encoder.layers
         self.norm, self.head = norm, head
         self.depth = len(self.blocks)
+        for block in self.blocks:
+            block.self_attn = TowerAttention(block.self_attn)
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
@@ -159,7 +162,26 @@ class SiglipImageTower(ImageTower):
         return self.embeddings(self.normalised(inputs)), None
 
     def pool(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        return self.head(self.norm(states))
+        return through_head(self.head, self.norm(states))
+
+
+def through_head(head: Any, states: Tensor) -> Tensor:
+    """A stock pooling head, which looks with one query [n, tokens, features] -> [n, features].
+
+    The query is frozen: multiplied with the weights of the keys once, it meets the states themselves, and values are
+    computed for their mixtures alone. A key's bias adds the same to all scores of a head. In fp32, for scores are few.
+    """
+    layer = head.attention
+    with torch.autocast(states.device.type, enabled=False):
+        kind = states.dtype
+        weights = layer.in_proj_weight.to(kind).unflatten(0, (3, layer.num_heads, -1))
+        query, _, value = layer.in_proj_bias.to(kind).unflatten(0, (3, layer.num_heads, -1))
+        query = query + torch.einsum("i,hsi->hs", head.probe.to(kind).flatten(), weights[0])
+        scores = F.linear(states, torch.einsum("hs,hsi->hi", query * layer.head_dim**-0.5, weights[1]))
+        mixtures = torch.bmm(scores.softmax(1).mT, states)
+        values = torch.einsum("nhi,hsi->nhs", mixtures, weights[2]) + value
+    pooled = layer.out_proj(values.flatten(1))
+    return pooled + head.mlp(head.layernorm(pooled))
 
 
 class Siglip2ImageTower(SiglipImageTower):
@@ -378,7 +400,6 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation="sdpa",  # the eager form would not know that CLIP's text is causal
             dtype=torch.float32,
             output_loading_info=True,
         )

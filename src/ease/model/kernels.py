@@ -1,0 +1,213 @@
+"""Attention over few tokens as Triton kernels: all keys of a head in one tile, nothing but the output written.
+
+Libraries' kernels are made for long sequences: they cut them into tiles of 128, which 50 or 77 tokens leave half empty,
+and gather the gradient of queries in float32 in a kernel of its own. Here a program owns a head, so that every gradient
+is written once. Tensors are [batch, tokens, heads, width]; the width is contiguous, other strides are as they come.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FORWARD = {
+    16: (16, 16, 4, 1),
+    32: (32, 32, 4, 1),
+    64: (64, 64, 4, 1),
+    128: (64, 64, 4, 2),
+    256: (64, 64, 4, 2),
+}
+"""By keys in a tile of the backward pass: queries and keys in one of the forward pass, warps, loads under way."""
+BACKWARD = {16: (16, 4, 1), 32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 8, 2), 256: (16, 8, 2)}
+"""By keys in a tile: queries that are looked at together, warps, loads under way. More queries fill the registers."""
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, norms, sharpness, tokens, heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Softmax over keys, tile by tile, for ROWS queries of one head; `norms` get log2 of the sums that divide."""
+    tiles = tl.cdiv(tokens, ROWS)
+    program = tl.program_id(0)
+    head = (program // tiles) % heads
+    batch = (program // tiles // heads).to(tl.int64)
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    feature = tl.arange(0, WIDTH)
+    row = (program % tiles) * ROWS + tl.arange(0, ROWS)
+    inside = row < tokens
+    queries = tl.load(q + row[:, None] * q_token + feature[None, :], mask=inside[:, None], other=0.0)
+    end = tokens
+    if TAIL:  # the one key that the tiles leave over opens the sums
+        end = tokens - 1
+        key = tl.load(k + end * k_token + feature).to(tl.float32)
+        value = tl.load(v + end * v_token + feature).to(tl.float32)
+        top = tl.sum(queries.to(tl.float32) * key[None, :], 1) * sharpness
+        total = tl.full([ROWS], 1.0, tl.float32)
+        sums = tl.zeros([ROWS, WIDTH], tl.float32) + value[None, :]
+    else:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    if CAUSAL:
+        end = tl.minimum(end, (program % tiles + 1) * ROWS)
+    for first in range(0, end, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        if FULL:
+            keys = tl.load(k + column[None, :] * k_token + feature[:, None])
+            values = tl.load(v + column[:, None] * v_token + feature[None, :])
+        else:
+            keys = tl.load(k + column[None, :] * k_token + feature[:, None], mask=(column < tokens)[None, :], other=0.0)
+            values = tl.load(
+                v + column[:, None] * v_token + feature[None, :], mask=(column < tokens)[:, None], other=0.0
+            )
+        scores = tl.dot(queries, keys) * sharpness
+        if CAUSAL:  # padding comes after every query, so that this leaves it out, too
+            scores = tl.where(column[None, :] <= row[:, None], scores, float("-inf"))
+        elif not FULL:
+            scores = tl.where((column < tokens)[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
+        top = higher
+    place = (batch * tokens + row[:, None]) * heads + head
+    tl.store(out + place * WIDTH + feature[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside[:, None])
+    tl.store(norms + (batch * heads + head) * tokens + row, top + tl.log2(total), inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, grad, norms, dq, dk, dv, scale, sharpness, tokens, heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
+    out_batch, out_token, out_head,
+    CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one head. Scores stand key by query: sums for keys and values take them from registers.
+
+    Rows and columns beyond the tokens are zero where they are loaded, and so is what comes of them.
+    """
+    head = tl.program_id(0) % heads
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    grad += batch * grad_batch + head * grad_head
+    norms += (batch * heads + head) * tokens
+    dq += batch * out_batch + head * out_head
+    dk += batch * out_batch + head * out_head
+    dv += batch * out_batch + head * out_head
+    feature = tl.arange(0, WIDTH)
+    column = tl.arange(0, COLUMNS)
+    present = (column < tokens)[:, None]
+    if FULL:
+        keys = tl.load(k + column[:, None] * k_token + feature[None, :])
+        values = tl.load(v + column[:, None] * v_token + feature[None, :])
+    else:
+        keys = tl.load(k + column[:, None] * k_token + feature[None, :], mask=present, other=0.0)
+        values = tl.load(v + column[:, None] * v_token + feature[None, :], mask=present, other=0.0)
+    turned_keys = tl.trans(keys)
+    key_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    value_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    last = tokens - 1
+    if TAIL:
+        key = tl.load(k + last * k_token + feature).to(tl.float32)
+        value = tl.load(v + last * v_token + feature).to(tl.float32)
+        key_sum = tl.zeros([WIDTH], tl.float32)
+        value_sum = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, tokens, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = row < tokens
+        queries = tl.load(q + row[:, None] * q_token + feature[None, :], mask=inside[:, None], other=0.0)
+        grads = tl.load(grad + row[:, None] * grad_token + feature[None, :], mask=inside[:, None], other=0.0)
+        norm = tl.load(norms + row, mask=inside, other=0.0)
+        scores = tl.dot(keys, tl.trans(queries)) * sharpness - norm[None, :]
+        if CAUSAL:
+            scores = tl.where(column[:, None] <= row[None, :], scores, float("-inf"))
+        elif not FULL:
+            scores = tl.where(present, scores, float("-inf"))
+        weights = tl.exp2(scores)
+        value_sums = tl.dot(weights.to(grads.dtype), grads, value_sums)
+        slopes = tl.dot(values, tl.trans(grads))
+        mean = tl.sum(weights * slopes, 0)
+        if TAIL:
+            wide_queries = queries.to(tl.float32)
+            wide_grads = grads.to(tl.float32)
+            weight = tl.exp2(tl.sum(wide_queries * key[None, :], 1) * sharpness - norm)
+            slope = tl.sum(wide_grads * value[None, :], 1)
+            mean += weight * slope
+            change = weight * (slope - mean)
+            key_sum += tl.sum(change[:, None] * wide_queries, 0)
+            value_sum += tl.sum(weight[:, None] * wide_grads, 0)
+        changes = (weights * (slopes - mean[None, :])).to(queries.dtype)
+        key_sums = tl.dot(changes, queries, key_sums)
+        query_sums = tl.dot(turned_keys, changes)
+        if TAIL:
+            query_sums += key[:, None] * change[None, :]
+        tl.store(
+            dq + row[None, :] * out_token + feature[:, None],
+            (query_sums * scale).to(dq.dtype.element_ty),
+            inside[None, :],
+        )
+    place = column[:, None] * out_token + feature[None, :]
+    tl.store(dk + place, (key_sums * scale).to(dk.dtype.element_ty), present)
+    tl.store(dv + place, value_sums.to(dv.dtype.element_ty), present)
+    if TAIL:
+        tl.store(dk + last * out_token + feature, (key_sum * scale).to(dk.dtype.element_ty))
+        tl.store(dv + last * out_token + feature, value_sum.to(dv.dtype.element_ty))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output, contiguous, and the norms [batch, heads, tokens] that the backward pass needs."""
+    q, k, v = (_contiguous_width(each) for each in (q, k, v))
+    batch, tokens, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    norms = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    rows, columns, warps, stages = FORWARD[tile_of_keys(tokens, causal)]
+    tail = not causal and tokens > 1 and tokens % columns == 1
+    programs = batch * heads * triton.cdiv(tokens, rows)
+    forward_kernel[(programs,)](
+        q, k, v, out, norms, scale * LOG2_E, tokens, heads, *_strides(q, k, v),
+        CAUSAL=causal, FULL=tail or tokens % columns == 0, TAIL=tail, WIDTH=width, ROWS=rows, COLUMNS=columns,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, norms
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of queries, keys and values, which lie alike."""
+    grad, q, k, v = (_contiguous_width(each) for each in (grad, q, k, v))
+    batch, tokens, heads, width = q.shape
+    columns = tile_of_keys(tokens, causal)
+    rows, warps, stages = BACKWARD[columns]
+    backward_kernel[(batch * heads,)](
+        q, k, v, grad, norms, dq, dk, dv, scale, scale * LOG2_E, tokens, heads, *_strides(q, k, v, grad, dq),
+        CAUSAL=causal, FULL=tokens >= columns, TAIL=tokens > columns, WIDTH=width, ROWS=rows, COLUMNS=columns,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def tile_of_keys(tokens: int, causal: bool) -> int:
+    """The power of two that holds all keys, but for one that goes beside the tile."""
+    rest = tokens - 1 if not causal and tokens - 1 in BACKWARD else tokens
+    return max(16, triton.next_power_of_2(rest))
+
+
+def _contiguous_width(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[Any]:
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]

@@ -84,7 +84,8 @@ def test_readme_starts_with_the_two_commands() -> None:
 def test_shipped_configurations_are_valid() -> None:
     assert load_config(ROOT / "configs" / "scenes.toml") == RunConfig()
     assert load_config(ROOT / "configs" / "flickr8k.toml").model.backbone == "photos"
-    assert load_config(ROOT / "configs" / "flickr8k-vit.toml").model.backbone == "photos-vit"
+    for name in ("flickr8k-vit", "flickr8k-adapters"):
+        assert load_config(ROOT / "configs" / f"{name}.toml").model.backbone == "photos-vit"
 
 
 @every_page

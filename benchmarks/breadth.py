@@ -4,7 +4,7 @@
 
 One line for each case, as soon as it is done; what the file holds already is not done again, and at the end all of it
 is printed as a table. Gaps are to the mean of two retrainings, in points of recall, beside how far these lie from each
-other. Nothing was chosen by these runs: their seeds (from 40) were used for nothing else.
+other. Choose seeds that nothing else was chosen by.
 """
 
 import argparse
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], dest="settings", help="a setting of every run; repeatable"
     )
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="each case has the next one")
     parser.add_argument("--out", type=Path, default=Path("results/breadth.jsonl"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,7 +126,7 @@ def main() -> None:
     for place, (name, case) in enumerate(CASES.items()):
         if name not in asked.only or name in done:
             continue
-        seed = FIRST_SEED + place
+        seed = asked.first_seed + place
         config = load_config(asked.config, (f"seed={seed}", *asked.settings, *case.settings))
         with tempfile.TemporaryDirectory() as work:
             done[name] = {"case": name, "seed": seed, **measured(case, config, seed, Path(work) / "run")}

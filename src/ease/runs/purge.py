@@ -24,7 +24,7 @@ from ease.errors import UserError
 from ease.federation.burial import bury
 from ease.federation.checked import checked
 from ease.federation.engines import remote_engine
-from ease.federation.fedavg import average
+from ease.federation.fedavg import Round, average
 from ease.federation.history import AVERAGED, ROUNDS, History
 from ease.federation.protocol import Replay, Update
 from ease.federation.wire import Dropped
@@ -282,7 +282,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     if not history.updates:
         return
     shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
-    scratch = History(staged.folder, half=history.half, place=history.place)
+    scratch = replace(history, folder=staged.folder)
     leaving = leaving_clients(request)
     if run.config.remote:  # nor do nodes repeat anything for a client that has left since
         leaving |= {client for each in run.head.gone for client in leaving_clients(each)}
@@ -302,8 +302,11 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             start_path = staged.folder / _starts(history.place) / f"{number:05d}.safetensors"
             start.save(start_path)
         there = [client for client in history.clients(number) if client not in leaving]
-        updates = [history.update(number, client) for client in there if client not in holders]
-        asked = [client for client in there if client in holders]
+        touched = sorted(leaving & set(history.clients(number))) or [client for client in there if client in holders]
+        # Where a new mean is made, the others repeat what is not stored of them: from the same state it is the same.
+        unstored = [client for client in there if client not in holders and not history.stores(number, client)]
+        asked = [client for client in there if client in holders] + (unstored if touched else [])
+        updates = [history.update(number, client) for client in there if client not in (*holders, *unstored)]
         if asked:
             replays = (Replay(number, old, 1.0, 0, tuple(asked)),)
             job = trained.training_job(0, request=SampleRequest(ids=()), objective=REPLAY, replays=replays)
@@ -317,9 +320,15 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             for client in asked:
                 change = read_sum(answers[client].values, 0, old)
                 if change is not None:  # else too few pairs are left to train on
-                    change = change.zip(lambda tensor, like: tensor.to(like.dtype), old)
+                    shortened = record.get("clipped", {}).get(str(client), 1.0) if client in unstored else 1.0
+                    change = (shortened * change).zip(lambda tensor, like: tensor.to(like.dtype), old)
                     updates.append(Update(client, now[client], change))
-        finished = average(start, updates, training, number, clip=False)
+        if unstored and not touched:  # the states tell their mean
+            updates += [Update(client, history.pairs(number)[client], None) for client in unstored]
+            state = start.zip(lambda tensor, by: (tensor.double() + by).to(tensor.dtype), history.moved(number))
+            finished = Round(number, state, tuple(sorted(updates, key=lambda update: update.client)))
+        else:
+            finished = average(start, updates, training, number, clip=False)
         if AVERAGED in record["sha256"] and held is not None:
             locked = Held(held.bases, start).hold(finished.state)
             finished = replace(finished, state=locked, averaged=finished.state)
@@ -328,8 +337,8 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
         scratch.append(finished, {**kept, "rejected": rejected}, start_path)
         times = history.record_path(number).stat()
         os.utime(scratch.record_path(number), ns=(times.st_atime_ns, times.st_mtime_ns))  # how long rounds took
-        who = ", ".join(map(str, sorted(leaving & set(history.clients(number))) or asked))
-        if who:
+        if touched:
+            who = ", ".join(map(str, touched))
             yield Line(what=f"{history.place}/{number:05d}", why=f"updates of {who} and the state that they made")
 
 

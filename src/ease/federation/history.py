@@ -116,6 +116,11 @@ class History:
         if first:
             yield first, last
 
+    @property
+    def thinned(self) -> bool:
+        """Whether some updates are left out of what is kept."""
+        return self.every > 1 or self.share < 1 or self.keeps is not None
+
     def stores(self, number: int, client: int) -> bool:
         """Whether a client's update of a round is to be here.
 

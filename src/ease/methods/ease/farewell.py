@@ -25,7 +25,7 @@ from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import Federation, LocalJob, Replay, Update
 from ease.methods.base import Trained
-from ease.methods.ease.unstored import NOTHING_LACKED, Filled, Groups, Unstored, filled_in, zeros
+from ease.methods.ease.unstored import NOTHING_LACKED, Filled, Groups, Unstored, able_to_repeat, filled_in, zeros
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, leaving_clients
@@ -153,11 +153,20 @@ def _read(
     """
     history, total, unstored = trained.history, [zeros(trained), zeros(trained)], list[Unstored]()
     alike: dict[tuple[bool, float], list[int]] = {}
+    spared = frozenset[int]() if teller == "leaving" else leaving_clients(request)
+    able = able_to_repeat(trained, federation) - spared if history.thinned else frozenset[int]()
     for each in wanted:
         stored = round_weights(trained, each.round)
         weights: Mapping[int, float] = _differences(stored, each)
-        lacking = teller == "others" and not all(history.stores(each.round, client) for client in weights)
-        if trained.training.aggregation == "mean" and len(weights) < len(each.weights) and not lacking:
+        by_mean = len(weights) < len(each.weights)
+        lacking = {client for client in weights if not history.stores(each.round, client)}
+        if lacking and teller == "others":
+            by_mean = False
+        elif lacking - able:
+            # What stands for them is off by much. It has to be in what the rounds did and in what they would have done
+            # alike, so that little is left of it in the difference, unless neither needs it.
+            by_mean = bool(each.weights) or bool(weights.keys() & able)
+        if trained.training.aggregation == "mean" and by_mean:
             alike.setdefault((each.late, _round_off(each.scale * sum(stored.values()))), []).append(each.round)
         else:
             weights = each.weights
@@ -169,8 +178,10 @@ def _read(
             total[each.late] = total[each.late] + (each.scale * weight) * change
     for (late, scale), rounds in alike.items():
         total[late] = total[late] + scale * history.moved_over(rounds)
-    rest, filled = filled_in(trained, federation, unstored, leaving_clients(request), teller == "leaving")
-    return Added((total[0] + rest[0], total[1] + rest[1]) if unstored else (total[0], total[1]), filled)
+    if not unstored:
+        return Added((total[0], total[1]))
+    rest, filled = filled_in(trained, federation, unstored, able, leaving_clients(request))
+    return Added((total[0] + rest[0], total[1] + rest[1]), filled)
 
 
 def _round_off(scale: float) -> float:

@@ -1,8 +1,9 @@
 """Updates that the server did not store: the clients that sent them repeat the rounds, or stored rounds stand for them.
 
 A round from the same state, with the same batches and nothing left out, is the same update. Only where its client is
-not here, or no longer has the pairs it had, is it made up: what sets a client apart from the others changes slowly, so
-that its update is near U_t = M_t + |M_t| / |M_s| (U_s - M_s), M being what a round did and s a round that is stored.
+not here, or no longer has the pairs it had, is it made up: U_t = M_t + |M_t| / |M_s| (U_s - M_s), M being what a round
+did and s a round that is stored. Most of what sets a client apart is another thing in every round (cosines of 0.1), so
+that this is far off by its length; what stays is what is remembered, and of that it takes no less than there is.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -73,6 +74,12 @@ def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int
     return {client for client, count in now.items() if any(pairs.get(client, 0) > count for pairs in told)}
 
 
+def able_to_repeat(trained: Trained, federation: Federation) -> frozenset[int]:
+    """Clients that are here with all the pairs that they had."""
+    stale = stale_clients(trained, federation, range(1, trained.training.rounds + 1))
+    return frozenset(federation.clients) - stale
+
+
 def sent_length(trained: Trained, number: int, client: int) -> float:
     """Of what a client sent in a round; where that is not known, as long as all the others' could make it."""
     if trained.history.stores(number, client):
@@ -81,14 +88,13 @@ def sent_length(trained: Trained, number: int, client: int) -> float:
 
 
 def filled_in(
-    trained: Trained, federation: Federation, wanted: Sequence[Unstored], leaving: Collection[int], ask_leaving: bool
+    trained: Trained,
+    federation: Federation,
+    wanted: Sequence[Unstored],
+    able: Collection[int],
+    leaving: Collection[int],
 ) -> tuple[Groups, Filled]:
-    """The sum of what is wanted; clients that leave may not be there to ask."""
-    if not wanted:
-        return (zeros(trained), zeros(trained)), NOTHING_LACKED
-    numbers = range(1, trained.training.rounds + 1)
-    able = set(federation.clients) - stale_clients(trained, federation, numbers)
-    able -= set() if ask_leaving else set(leaving)
+    """The sum of what is wanted, by those who are `able` to repeat it, and by what is stored of the others."""
     asked = [each for each in wanted if each.client in able]
     try:
         sums, told = _replayed(trained, federation, asked)

@@ -3,7 +3,8 @@
 A client's update that is merely deleted follows from the states around its round, the other updates and the counts of
 pairs. So every state it had a part in is made again from what stays: round by round the mean of the updates that are
 left, those of clients that hold forgotten pairs repeated without them. This is the state that EASE's counterfactual
-speaks of, w_t less what the forget pairs wrote until then, and it knows nothing of what is gone.
+speaks of, w_t less what the forget pairs wrote until then, and it knows nothing of what is gone. Updates that are not
+stored are made from the new states instead, for whoever asks for them later will begin there.
 
 One release is purged at a time, oldest first. Everything new is written beside the run; `plan.json`, written last, says
 what takes which place and what goes. Until it is there nothing has happened; once it is there, only its steps are left,
@@ -303,12 +304,15 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             start.save(start_path)
         there = [client for client in history.clients(number) if client not in leaving]
         touched = sorted(leaving & set(history.clients(number))) or [client for client in there if client in holders]
-        # Where a new mean is made, the others repeat what is not stored of them: from the same state it is the same.
-        unstored = [client for client in there if client not in holders and not history.stores(number, client)]
-        asked = [client for client in there if client in holders] + (unstored if touched else [])
-        updates = [history.update(number, client) for client in there if client not in (*holders, *unstored)]
+        # What is not stored is made from the new state: later requests will repeat it from there.
+        unstored = [client for client in there if not history.stores(number, client)]
+        anew = unstored if touched or start != old else []
+        again = [client for client in there if client in holders and client not in unstored]
+        updates = [history.update(number, client) for client in there if client not in (*again, *unstored)]
+        asked = sorted((*again, *anew))
         if asked:
-            replays = (Replay(number, old, 1.0, 0, tuple(asked)),)
+            begun = ((old, again), (start, anew))
+            replays = tuple(Replay(number, state, 1.0, 0, tuple(clients)) for state, clients in begun if clients)
             job = trained.training_job(0, request=SampleRequest(ids=()), objective=REPLAY, replays=replays)
             answers = {answer.client: answer for answer in sound.run(old, job, asked)}
             silent = [client for client in asked if client not in answers]
@@ -320,15 +324,14 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             for client in asked:
                 change = read_sum(answers[client].values, 0, old)
                 if change is not None:  # else too few pairs are left to train on
-                    shortened = record.get("clipped", {}).get(str(client), 1.0) if client in unstored else 1.0
-                    change = (shortened * change).zip(lambda tensor, like: tensor.to(like.dtype), old)
+                    change = change.zip(lambda tensor, like: tensor.to(like.dtype), old)
                     updates.append(Update(client, now[client], change))
-        if unstored and not touched:  # the states tell their mean
+        if unstored and not anew:  # nothing has changed yet
             updates += [Update(client, history.pairs(number)[client], None) for client in unstored]
             state = start.zip(lambda tensor, by: (tensor.double() + by).to(tensor.dtype), history.moved(number))
             finished = Round(number, state, tuple(sorted(updates, key=lambda update: update.client)))
         else:
-            finished = average(start, updates, training, number, clip=False)
+            finished = average(start, updates, training, number, clip=bool(anew))
         if AVERAGED in record["sha256"] and held is not None:
             locked = Held(held.bases, start).hold(finished.state)
             finished = replace(finished, state=locked, averaged=finished.state)

@@ -1,20 +1,22 @@
-"""What a history in half precision costs an answer: one training and request, with updates stored whole and halved.
+"""What a smaller history costs an answer: one training and request, with updates stored whole, halved and in part.
 
-python benchmarks/retention.py [--seeds 0 1] [--small] [--write]
+python benchmarks/retention.py [--every 2 4] [--seeds 0 1] [--small] [--write]
 
-Generated scenes, the default model. The training is the same to the bit; only what is stored of it differs. `--write`
-writes the section `retention` of docs/benchmarks.md.
+Generated scenes, the default model. The training is the same to the bit; only what is stored of it differs. `--every`
+stores the updates of every so many rounds alone: the leaving client repeats the others, or is gone, and stored rounds
+stand for them. `--write` writes the section `retention` of docs/benchmarks.md.
 """
 
 import argparse
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from marked import write_section
 
 from ease.federation.checked import checked
 from ease.methods import make_method
+from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import ClientRequest
@@ -24,7 +26,12 @@ from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.run import Run
 from ease.runs.world import World
 
-METHODS = {"ease": "EASE", "fed_eraser": "FedEraser"}
+EASE, ERASER, GONE = "EASE", "FedEraser", "EASE, client gone"
+METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    EASE: ("ease", ()),
+    ERASER: ("fed_eraser", ()),
+    GONE: ("ease", ("farewell=nobody",)),
+}
 SMALL = (
     'model.lora="off"',
     "model.hidden=64",
@@ -39,59 +46,95 @@ SMALL = (
 KINDS = ("forget", "retain", "test")
 
 
-def answers(seed: int, rounds: int, sizes: tuple[str, ...]) -> dict[str, Any]:
-    """The end of each method by each precision, its recalls, and the size of the history; and another retraining."""
-    found: dict[str, Any] = {}
+@dataclass(frozen=True)
+class Answer:
+    """Where a method ended, and what of the pairs is found there."""
+
+    state: Params
+    recalls: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run by how its history is stored: its size, the trained state and answers by their titles."""
+
+    bytes: int
+    trained: Params
+    answers: dict[str, Answer]
+
+
+def ways(every: list[int]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """How a history is stored -> settings, and whose answers are compared; the whole one first."""
+    found: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "whole": ((), (EASE, ERASER)),
+        "halved": (('training.history_precision="float16"',), (EASE, ERASER)),
+    }
+    return found | {f"1 round in {each}": ((f"training.history_every={each}",), (EASE, GONE)) for each in every}
+
+
+def answers(seed: int, rounds: int, sizes: tuple[str, ...], every: list[int]) -> tuple[dict[str, Kept], list[Answer]]:
+    """By how the history is stored, what becomes of a request; and two retrainings in different order."""
+    found: dict[str, Kept] = {}
+    retrained: list[Answer] = []
     with tempfile.TemporaryDirectory(prefix="ease-retention-") as name:
-        for precision in ("float32", "float16"):
-            settings = (f"seed={seed}", f"training.rounds={rounds}", f'training.history_precision="{precision}"')
-            config = load_config(None, (*sizes, *settings))
+        for way, (settings, titles) in ways(every).items():
+            config = load_config(None, (*sizes, f"seed={seed}", f"training.rounds={rounds}", *settings))
             world = World.open(config)
-            run = Run.create(Path(name) / precision, config)
+            run = Run.create(Path(name) / way, config)
             for _ in run.train(world):
                 pass
             request = ClientRequest(clients=(world.shards[3].client,))
-            sets = evaluation_sets(world, request)
+            sets, sound = evaluation_sets(world, request), checked(world.federation, config.training)
+
+            def answer(method: Unlearner) -> Answer:
+                *_, last = method.unlearn(trained_of(run), request, sound)  # noqa: B023 called at once
+                return Answer(last.state, measure(world, last.state, sets))  # noqa: B023
+
             size = sum(path.stat().st_size for path in run.folder.glob("rounds/*/*"))
-            sound = checked(world.federation, config.training)
-            kept: dict[str, Any] = {"bytes": size, "trained": run.history.state(rounds)}
-            for method in (*METHODS, *(["retrain"] if precision == "float32" else [])):
-                *_, last = make_method(method).unlearn(trained_of(run), request, sound)
-                kept[method] = last.state, measure(world, last.state, sets)
-            found[precision] = kept
-        *_, last = Retrain(order=1).unlearn(trained_of(run), request, sound)
-        found["other"] = last.state, measure(world, last.state, sets)
-    assert found["float32"]["trained"] == found["float16"]["trained"], "the training itself must not differ"
-    return found
+            ends = {title: answer(make_method(*METHODS[title])) for title in titles}
+            found[way] = Kept(size, run.history.state(rounds), ends)
+            retrained = retrained or [answer(Retrain(order=order)) for order in (0, 1)]
+    first = found["whole"].trained
+    assert all(kept.trained == first for kept in found.values()), "the training itself must not differ"
+    return found, retrained
 
 
 def apart(one: Params, two: Params, start: Params) -> float:
     return (one - two).norm() / (two - start).norm()
 
 
-def section(seeds: dict[int, dict[str, Any]], rounds: int, small: bool) -> str:
+def section(seeds: dict[int, tuple[dict[str, Kept], list[Answer]]], rounds: int, every: list[int], small: bool) -> str:
     """The part of docs/benchmarks.md."""
     sort = "240 pairs at 4 clients, projectors 64 and 32 wide" if small else "the default model"
+    options = f"{' --small' if small else ''}{' --every ' + ' '.join(map(str, every)) if every else ''}"
     lines = [
         f"Generated scenes, {sort}, {rounds} rounds; client 3 leaves. The training is equal to the bit; "
-        '`training.history_precision = "float16"` rounds what is stored of it. Apart: distance of the two answers, as '
-        "a share of how far the answer lies from the trained model; R@1 in points, halved less whole. Beside it, how "
+        '`training.history_precision = "float16"` rounds what is stored of it, `training.history_every = k` stores '
+        "the updates of one round in k. Then the leaving client repeats the other rounds, or is gone "
+        "(`farewell=nobody`) and stored rounds stand for them. Apart: distance to the answer from the whole history, "
+        "as a share of how far that lies from the trained model; R@1 in points, less that of the whole. Beside it, how "
         "much two retrainings in different order differ. "
-        f"`python benchmarks/retention.py{' --small' if small else ''} --rounds {rounds} --write`.",
+        f"`python benchmarks/retention.py{options} --rounds {rounds} "
+        f"--seeds {' '.join(map(str, seeds))} --write`.",
         "",
-        "| seed | | apart | forget | retain | test |",
-        "|---|---|---|---|---|---|",
+        "| seed | stored | | apart | forget | retain | test | MiB of rounds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for seed, found in seeds.items():
-        whole, half = found["float32"], found["float16"]
-        pairs = [(title, whole[method], half[method]) for method, title in METHODS.items()]
-        pairs.append(("two retrainings", whole["retrain"], found["other"]))
-        for title, (state, recalls), (other, others) in pairs:
-            gaps = [others[f"{kind}/recall@1"] - recalls[f"{kind}/recall@1"] for kind in KINDS]
-            cells = [str(seed), title, f"{apart(other, state, whole['trained']):.1e}", *(f"{gap:+.2f}" for gap in gaps)]
-            lines.append("| " + " | ".join(cells) + " |")
-    sizes = [[found[each]["bytes"] / 2**20 for each in ("float32", "float16")] for found in seeds.values()]
-    lines += ["", f"Rounds on disk: {sizes[0][0]:.1f} MiB whole, {sizes[0][1]:.1f} MiB halved (states stay whole)."]
+    for seed, (found, retrained) in seeds.items():
+        whole = found["whole"]
+        rows = [
+            (way, title, whole.answers[EASE if title == GONE else title], answer, f"{kept.bytes / 2**20:.1f}")
+            for way, kept in found.items()
+            if way != "whole"
+            for title, answer in kept.answers.items()
+        ]
+        rows.append(("whole", "two retrainings", retrained[0], retrained[1], f"{whole.bytes / 2**20:.1f}"))
+        for way, title, one, other, size in rows:
+            gaps = [other.recalls[f"{kind}/recall@1"] - one.recalls[f"{kind}/recall@1"] for kind in KINDS]
+            distance = f"{apart(other.state, one.state, whole.trained):.1e}"
+            lines.append(
+                "| " + " | ".join([str(seed), way, title, distance, *(f"{g:+.2f}" for g in gaps), size]) + " |"
+            )
     return "\n".join(lines)
 
 
@@ -99,12 +142,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--every", nargs="*", type=int, default=[], help="also store one round in so many")
     parser.add_argument("--small", action="store_true", help="240 pairs at 4 clients, projectors alone: seconds")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
     options = parser.parse_args()
     sizes = SMALL if options.small else ()
-    found = {seed: answers(seed, options.rounds, sizes) for seed in options.seeds}
-    told = section(found, options.rounds, options.small)
+    found = {seed: answers(seed, options.rounds, sizes, options.every) for seed in options.seeds}
+    told = section(found, options.rounds, options.every, options.small)
     print(told)
     if options.write:
         write_section(Path(__file__).parent.parent / "docs/benchmarks.md", "retention", told)

@@ -46,6 +46,11 @@ from ease.storage import sha256
 
 RUN = "ab" * 16
 UNEQUAL = ("partition.scheme=dirichlet", "partition.beta=0.7", "training.rounds=3")
+HISTORIES = [
+    "training.history=server",
+    pytest.param("training.history=client", marks=pytest.mark.slow),
+    pytest.param("training.history_every=2", marks=pytest.mark.slow),
+]
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,12 @@ def refused(node: Node, message: bytes) -> str:
 # --- the same bytes ---
 
 
-@pytest.mark.parametrize("history", ["server", pytest.param("client", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("history", HISTORIES)
 def test_nodes_give_the_bytes_of_one_process(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path, history: str
 ) -> None:
     """Training, a client that leaves, and single pairs with their rounds replayed, at three unequal clients."""
-    settings = (*UNEQUAL, f"training.history={history}")
+    settings = (*UNEQUAL, history)
     here = small_config(*settings, "engine=loop")
     world = World.open(here)
     assert len({len(shard.train) for shard in world.shards}) == 3
@@ -138,12 +143,12 @@ def hashed(state: Params) -> str:
     return hashlib.sha256(encode_state(state)).hexdigest()
 
 
-@pytest.mark.parametrize("history", ["server", pytest.param("client", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("history", HISTORIES)
 def test_a_purge_over_nodes_is_that_of_one_process(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path, history: str
 ) -> None:
     """Single pairs and a client are purged in turn, and a class is forgotten after that."""
-    settings = (*UNEQUAL, f"training.history={history}")
+    settings = (*UNEQUAL, history)
     here = small_config(*settings, "engine=loop")
     world = World.open(here)
     started = site(world)
@@ -163,7 +168,7 @@ def test_a_purge_over_nodes_is_that_of_one_process(
         found[name] = {str(path.relative_to(run.folder)): sha256(path) for path in every}
     assert found["nodes"] == found["loop"]
     kept = {client: list(node.folder.glob("runs/*/rounds/*")) for client, node in started.nodes.items()}
-    assert bool(kept[0]) == (history == "client") and not kept[2]
+    assert bool(kept[0]) == (history == "training.history=client") and not kept[2]
 
 
 def test_nobody_joins_nodes_that_deal_the_data_of_a_configuration(

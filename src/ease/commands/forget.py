@@ -167,7 +167,8 @@ def spectrum_table(found: SpectrumNotes) -> RenderableType:
     ]
     caption = f"reference: {found.reference}, delta: {found.delta}"
     if found.replaying_clients:
-        caption += f"; {found.replaying_clients} clients replayed {found.replayed_rounds} rounds"
+        who = "client" if found.replaying_clients == 1 else "clients"
+        caption += f"; {found.replaying_clients} {who} replayed {found.replayed_rounds} rounds"
     if found.gap_before is not None:
         gap, error = found.gap_before.gap, found.gap_before.standard_error
         caption += f"; membership gap before {gap:+.2f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{error:.2f}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ease.config import Config
 from ease.errors import Diverged
@@ -42,6 +42,10 @@ class TrainingConfig(Config):
     """Who keeps the clients' updates: the server, or each client its own, with the states it was sent."""
     history_precision: Literal["float32", "float16"] = "float32"
     """How the server stores updates: whole, or in half the space, each rounded by up to 1 part in 2,000."""
+    history_every: int = Field(1, ge=1)
+    """The server stores clients' updates of one round in so many, the first among them, and the states of all."""
+    history_share: float = Field(1.0, gt=0, le=1)
+    """Chance of a client's update to be stored in such a round, drawn by seed, round and client."""
     aggregation: Aggregation = "mean"
     """How updates become one: `mean`, or `median`, `trimmed` or `krum`, which few hostile clients cannot move far."""
     hostile: float = Field(0.2, ge=0, lt=0.5)
@@ -60,7 +64,28 @@ class TrainingConfig(Config):
                 f'training.history = "client" needs training.aggregation = "mean", for what one client wrote into a '
                 f"{self.aggregation} cannot be told by sums; choose one of the two"
             )
+        if self.thinned and self.history == "client":
+            raise ValueError(
+                'training.history = "client" stores no update at the server, so that training.history_every and '
+                "training.history_share have nothing to choose from; leave them at 1"
+            )
+        if self.thinned and self.aggregation != "mean":
+            raise ValueError(
+                f'training.history_every and training.history_share need training.aggregation = "mean", for a '
+                f"{self.aggregation} is known by all of its updates alone; leave them at 1"
+            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A training whose updates are all stored is told as it was before there was a choice, to the byte."""
+        chosen = ("history_every", "history_share")
+        return {name: value for name, value in dump(self).items() if name not in chosen or value != 1}
+
+    @property
+    def thinned(self) -> bool:
+        """Whether the server leaves updates out of what it stores."""
+        return self.history_every > 1 or self.history_share < 1
 
     def weight(self, pairs: int) -> float:
         """Of a client in the average."""

@@ -2,7 +2,7 @@
 
 It is a chain: a round's record holds the hash of the state it began from, which the round before has made, and the
 hashes of its own files; a seal covers the record itself. Where clients keep their updates themselves, it holds global
-states alone.
+states alone; where only some are to be kept, a round tells of those and no others.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
 from ease.params import Block, Params
+from ease.seeding import generator
 from ease.storage import read_json, read_some, sha256, write_atomic, write_json
 
 MISSING = "missing from the history; restore it or train again"
@@ -30,6 +31,10 @@ DAMAGED = "damaged (its hash is not the recorded one); restore it or train again
 AT_CLIENTS = (
     'this run keeps updates at its clients (training.history = "client") and none at the server; use --method ease, '
     'retrain or another one that reads no stored updates, or train with training.history = "server"'
+)
+THINNED = (
+    "this run stores only some of its clients' updates (training.history_every, training.history_share); use --method "
+    "ease, retrain or another one that reads no stored updates, or train with both at 1"
 )
 STATE = "state.safetensors"
 AVERAGED = "averaged.safetensors"
@@ -51,6 +56,12 @@ class History:
     """Where the rounds lie under the folder: a training that was made again has a place of its own."""
     keeps: frozenset[int] | None = None
     """Clients whose updates are kept; absent: all. Only scratch histories are for readers that ask for some alone."""
+    every: int = 1
+    """Updates are kept of one round in so many."""
+    share: float = 1.0
+    """Chance of an update to be kept in such a round."""
+    seed: int = 0
+    """That the chance is drawn by."""
 
     @property
     def initial_path(self) -> Path:
@@ -104,6 +115,21 @@ class History:
             made = brief.made
         if first:
             yield first, last
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some updates are left out of what is kept."""
+        return self.every > 1 or self.share < 1 or self.keeps is not None
+
+    def stores(self, number: int, client: int) -> bool:
+        """Whether a client's update of a round is to be here.
+
+        Counted from the first round, which moved the model furthest: a neighbour can stand for it least. It is decided
+        for each update by itself, so that neither more rounds nor who else takes part or leaves changes it.
+        """
+        if not self.updates or (number - 1) % self.every or not (self.keeps is None or client in self.keeps):
+            return False
+        return self.share == 1 or float(generator(self.seed, "history", number, client).random()) < self.share
 
     def update_path(self, number: int, client: int) -> Path:
         """The file that holds a client's update: all of a round, one after the other, each as `Params.save` writes."""
@@ -174,8 +200,9 @@ class History:
             finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
         places: dict[str, dict[str, Any]] = {}
         if self.updates:
-            kept = [each for each in finished.updates if self.keeps is None or each.client in self.keeps]
-            write_atomic(folder / UPDATES, _packed(kept, places, self.half), self.durable)
+            kept = [each for each in finished.updates if self.stores(finished.number, each.client)]
+            if kept or not finished.updates:
+                write_atomic(folder / UPDATES, _packed(kept, places, self.half), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,
@@ -199,8 +226,9 @@ class History:
             record = self.record(number)
             for name in record["sha256"]:
                 self._verify(number, name)
-            for client in self.clients(number) if self.updates else ():
-                self.verify_update(number, client)
+            for client in self.clients(number):
+                if self.stores(number, client):
+                    self.verify_update(number, client)
             other = f"not the state that round {number} began from; restore it or train again"
             _verify_file(self.start_path(number), record["start_sha256"], other)
 
@@ -218,6 +246,8 @@ class History:
         """A client's part of a round's updates, refused if it is damaged."""
         self.require_updates()
         path, place = self.update_path(number, client), self.record(number)["updates"].get(str(client))
+        if not self.stores(number, client):
+            raise UserError(f"{path}: client {client}: not stored: {THINNED}")
         if place is None or not path.is_file():
             raise UserError(f"{path}: client {client}: {MISSING}" if place is None else f"{path}: {MISSING}")
         if place["offset"] + place["bytes"] > path.stat().st_size:

@@ -163,4 +163,6 @@ def _rounds_of_work(run: Run, request: Request, method: Unlearner, concerned: fl
         return work
     if not isinstance(request, ClientRequest):
         work += concerned * replay_count(training.rounds, concerned, method.replay)
+    elif method.farewell == "leaving":  # who leaves repeats what is not stored
+        work += concerned * training.rounds * (1 - training.history_share / training.history_every)
     return work

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ease.config import Config
+from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
-from ease.federation.history import History
+from ease.federation.history import THINNED, History
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.foundation import Foundation, Told
 from ease.params import Params
@@ -123,6 +124,8 @@ class Unlearner(Config, ABC):
 
     def check(self, training: TrainingConfig) -> None:
         """Refuse settings that cannot work on such a training, before anything is read or computed."""
+        if "history" in self.needs and training.thinned:
+            raise UserError(f"{self.name}: {THINNED}")
 
     def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
         """Whose stored updates it reads, where so many clients took part in every round; None: anyone's."""

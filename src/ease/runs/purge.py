@@ -3,7 +3,8 @@
 A client's update that is merely deleted follows from the states around its round, the other updates and the counts of
 pairs. So every state it had a part in is made again from what stays: round by round the mean of the updates that are
 left, those of clients that hold forgotten pairs repeated without them. This is the state that EASE's counterfactual
-speaks of, w_t less what the forget pairs wrote until then, and it knows nothing of what is gone.
+speaks of, w_t less what the forget pairs wrote until then, and it knows nothing of what is gone. Updates that are not
+stored are made from the new states instead, for whoever asks for them later will begin there.
 
 One release is purged at a time, oldest first. Everything new is written beside the run; `plan.json`, written last, says
 what takes which place and what goes. Until it is there nothing has happened; once it is there, only its steps are left,
@@ -24,7 +25,7 @@ from ease.errors import UserError
 from ease.federation.burial import bury
 from ease.federation.checked import checked
 from ease.federation.engines import remote_engine
-from ease.federation.fedavg import average
+from ease.federation.fedavg import Round, average
 from ease.federation.history import AVERAGED, ROUNDS, History
 from ease.federation.protocol import Replay, Update
 from ease.federation.wire import Dropped
@@ -282,7 +283,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     if not history.updates:
         return
     shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
-    scratch = History(staged.folder, half=history.half, place=history.place)
+    scratch = replace(history, folder=staged.folder)
     leaving = leaving_clients(request)
     if run.config.remote:  # nor do nodes repeat anything for a client that has left since
         leaving |= {client for each in run.head.gone for client in leaving_clients(each)}
@@ -302,10 +303,16 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             start_path = staged.folder / _starts(history.place) / f"{number:05d}.safetensors"
             start.save(start_path)
         there = [client for client in history.clients(number) if client not in leaving]
-        updates = [history.update(number, client) for client in there if client not in holders]
-        asked = [client for client in there if client in holders]
+        touched = sorted(leaving & set(history.clients(number))) or [client for client in there if client in holders]
+        # What is not stored is made from the new state: later requests will repeat it from there.
+        unstored = [client for client in there if not history.stores(number, client)]
+        anew = unstored if touched or start != old else []
+        again = [client for client in there if client in holders and client not in unstored]
+        updates = [history.update(number, client) for client in there if client not in (*again, *unstored)]
+        asked = sorted((*again, *anew))
         if asked:
-            replays = (Replay(number, old, 1.0, 0, tuple(asked)),)
+            begun = ((old, again), (start, anew))
+            replays = tuple(Replay(number, state, 1.0, 0, tuple(clients)) for state, clients in begun if clients)
             job = trained.training_job(0, request=SampleRequest(ids=()), objective=REPLAY, replays=replays)
             answers = {answer.client: answer for answer in sound.run(old, job, asked)}
             silent = [client for client in asked if client not in answers]
@@ -319,7 +326,12 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
                 if change is not None:  # else too few pairs are left to train on
                     change = change.zip(lambda tensor, like: tensor.to(like.dtype), old)
                     updates.append(Update(client, now[client], change))
-        finished = average(start, updates, training, number, clip=False)
+        if unstored and not anew:  # nothing has changed yet
+            updates += [Update(client, history.pairs(number)[client], None) for client in unstored]
+            state = start.zip(lambda tensor, by: (tensor.double() + by).to(tensor.dtype), history.moved(number))
+            finished = Round(number, state, tuple(sorted(updates, key=lambda update: update.client)))
+        else:
+            finished = average(start, updates, training, number, clip=bool(anew))
         if AVERAGED in record["sha256"] and held is not None:
             locked = Held(held.bases, start).hold(finished.state)
             finished = replace(finished, state=locked, averaged=finished.state)
@@ -328,8 +340,8 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
         scratch.append(finished, {**kept, "rejected": rejected}, start_path)
         times = history.record_path(number).stat()
         os.utime(scratch.record_path(number), ns=(times.st_atime_ns, times.st_mtime_ns))  # how long rounds took
-        who = ", ".join(map(str, sorted(leaving & set(history.clients(number))) or asked))
-        if who:
+        if touched:
+            who = ", ".join(map(str, touched))
             yield Line(what=f"{history.place}/{number:05d}", why=f"updates of {who} and the state that they made")
 
 

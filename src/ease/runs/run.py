@@ -123,6 +123,9 @@ class Run:
             updates=training.history == "server",
             half=training.history_precision == "float16",
             place=head.places[-1],
+            every=training.history_every,
+            share=training.history_share,
+            seed=self.config.seed,
         )
 
     def hosted(self, world: World) -> World:
@@ -346,7 +349,9 @@ def _difference(old: RunConfig, new: RunConfig) -> str:
             if value != other:
                 return f"{section} is {value!r} there and {other!r} here"
             continue
+        both = ((value, old), (other, new))  # what is at its default may not be told
         for key in {**value, **other}:
             if value.get(key) != other.get(key) and key != "rounds":
-                return f"{section}.{key} is {value.get(key)!r} there and {other.get(key)!r} here"
+                there, here = (each.get(key, getattr(getattr(config, section), key, None)) for each, config in both)
+                return f"{section}.{key} is {there!r} there and {here!r} here"
     return "same settings, other version"

@@ -13,9 +13,9 @@ DIRECTIONS = 10
 
 
 def client_overlap(trained: Trained) -> list[Overlap]:
-    """The overlap in every block."""
+    """The overlap in every block, by the updates that are stored."""
     trained.history.require_updates()
-    columns = trained.history.columns(trained.training.rounds)
+    columns = [each for each in trained.history.columns(trained.training.rounds) if trained.history.stores(*each)]
     owners = [client for _, client in columns]
     found = []
     for block in trained.final.blocks:

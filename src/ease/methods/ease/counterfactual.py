@@ -13,8 +13,9 @@ from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.aggregation import aggregated
 from ease.federation.protocol import Federation, Precision, Replay
 from ease.methods.base import Trained
-from ease.methods.ease.farewell import Wanted, added_up, never_took_part, started, with_and_without
+from ease.methods.ease.farewell import Added, Teller, Wanted, added_up, never_took_part, started, with_and_without
 from ease.methods.ease.replay import REPLAY, read_sum
+from ease.methods.ease.unstored import LONGEST_REPLAY, NOTHING_LACKED, Filled, sent_length, stale_clients, zeros
 from ease.methods.foundation import Told
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
@@ -23,8 +24,6 @@ EARLY = 0.2
 """Share of the rounds whose contribution is told apart: after so many, what later rounds made up for is still small."""
 USUAL_REPLAY, MOST_REPLAYED = 0.5, 32
 """Share and number of the rounds that `auto` replays where many clients are concerned; others stand for the rest."""
-LONGEST_REPLAY = 3.0
-"""A replayed sum is believed up to so many times the length of what the client sent in the same rounds."""
 FEW = 1 / 3
 """Share of the clients up to which every round is replayed: exactness is cheap then."""
 
@@ -44,6 +43,10 @@ class Written:
     """Clients that replayed something."""
     told: Mapping[int, Told]
     """Client -> what it would have sent without all that is gone by now, of those whose stored updates differ."""
+    replayed_rounds: int = 0
+    """Rounds that some client went through once more."""
+    filled: Filled = NOTHING_LACKED
+    """What took the place of updates that are not stored."""
 
     @property
     def total(self) -> Params:
@@ -57,7 +60,7 @@ def written_by(
     federation: Federation,
     forget_pairs: Mapping[int, int | None],
     replay: float | str,
-    farewell: str = "leaving",
+    farewell: Teller = "leaving",
     precision: Precision = "float32",
 ) -> Written:
     """S of a request: D_t = (mean update of round t) - (what it would have been without the forget pairs).
@@ -66,13 +69,13 @@ def written_by(
     says who tells of clients that leave, `precision` how replays multiply.
     """
     numbers = range(1, trained.training.rounds + 1)
-    early, others = max(1, round(EARLY * len(numbers))), farewell == "others"
+    early = max(1, round(EARLY * len(numbers)))
     stale = stale_clients(trained, federation, numbers)
     if isinstance(request, ClientRequest):
         if trained.training.aggregation != "mean":
             return _written(trained, _from_history(trained, request, federation, numbers, early), early, numbers)
         if not stale:
-            sums = with_and_without(trained, request, federation, numbers, early, others)
+            sums = with_and_without(trained, request, federation, numbers, early, farewell)
             return _written(trained, sums, early, numbers)
     leaving = set(request.clients) if isinstance(request, ClientRequest) else set[int]()
     now = {client: len(ids) for client, ids in federation.held.items()}
@@ -89,8 +92,8 @@ def written_by(
     absent = leaving | {client for client, left in kept.items() if left >= MINIMUM_PAIRS} - fresh.keys()
     rest = {client: pairs for client, pairs in {**now, **kept}.items() if client not in absent}
     told = {client: each for client, each in {**told, **fresh}.items() if client in rest}
-    would = rounds.moved(request, federation, rest, told, others)
-    return _written(trained, (did, would), early, used, len(kept.keys() | untold), told)
+    would = rounds.moved(request, federation, rest, told, farewell)
+    return _written(trained, (did, would), early, used, kept.keys() | untold, told)
 
 
 def _chosen(trained: Trained, rounds: Sequence[int], early: int, count: int) -> dict[int, float]:
@@ -128,8 +131,8 @@ def standing_for(moved: Sequence[float], early: int, count: int) -> dict[int, fl
     return weights
 
 
-Sums = tuple[Sequence[Params], Sequence[Params]]
-"""What the rounds did, and what they would have done: of early rounds and of late ones, in double precision."""
+Sums = tuple[Added, Added]
+"""What the rounds did, and what they would have done."""
 
 
 def _from_history(
@@ -137,8 +140,8 @@ def _from_history(
 ) -> Sums:
     """Without communication: the mean of a round's stored updates, with and without those of the leaving clients."""
     history, leaving, here = trained.history, set(request.clients), set(federation.clients) | set(request.clients)
-    zeros = trained.start.map(lambda tensor: tensor.double() * 0)
-    did, would, took_part = [zeros, zeros], [zeros, zeros], False
+    none = zeros(trained)
+    did, would, took_part = [none, none], [none, none], False
     for number in rounds:
         there = [client for client in history.clients(number) if not trained.gone or client in here]
         updates = [history.update(number, client) for client in there]
@@ -152,7 +155,7 @@ def _from_history(
             would[late] = would[late] + _aggregated(trained, rest).map(torch.Tensor.double)
     if not took_part:
         raise never_took_part(request)
-    return did, would
+    return Added((did[0], did[1])), Added((would[0], would[1]))
 
 
 # What closed requests leave in stored updates
@@ -160,13 +163,6 @@ def _from_history(
 # Let V_k be what a client would have sent without the pairs of closed requests, and U_k what is stored. The model no
 # longer holds U_k - V_k, so what the rounds did is a mean of V_k. Clients told of V_k when those requests were
 # answered, as sums over rounds; these are kept (`Foundation`). Who has not told is asked to replay.
-
-
-def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int]) -> set[int]:
-    """Clients whose stored updates come from more pairs than they hold now, because requests are closed since."""
-    now = {client: len(ids) for client, ids in federation.held.items()} if trained.gone else {}
-    told = [trained.history.pairs(number) for number in rounds if now]
-    return {client for client, count in now.items() if any(pairs.get(client, 0) > count for pairs in told)}
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,7 @@ class _Rounds:
             took_part, late = tuple(client for client in weights if client in shares), int(number > self.early)
             for client in took_part:
                 shares[client][late] += share
-                longest[client][late] += LONGEST_REPLAY * share * _length(self.trained, number, client)
+                longest[client][late] += LONGEST_REPLAY * share * sent_length(self.trained, number, client)
             if took_part:
                 replays.append(Replay(number, started(self.trained, number), share, late, took_part))
         if not replays:
@@ -217,8 +213,8 @@ class _Rounds:
         federation: Federation,
         pairs: Mapping[int, int],
         told: Mapping[int, Told],
-        others: bool = False,
-    ) -> tuple[Params, Params]:
+        teller: Teller = "leaving",
+    ) -> Added:
         """What the rounds add up to, early and late ones: by what clients told, else by what is stored of them."""
         wanted, now = [], {client: [0.0, 0.0] for client in told}
         for number, share, weights in self.shares(pairs):
@@ -227,7 +223,8 @@ class _Rounds:
             wanted.append(Wanted(number, late, share, stored))
             for client in weights.keys() & told.keys():
                 now[client][late] += share
-        total = list(added_up(self.trained, request, federation, wanted, others))
+        added = added_up(self.trained, request, federation, wanted, teller)
+        total = list(added.sums)
         for client, sums in sorted(told.items()):
             for group in (0, 1):
                 summed = read_sum(sums.values, group, self.trained.start)
@@ -235,7 +232,7 @@ class _Rounds:
                     # The shares that it was told with are others once clients have left since.
                     factor = self.trained.training.weight(pairs[client]) * (now[client][group] / sums.shares[group])
                     total[group] = total[group] + factor * summed.within(sums.longest[group])
-        return total[0], total[1]
+        return Added((total[0], total[1]), added.filled)
 
 
 def _two(values: Sequence[float]) -> tuple[float, float]:
@@ -247,24 +244,29 @@ def _written(
     sums: Sums,
     early: int,
     rounds: Iterable[int],
-    clients: int = 0,
+    replaying: Collection[int] = (),
     told: Mapping[int, Told] | None = None,
 ) -> Written:
     def single(params: Params) -> Params:
         return params.zip(lambda tensor, like: tensor.to(like.dtype), trained.start)
 
+    did, would = sums
     (first, second), (first_rest, second_rest) = (
-        (single(did - would) for did, would in zip(*sums, strict=True)),
-        (single(would) for would in sums[1]),
+        (single(one - other) for one, other in zip(did.sums, would.sums, strict=True)),
+        (single(each) for each in would.sums),
     )
-    return Written(first, second, (first_rest, second_rest), early, tuple(rounds), clients, told or {})
-
-
-def _length(trained: Trained, number: int, client: int) -> float:
-    """Of what a client sent in a round; where that is not known, as long as all the others' could make it."""
-    if trained.history.updates:
-        return trained.history.update(number, client).change.norm()
-    return len(trained.history.clients(number)) * trained.history.moved(number).norm()
+    filled = did.filled | would.filled
+    return Written(
+        first,
+        second,
+        (first_rest, second_rest),
+        early,
+        tuple(rounds),
+        len({*replaying, *filled.replayed}),
+        told or {},
+        len(tuple(rounds) if replaying else frozenset[int]().union(*filled.replayed.values())),
+        filled,
+    )
 
 
 def _aggregated(trained: Trained, changes: Sequence[tuple[float, Params]]) -> Params:

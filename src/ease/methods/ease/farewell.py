@@ -6,11 +6,13 @@ updates, so with A = sum a_k a sum with other weights b_k is
     sum b_k U_k = A M + sum (b_k - a_k) U_k
 
 and only those whose weights differ have to tell of theirs: clients that leave, or that hold pairs to forget. Where some
-of these are gone for good, the others tell of theirs instead, and M is not needed.
+of these are gone for good, the others tell of theirs instead, and M is not needed. What the server has not stored is
+filled in (`unstored`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,13 +25,14 @@ from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import Federation, LocalJob, Replay, Update
 from ease.methods.base import Trained
+from ease.methods.ease.unstored import NOTHING_LACKED, Filled, Groups, Unstored, able_to_repeat, filled_in, zeros
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
-from ease.requests.request import ClientRequest, Request
+from ease.requests.request import ClientRequest, Request, leaving_clients
 
 FAREWELL = "farewell"
-Groups = tuple[Params, Params]
-"""Of the early rounds and of the late ones, in double precision."""
+Teller = Literal["leaving", "others", "nobody"]
+"""Who tells of what clients that leave have sent, where it is not stored."""
 
 
 # --- a client's side ---
@@ -74,14 +77,24 @@ class Wanted:
     weights: Mapping[int, float]
 
 
+@dataclass(frozen=True)
+class Added:
+    """Sums over rounds, and whose updates they had to do without."""
+
+    sums: Groups
+    filled: Filled = NOTHING_LACKED
+
+
 def added_up(
-    trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], others: bool = False
-) -> Groups:
+    trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], teller: Teller = "leaving"
+) -> Added:
     """What is wanted of the rounds, added up: from the server's history, or by asking those who keep it.
 
-    With `others`, clients that leave are not asked: all the others are.
+    By the teller, clients that leave are asked, or all the others are, or what is stored has to do.
     """
-    return _read(trained, wanted) if trained.history.updates else _told(trained, request, federation, wanted, others)
+    if not trained.history.updates:
+        return Added(_told(trained, request, federation, wanted, teller == "others"))
+    return _read(trained, request, federation, wanted, teller)
 
 
 def started(trained: Trained, number: int) -> Params | str:
@@ -96,9 +109,9 @@ def with_and_without(
     federation: Federation,
     rounds: Sequence[int],
     early: int,
-    others: bool,
-) -> tuple[Groups, Groups]:
-    """What the rounds did, and what they would have done without the clients that leave, when clients keep it."""
+    teller: Teller,
+) -> tuple[Added, Added]:
+    """What the rounds did, and what they would have done without the clients that leave."""
     leaving, here = set(request.clients), set(federation.clients) | set(request.clients)
     held = federation.held if trained.gone else {}  # fewer pairs than when they were trained on, and so less weight
     did: list[Wanted] = []
@@ -117,7 +130,7 @@ def with_and_without(
                 sums.append(Wanted(number, number > early, 1 / sum(kept.values()), kept))
     if not took_part:
         raise never_took_part(request)
-    return added_up(trained, request, federation, did), added_up(trained, request, federation, would, others)
+    return added_up(trained, request, federation, did), added_up(trained, request, federation, would, teller)
 
 
 def never_took_part(request: ClientRequest) -> UserError:
@@ -130,31 +143,45 @@ def round_weights(trained: Trained, number: int) -> dict[int, float]:
     return {client: trained.training.weight(pairs) for client, pairs in trained.history.pairs(number).items()}
 
 
-def _zeros(trained: Trained) -> Params:
-    return trained.start.map(lambda tensor: tensor.double() * 0)
-
-
-def _read(trained: Trained, wanted: Sequence[Wanted]) -> Groups:
+def _read(
+    trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], teller: Teller
+) -> Added:
     """By the same identity: of a round only those updates are read whose weights differ, if they are fewer.
 
     Where none differ, a round counts for what it did, and global states at both ends of a stretch of such rounds tell
     their sum: what is read grows with the rounds that a leaving client took part in, not with all.
     """
-    total = [_zeros(trained), _zeros(trained)]
+    history, total, unstored = trained.history, [zeros(trained), zeros(trained)], list[Unstored]()
     alike: dict[tuple[bool, float], list[int]] = {}
+    spared = frozenset[int]() if teller == "leaving" else leaving_clients(request)
+    able = able_to_repeat(trained, federation) - spared if history.thinned else frozenset[int]()
     for each in wanted:
         stored = round_weights(trained, each.round)
         weights: Mapping[int, float] = _differences(stored, each)
-        if trained.training.aggregation == "mean" and len(weights) < len(each.weights):
+        by_mean = len(weights) < len(each.weights)
+        lacking = {client for client in weights if not history.stores(each.round, client)}
+        if lacking and teller == "others":
+            by_mean = False
+        elif lacking - able:
+            # What stands for them is off by much. It has to be in what the rounds did and in what they would have done
+            # alike, so that little is left of it in the difference, unless neither needs it.
+            by_mean = bool(each.weights) or bool(weights.keys() & able)
+        if trained.training.aggregation == "mean" and by_mean:
             alike.setdefault((each.late, _round_off(each.scale * sum(stored.values()))), []).append(each.round)
         else:
             weights = each.weights
         for client, weight in weights.items():
-            change = trained.history.update(each.round, client).change.map(torch.Tensor.double)
+            if not history.stores(each.round, client):
+                unstored.append(Unstored(each.round, client, each.late, each.scale * weight))
+                continue
+            change = history.update(each.round, client).change.map(torch.Tensor.double)
             total[each.late] = total[each.late] + (each.scale * weight) * change
     for (late, scale), rounds in alike.items():
-        total[late] = total[late] + scale * trained.history.moved_over(rounds)
-    return total[0], total[1]
+        total[late] = total[late] + scale * history.moved_over(rounds)
+    if not unstored:
+        return Added((total[0], total[1]))
+    rest, filled = filled_in(trained, federation, unstored, able, leaving_clients(request))
+    return Added((total[0] + rest[0], total[1] + rest[1]), filled)
 
 
 def _round_off(scale: float) -> float:
@@ -169,7 +196,7 @@ def _differences(stored: Mapping[int, float], wanted: Wanted) -> dict[int, float
 
 
 def _told(trained: Trained, request: Request, federation: Federation, wanted: Sequence[Wanted], others: bool) -> Groups:
-    total, here = [_zeros(trained), _zeros(trained)], set(federation.clients)
+    total, here = [zeros(trained), zeros(trained)], set(federation.clients)
     questions: list[Replay] = []
     for each in wanted:
         stored = round_weights(trained, each.round)

@@ -28,6 +28,7 @@ from ease.methods.ease.calibration import (
 )
 from ease.methods.ease.counterfactual import Written, written_by
 from ease.methods.ease.evidence import Change, block_spectrum, canonical_basis
+from ease.methods.ease.farewell import Teller
 from ease.methods.ease.lock import client_lock, importance_lock
 from ease.methods.foundation import Foundation
 from ease.params import Params
@@ -63,9 +64,9 @@ class Ease(Unlearner):
     replay_precision: Precision = "auto"
     """In which projectors multiply in replays; `auto`: in bfloat16 where the processor does so by itself, which is two
     to three times as fast. What is replayed is a difference, and stays the same to a few per cent of its length."""
-    farewell: Literal["leaving", "others"] = "leaving"
-    """Client requests where clients keep the history: who tells what the leaving clients wrote, they themselves or,
-    if what they kept is lost, all the others."""
+    farewell: Teller = "leaving"
+    """Client requests: who tells what the leaving clients wrote where the server has not stored it, they themselves or,
+    if they are gone or what they kept is lost, all the others. `nobody`: what is stored stands for the rest."""
     recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Rounds of recovery on retained data, as a share of the training rounds. `auto`: 0.15 when clients leave, 0.2 for
     other requests, and up to twice as many while the loss of a round is above that of the last rounds of training."""
@@ -175,7 +176,12 @@ class Ease(Unlearner):
         return default if self.lock_strength is None else self.lock_strength
 
     def check(self, training: TrainingConfig) -> None:
-        """Refuse a lock that would oscillate instead of contracting."""
+        """Refuse a lock that would oscillate instead of contracting, and stand-ins where nothing is stored."""
+        if self.farewell == "nobody" and training.history == "client":
+            raise UserError(
+                'farewell = "nobody": the server stores no updates here (training.history = "client"); choose '
+                '"leaving" or "others"'
+            )
         if self.lock == "subspace" and self.lock_side == "server":
             if self._strength > 1:
                 raise UserError(
@@ -287,14 +293,14 @@ class Ease(Unlearner):
             "delta": self.delta,
             "share": share,
             "gap_before": asdict(before) if before else None,
-            "replayed_rounds": len(written.rounds) if written.clients else 0,
+            "replayed_rounds": written.replayed_rounds,
             "replaying_clients": written.clients,
             "residuals": residuals,
             "blocks": describe(spectra, {name: self._weights(spectrum) for name, spectrum in spectra.items()}),
         }
-        if before is None and self._corrects:
-            notes["why"] = "too few held-out pairs to measure a gap: the usual share is subtracted"
-        return notes
+        few = "too few held-out pairs to measure a gap: the usual share is subtracted"
+        why = "; ".join(filter(None, [few if before is None and self._corrects else "", written.filled.why]))
+        return notes | ({"why": why} if why else {})
 
 
 def _settled_loss(trained: Trained) -> float | None:

@@ -13,6 +13,7 @@ from ease.data.words import content, says_all
 from ease.federation.fedavg import participants
 from ease.federation.loop import Loop
 from ease.methods import METHODS
+from ease.methods.ease.calibration import usual_share
 from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -457,11 +458,13 @@ def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:
 
 def test_without_held_out_pairs_the_usual_share_goes(ease, small, tmp_path: Path) -> None:
     """The level of unseen pairs cannot be known where every pair was trained on; the record says so."""
-    train_run(load_config(None, (*small, "partition.validation_share=0")), tmp_path / "run", quiet=True)
+    config = load_config(None, (*small, "partition.validation_share=0"))
+    train_run(config, tmp_path / "run", quiet=True)
     assert ease("forget", tmp_path / "run", "--class", "1", "--quiet").code == 0
     record = json.loads((tmp_path / "run" / "requests" / "class-1" / "ease" / "record.json").read_text())
     assert "too few held-out pairs" in record["rounds"][0]["spectrum"]["why"]
-    assert record["rounds"][-1]["notes"]["share"] == 0.9
+    usual = usual_share(False, "sgd", (len(record["rounds"]) - 1) / config.training.rounds)
+    assert record["rounds"][-1]["notes"]["share"] == usual.share
 
 
 def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:

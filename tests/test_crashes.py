@@ -24,7 +24,7 @@ from benchmarks.bitflips import TINY, end_after, forked, inside
 from ease.cli import main
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork")
-SETTINGS = [word for each in (*TINY, "data.test=12") for word in ("--set", each)]
+SETTINGS = [word for each in (*TINY, "data.test=12", "model.lora=off") for word in ("--set", each)]
 COMMANDS = {
     "train": ["train", "--out", "run", "--quiet", *SETTINGS],
     "forget": ["forget", "run", "--samples", "ids.txt", "--quiet"],

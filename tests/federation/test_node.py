@@ -110,7 +110,7 @@ def test_nodes_give_the_bytes_of_one_process(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path, history: str
 ) -> None:
     """Training, a client that leaves, and single pairs with their rounds replayed, at three unequal clients."""
-    settings = (*UNEQUAL, f"training.history={history}")
+    settings = (*UNEQUAL, f"training.history={history}", "model.lora=ffa")
     here = small_config(*settings, "engine=loop")
     world = World.open(here)
     assert len({len(shard.train) for shard in world.shards}) == 3

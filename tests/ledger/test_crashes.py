@@ -20,7 +20,7 @@ from ease.runs.run import Run
 
 pytestmark = crashes.pytestmark
 __all__ = ["hooked"]  # the fixture that watches files
-SMALL = (*TINY, "data.test=12", "partition.clients=3", "data.train=30")
+SMALL = (*TINY, "data.test=12", "partition.clients=3", "data.train=30", "model.lora=off")
 SETTINGS = [word for each in SMALL for word in ("--set", each)]
 BEFORE = (
     ["train", "--out", "run", "--quiet", *SETTINGS],

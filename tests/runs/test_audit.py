@@ -337,10 +337,10 @@ def test_costs_are_shares_of_retrainings_by_hand() -> None:
     assert phase_seconds(ours) == {"excision": 2.0}
 
 
-def test_the_price_of_a_pair_is_counted_by_the_model(learnt) -> None:
+def test_the_price_of_a_pair_is_counted_by_the_model(adapted) -> None:
     """A projector of hidden x embedding values alone costs 6 operations a value: forward 2, backward 4."""
-    found = training_flops(learnt.world)
-    values = sum(tensor.numel() for name, tensor in learnt.trained.initial.tensors.items() if "projector" in name)
+    found = training_flops(adapted.world)
+    values = sum(tensor.numel() for name, tensor in adapted.trained.initial.tensors.items() if "projector" in name)
     assert found > 5 * values
 
 

@@ -148,7 +148,8 @@ class DualEncoder(nn.Module):
         self, tensors: Mapping[str, Tensor], modality: Modality, states: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Unit-norm embeddings [n, embedding] under the given trainable tensors."""
-        return functional_call(self, dict(tensors), (modality, states, mask), tie_weights=False)
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(modality)}  # each is put in and out
+        return functional_call(self, own, (modality, states, mask), tie_weights=False)
 
 
 def check_fits(backbone: Backbone, config: ModelConfig) -> None:

@@ -61,7 +61,8 @@ class Site:
 
 def node_of(world: World, client: int, folder: Path, policy: Policy | None = None) -> Node:
     shard = world.shards[client]
-    model = copy.deepcopy(world.server.model)
+    frozen = {id(each): each for each in world.server.model.parameters() if not each.requires_grad}
+    model = copy.deepcopy(world.server.model, frozen)
     fingerprint = world.server.backbone.fingerprint
     return Node(
         model, shard, world.evaluator.activations, world.server.device, folder, fingerprint, policy=policy or Policy()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache as cache_results
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ from ease.cli import main
 from ease.commands.outputs import OUTPUTS
 from ease.commands.train import train_run
 from ease.config import to_toml
+from ease.evidence import certificates, checks
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
@@ -100,7 +102,7 @@ methods = ["finetune", { method = "ease", label = "hard", vary = { delta = [0.3,
 gallery = 20
 data = { train = 60, validation = 0, test = 20 }
 partition = { clients = 3, classes = 3, scheme = "iid" }
-model = { hidden = 16, embedding = 8 }
+model = { lora = "off", hidden = 16, embedding = 8 }
 training = { rounds = 2, local_epochs = 1, batch_size = 8 }
 """
 
@@ -194,6 +196,7 @@ class Audited:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is there now stays; forked processes need not copy it to find that out
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
@@ -221,6 +224,16 @@ def patient_disk() -> Iterator[None]:
     """Nobody waits for the disk: what a test writes need not outlast a power cut. Whether it would, tests count."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unchanged_sources() -> Iterator[None]:
+    """Certificates hold a hash of the sources, which stay: it is taken once. Whether it follows them, one test asks."""
+    once = cache_results(certificates.installed_code)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (certificates, checks):
+            patch.setattr(module, "installed_code", once)
         yield
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "forget": ["forget", "run", "--samples", "ids.txt", "--quiet"],
 }
 WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
-STRUCK_BY_DEFAULT = 3
+STRUCK_BY_DEFAULT = 2
 EXHAUSTIVE = os.environ.get("EASE_SWEEP") == "all"
 FAILING = 1 if EXHAUSTIVE else 10
 """One of so many operations fails in the sweeps."""

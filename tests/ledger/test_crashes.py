@@ -32,7 +32,7 @@ BEFORE = (
 POLICY = ["--set", "hold.retain_points=100", "--set", "retrain.gone_share=0.35"]
 """A client of three leaves; with pairs of another, more than that is gone, and all is trained from the start."""
 COMMANDS = {"work": ["work", "run", "--quiet", *POLICY], "purge": ["purge", "run", "--quiet"]}
-STRUCK_BY_DEFAULT = 4
+STRUCK_BY_DEFAULT = 2
 
 
 class Ticking(sqlite3.Connection):

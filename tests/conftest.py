@@ -53,7 +53,8 @@ settings.load_profile("unhurried")
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
 # Both leave the towers as they are shipped: a step costs a half to a fifth of one with adapters. What concerns those
-# says so: the fixture `adapted`, or `model.lora` among its assignments.
+# says so: the fixture `adapted`, or `model.lora` among its assignments. With `-m slow` or another choice, all have.
+ADAPTERS = ("model.lora=ffa", "engine=auto")
 SMALL = (
     "data.train=60",
     "data.validation=0",
@@ -252,15 +253,22 @@ def cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small() -> tuple[str, ...]:
-    """Assignments that make a run small: 60 training pairs, 3 clients, 2 rounds."""
-    return SMALL
+def adapters(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What shared worlds have beside their own assignments: nothing by default, adapters with `-m slow` and others."""
+    chosen = request.config.getoption("markexpr")
+    return ADAPTERS if chosen and "not slow" not in chosen else ()
 
 
 @pytest.fixture(scope="session")
-def small_config() -> Callable[..., RunConfig]:
+def small(adapters: tuple[str, ...]) -> tuple[str, ...]:
+    """Assignments that make a run small: 60 training pairs, 3 clients, 2 rounds."""
+    return (*SMALL, *adapters)
+
+
+@pytest.fixture(scope="session")
+def small_config(small: tuple[str, ...]) -> Callable[..., RunConfig]:
     """A small configuration; further assignments change it."""
-    return lambda *assignments: load_config(None, (*SMALL, *assignments))
+    return lambda *assignments: load_config(None, (*small, *assignments))
 
 
 @pytest.fixture(scope="session")
@@ -294,9 +302,9 @@ def learn(shared_cache: Path, folder: Path, *assignments: str) -> Learnt:
 
 
 @pytest.fixture(scope="session")
-def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory, adapters: tuple[str, ...]) -> Learnt:
     """240 pairs at 4 clients, 6 rounds, projectors alone. Read it; write nothing into its folder."""
-    return learn(shared_cache, tmp_path_factory.mktemp("learnt"), *LEARNT)
+    return learn(shared_cache, tmp_path_factory.mktemp("learnt"), *LEARNT, *adapters)
 
 
 @pytest.fixture(scope="session")
@@ -328,7 +336,7 @@ def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Aud
     """Audits of a method that leaks, one that cannot be better and fine-tuning. Takes most of a minute: mark `slow`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        config = load_config(None, (*LEARNT, "data.test=160"))
+        config = load_config(None, (*LEARNT, *ADAPTERS, "data.test=160"))
         world = World.open(config)
     run = Run.create(tmp_path_factory.mktemp("audited") / "run", config)
     list(run.train(world))

@@ -96,11 +96,11 @@ def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, mon
 
 
 @pytest.fixture(scope="module")
-def little(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def little(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory, adapters: tuple[str, ...]) -> SimpleNamespace:
     """The same with fewer pairs and without a training, for tests of which shadows are made, and when."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        config = load_config(None, (*LEARNT, "data.train=96"))
+        config = load_config(None, (*LEARNT, *adapters, "data.train=96"))
         return SimpleNamespace(
             run=Run.create(tmp_path_factory.mktemp("little") / "run", config), world=World.open(config)
         )

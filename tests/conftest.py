@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache as cache_results
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ from ease.cli import main
 from ease.commands.outputs import OUTPUTS
 from ease.commands.train import train_run
 from ease.config import to_toml
+from ease.evidence import certificates, checks
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.loop import Loop
@@ -50,6 +52,9 @@ settings.register_profile("unhurried", deadline=None)  # how long an example tak
 settings.load_profile("unhurried")
 torch.set_num_threads(1)  # so that results do not depend on how many tests run at once
 
+# Both leave the towers as they are shipped: a step costs a half to a fifth of one with adapters. What concerns those
+# says so: the fixture `adapted`, or `model.lora` among its assignments. With `-m slow` or another choice, all have.
+ADAPTERS = ("model.lora=ffa", "engine=auto")
 SMALL = (
     "data.train=60",
     "data.validation=0",
@@ -60,6 +65,8 @@ SMALL = (
     "training.rounds=2",
     "training.local_epochs=1",
     "training.batch_size=8",
+    "engine=loop",
+    "model.lora=off",
     "model.hidden=16",
     "model.embedding=8",
     "gallery=20",
@@ -76,6 +83,8 @@ LEARNT = (
     "training.rounds=6",
     "training.local_epochs=3",
     "training.batch_size=16",
+    "engine=loop",
+    "model.lora=off",
     "model.hidden=64",
     "model.embedding=32",
     "gallery=40",
@@ -94,7 +103,7 @@ methods = ["finetune", { method = "ease", label = "hard", vary = { delta = [0.3,
 gallery = 20
 data = { train = 60, validation = 0, test = 20 }
 partition = { clients = 3, classes = 3, scheme = "iid" }
-model = { hidden = 16, embedding = 8 }
+model = { lora = "off", hidden = 16, embedding = 8 }
 training = { rounds = 2, local_epochs = 1, batch_size = 8 }
 """
 
@@ -188,6 +197,7 @@ class Audited:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is there now stays; forked processes need not copy it to find that out
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
@@ -218,6 +228,16 @@ def patient_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unchanged_sources() -> Iterator[None]:
+    """Certificates hold a hash of the sources, which stay: it is taken once. Whether it follows them, one test asks."""
+    once = cache_results(certificates.installed_code)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (certificates, checks):
+            patch.setattr(module, "installed_code", once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all workers, which have their folders side by side."""
@@ -233,15 +253,22 @@ def cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small() -> tuple[str, ...]:
-    """Assignments that make a run small: 60 training pairs, 3 clients, 2 rounds."""
-    return SMALL
+def adapters(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What shared worlds have beside their own assignments: nothing by default, adapters with `-m slow` and others."""
+    chosen = request.config.getoption("markexpr")
+    return ADAPTERS if chosen and "not slow" not in chosen else ()
 
 
 @pytest.fixture(scope="session")
-def small_config() -> Callable[..., RunConfig]:
+def small(adapters: tuple[str, ...]) -> tuple[str, ...]:
+    """Assignments that make a run small: 60 training pairs, 3 clients, 2 rounds."""
+    return (*SMALL, *adapters)
+
+
+@pytest.fixture(scope="session")
+def small_config(small: tuple[str, ...]) -> Callable[..., RunConfig]:
     """A small configuration; further assignments change it."""
-    return lambda *assignments: load_config(None, (*SMALL, *assignments))
+    return lambda *assignments: load_config(None, (*small, *assignments))
 
 
 @pytest.fixture(scope="session")
@@ -263,16 +290,28 @@ def one_forgotten(small, shared_cache, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
-    """240 pairs at 4 clients, trained for 6 rounds. Read it; write nothing into its folder."""
+def learn(shared_cache: Path, folder: Path, *assignments: str) -> Learnt:
+    """A world and a run that was trained in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        config = load_config(None, LEARNT)
+        config = load_config(None, assignments)
         world = World.open(config)
-    run = Run.create(tmp_path_factory.mktemp("learnt") / "run", config)
+    run = Run.create(folder / "run", config)
     list(run.train(world))
     return Learnt(run, world, trained_of(run))
+
+
+@pytest.fixture(scope="session")
+def learnt(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory, adapters: tuple[str, ...]) -> Learnt:
+    """240 pairs at 4 clients, 6 rounds, projectors alone. Read it; write nothing into its folder."""
+    return learn(shared_cache, tmp_path_factory.mktemp("learnt"), *LEARNT, *adapters)
+
+
+@pytest.fixture(scope="session")
+def adapted(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+    """60 pairs at 3 unequal clients, 3 rounds, adapters too. It learns little; write nothing into its folder."""
+    more = ("model.lora=ffa", "training.rounds=3", "partition.validation_share=0.3", "partition.scheme=uniform")
+    return learn(shared_cache, tmp_path_factory.mktemp("adapted"), *SMALL, *more)
 
 
 @pytest.fixture(scope="session")
@@ -297,7 +336,7 @@ def audited(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Aud
     """Audits of a method that leaks, one that cannot be better and fine-tuning. Takes most of a minute: mark `slow`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        config = load_config(None, (*LEARNT, "data.test=160"))
+        config = load_config(None, (*LEARNT, *ADAPTERS, "data.test=160"))
         world = World.open(config)
     run = Run.create(tmp_path_factory.mktemp("audited") / "run", config)
     list(run.train(world))

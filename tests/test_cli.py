@@ -174,7 +174,7 @@ def test_help_does_not_wait_for_torch() -> None:
 )
 def test_a_wrong_setting_is_one_line(ease, small, tmp_path: Path, assignment: str, parts, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = ease("train", "--out", tmp_path / "run", *settings(*small, assignment))
+    result = ease("train", "--out", tmp_path / "run", *settings(*small, "model.lora=ffa", assignment))
     assert is_one_line(result, *parts)
     assert not (tmp_path / "run").exists()
 

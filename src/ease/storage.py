@@ -20,16 +20,16 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as parse_tensors
-from safetensors.torch import save as serialise_tensors
 
 from ease.errors import Busy, Missing, Unwritable, UserError
+
+if TYPE_CHECKING:
+    import torch  # a second of a process that only wants to read a picture or a line
 
 LEFTOVER = ".partial-"
 """How the names of unfinished files begin; a killed process may leave some behind."""
@@ -239,7 +239,7 @@ def _short(error: Exception) -> str:
 
 def write_tensors(
     path: Path,
-    tensors: dict[str, torch.Tensor],
+    tensors: "dict[str, torch.Tensor]",
     note: Mapping[str, Any] | None = None,
     durable: bool = True,
     sealed: bool = True,
@@ -251,19 +251,25 @@ def write_tensors(
     write_atomic(path, tensor_bytes(tensors, note, sealed), durable)
 
 
-def tensor_bytes(tensors: dict[str, torch.Tensor], note: Mapping[str, Any] | None = None, sealed: bool = True) -> bytes:
+def tensor_bytes(
+    tensors: "dict[str, torch.Tensor]", note: Mapping[str, Any] | None = None, sealed: bool = True
+) -> bytes:
     """What `write_tensors` writes."""
+    from safetensors.torch import save
+
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if not sealed:
-        return serialise_tensors(contiguous)
+        return save(contiguous)
     ordered = json.loads(json.dumps(note or {}, sort_keys=True))
     header = {"ease": json.dumps({"seal": BLANK.decode(), **ordered})}
-    return _seal(serialise_tensors(contiguous, metadata=header))
+    return _seal(save(contiguous, metadata=header))
 
 
-def tensors_in(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def tensors_in(data: bytes) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
     """The tensors and the note of what `tensor_bytes` gave, of bytes whose hash was checked."""
-    return parse_tensors(data), _note_in(data)
+    from safetensors.torch import load
+
+    return load(data), _note_in(data)
 
 
 def _note_in(data: bytes) -> dict[str, Any]:
@@ -272,11 +278,11 @@ def _note_in(data: bytes) -> dict[str, Any]:
     return {key: value for key, value in note.items() if key != "seal"}
 
 
-def read_tensors(path: Path, sealed: bool = True) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, sealed: bool = True) -> "dict[str, torch.Tensor]":
     return _read_tensors(path, sealed)[0]
 
 
-def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_noted(path: Path) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
     """Tensors with the note that was written beside them."""
     tensors, content = _read_tensors(path, sealed=True)
     try:
@@ -285,17 +291,19 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise UserError(f"{path}: its header has no note; the file was altered, restore it") from error
 
 
-def _read_tensors(path: Path, sealed: bool) -> tuple[dict[str, torch.Tensor], bytes]:
+def _read_tensors(path: Path, sealed: bool) -> "tuple[dict[str, torch.Tensor], bytes]":
+    from safetensors.torch import load
+
     content = _content(path)
     if sealed:
         _check_seal(path, content)
     try:
-        return parse_tensors(content), content
+        return load(content), content
     except TENSOR_ERRORS as error:
         raise UserError(f"{path}: damaged or truncated safetensors ({_short(error)}); {RESTORE}") from error
 
 
-def read_some(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_some(path: Path, names: Iterable[str]) -> "dict[str, torch.Tensor]":
     """Some tensors of a sealed file, and no more of it in memory; the seal is checked once for all readings."""
     _check_once(path, *identity(path))
     try:

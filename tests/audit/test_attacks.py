@@ -79,7 +79,7 @@ def test_every_attack_says_higher_for_members_and_lower_for_erased(attack: str) 
 
 @pytest.mark.parametrize("attack", [*SOME, *INFORMED])
 def test_a_model_that_never_saw_the_pairs_gives_no_signal(attack: str) -> None:
-    bench, target, population = make(left=0.7)
+    bench, target, population = make(left=1.5)
     never = bench.judge(attack, without_effect(target, bench.member, 1.5), population)
     assert never.auc.contains(0.5)
     assert never.tpr is not None and never.tpr.tpr.low <= bench.fpr
@@ -111,7 +111,7 @@ def test_the_threshold_comes_from_the_shadows_own_non_members() -> None:
 
 @pytest.mark.parametrize("attack", [*SOME, *INFORMED])
 def test_the_targets_scores_do_not_move_the_threshold(attack: str) -> None:
-    bench, target, population = make(left=0.5)
+    bench, target, population = make(left=1.5)
     found = [bench.judge(attack, readings(target["log_odds"] + shift), population).tpr for shift in (0.0, 2.0, -2.0)]
     assert len({point.threshold for point in found if point is not None}) == 1
     assert len({point.tpr.value for point in found if point is not None}) > 1
@@ -149,7 +149,7 @@ def test_who_knows_the_method_reads_unlearned_shadows_and_the_others_do_not() ->
 
 @pytest.mark.parametrize("attack", [*SOME, *INFORMED])
 def test_the_target_among_the_shadows_is_refused(attack: str) -> None:
-    bench, _, population = make(left=1.0)
+    bench, _, population = make(left=1.5)
     source = bench.unlearned if attack in INFORMED else bench.shadows
     copy = {name: values[:, 5] for name, values in source.items()}
     with pytest.raises(UserError, match="shadow 5 is the target model itself"):
@@ -158,9 +158,10 @@ def test_the_target_among_the_shadows_is_refused(attack: str) -> None:
 
 
 def test_the_strongest_is_the_one_that_told_members_best_before() -> None:
-    bench, target, population = make()
+    bench, target, population = make(left=1.5)
     areas = {attack: bench.judge(attack, target, population).auc.value for attack in bench.attacks()}
     assert bench.strongest(target, population) == max(areas, key=areas.__getitem__)
+    bench, target, population = make(pairs=200)
     rng = generator(0, "deaf")
     deaf = replace(bench, shadows={**bench.shadows, "log_odds": rng.normal(size=bench.included.shape)})
     assert deaf.strongest(target, population).endswith("/cosine")

@@ -60,8 +60,8 @@ def test_the_posterior_of_two_shadows_by_hand() -> None:
 def test_the_predictive_and_the_evidence_are_integrals_over_mean_and_variance() -> None:
     """Summed over a grid: in the logarithm of the variance, and in the mean."""
     values, prior = np.array([0.4, 1.9]), Prior(0.3, 1.5, 0.8, 5)
-    logarithm, mean = np.linspace(-6, 8, 1400)[:, None], np.linspace(-30, 30, 3000)
-    variance, cell = np.exp(logarithm), 14 / 1399 * 60 / 2999
+    logarithm, mean = np.linspace(-6, 8, 700)[:, None], np.linspace(-30, 30, 1500)
+    variance, cell = np.exp(logarithm), 14 / 699 * 60 / 1499
     weight = invgamma.pdf(variance, prior.variance_strength / 2, scale=prior.variance_strength * prior.variance / 2)
     weight = weight * variance * norm.pdf(mean, prior.mean, np.sqrt(variance / prior.mean_strength)) * cell
 
@@ -126,13 +126,13 @@ def test_with_many_shadows_the_score_is_the_analytic_log_likelihood_ratio() -> N
     target = np.where(np.arange(pairs) % 2, *centres)
     away = ((target - centres) / spreads) ** 2
     exact = norm.logpdf(target, centres[0], spreads[0]) - norm.logpdf(target, centres[1], spreads[1])
-    for shadows in (640, 10240, 163840):
+    for shadows in (640, 5120, 40960):
         included = np.tile(np.arange(shadows) % 2 == 0, (pairs, 1))
         centre, spread = (np.where(included, *each[..., None]) for each in (centres, spreads))
         found = bavaria(target, centre + spread * rng.normal(size=included.shape), included)
         expected = ((away + (away - 1) ** 2 / 2).sum(0) / (shadows / 2)) ** 0.5
         assert 0.7 < np.sqrt((((found - exact) / expected) ** 2).mean()) < 1.4
-    assert np.abs(found - exact).max() < 0.25
+    assert np.abs(found - exact).max() < 0.5
 
 
 @pytest.mark.parametrize(("strength", "variance"), [(1e14, "shared"), (1e-14, "pair")])

@@ -304,9 +304,10 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
     [("ease", False, 1), ("ease", True, 3), ("fed_eraser", False, 3), ("finetune", False, 0), ("finetune", True, 0)],
 )
 def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
-    world, tmp_path: Path, name: str, single: bool, updates: int
+    adapted, tmp_path: Path, name: str, single: bool, updates: int
 ) -> None:
     """Side by side, two shadows end where each ends alone; of three clients EASE reads the leaving one's updates."""
+    world = adapted.world
     named = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[::4])
     request: Request = SampleRequest(ids=tuple(sorted(named))) if single else ClientRequest(clients=(1,))
     method = make_method(name)

@@ -25,7 +25,7 @@ CLIENT = ClientRequest(clients=(1,))
 
 def made(folder: Path, *settings: str) -> Run:
     """A trained run of two clients."""
-    config = load_config(None, (*TINY, *settings))
+    config = load_config(None, (*TINY, "model.lora=off", *settings))
     run = Run.create(folder, config)
     list(run.train(World.open(config)))
     return run

@@ -58,7 +58,7 @@ def survives(run: Run, path: Path, statement: Any, key: Any) -> bool:
     return found.certificate is not None
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(400, marks=pytest.mark.slow)])
 def test_strange_statements_signed_with_the_runs_own_key(
     run: Run, certificate: Path, tmp_path: Path, count: int
 ) -> None:

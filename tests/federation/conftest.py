@@ -1,12 +1,23 @@
-"""What tests of sites share."""
+"""What tests of engines and of sites share."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.federation.apart_sites import Sites, draw_sites
 
+from ease.runs.config import RunConfig
 from ease.runs.run import Run
+from ease.runs.world import World
+
+
+@pytest.fixture(scope="session")
+def world(shared_cache: Path, small_config: Callable[..., RunConfig]) -> World:
+    """The world of the small configuration, with adapters: engines have to move and train those too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        return World.open(small_config("model.lora=ffa"))
 
 
 @pytest.fixture(scope="session")

@@ -64,10 +64,10 @@ def test_pupils_do_not_touch_each_other(world, local_job) -> None:
 # --- every job that shares a pass gives what the clients alone give ---
 
 
-def jobs(learnt, local_job) -> dict[str, LocalJob]:
-    shards = learnt.world.shards
+def jobs(adapted, local_job) -> dict[str, LocalJob]:
+    shards = adapted.world.shards
     request = SampleRequest(ids=tuple(pair_id for shard in shards for pair_id in shard.train_ids[:5]))
-    final = learnt.trained.final
+    final = adapted.trained.final
     rng = torch.Generator().manual_seed(0)
     bases = {}
     for block in final.blocks:
@@ -100,16 +100,16 @@ NAMES = ("difference", "unlearning", "lock", "importance", "replay", "ternary", 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, name: str) -> None:
+def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, name: str) -> None:
     """Federated for real: shards of unequal size, and clients that replay different rounds."""
-    world, job = learnt.world, replace(jobs(learnt, local_job)[name], epochs=2)
+    world, job = adapted.world, replace(jobs(adapted, local_job)[name], epochs=2)
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
     cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     assert isinstance(cohort.pool.examples.image, Streamed) is (name == "streamed")
     alone = Loop(world.server.model, world.federation.data)
     clients = alone.clients
-    together, apart = (list(each.run(learnt.trained.final, job, clients)) for each in (cohort, alone))
+    together, apart = (list(each.run(adapted.trained.final, job, clients)) for each in (cohort, alone))
     assert [update.client for update in together] == list(clients)
     for one, other in zip(together, apart, strict=True):
         mine, theirs = (
@@ -127,13 +127,13 @@ def test_a_cohort_answers_as_its_clients_would(learnt, local_job, monkeypatch, n
     )
 
 
-def test_what_cannot_share_a_pass_runs_alone(learnt, local_job) -> None:
-    world = learnt.world
+def test_what_cannot_share_a_pass_runs_alone(adapted, local_job) -> None:
+    world = adapted.world
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
-    job = local_job(objective="decouple", request=request, settings={"forget": 1.0}, reference=learnt.trained.final)
+    job = local_job(objective="decouple", request=request, settings={"forget": 1.0}, reference=adapted.trained.final)
     cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     alone = Loop(world.server.model, world.federation.data)
-    for one, other in zip(*(each.run(learnt.trained.final, job, [0, 1]) for each in (cohort, alone)), strict=True):
+    for one, other in zip(*(each.run(adapted.trained.final, job, [0, 1]) for each in (cohort, alone)), strict=True):
         assert one.delta is not None and other.delta is not None
         assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())
 

@@ -66,7 +66,8 @@ class Site:
 
 def node_of(world: World, client: int, folder: Path, policy: Policy | None = None) -> Node:
     shard = world.shards[client]
-    model = copy.deepcopy(world.server.model)
+    frozen = {id(each): each for each in world.server.model.parameters() if not each.requires_grad}
+    model = copy.deepcopy(world.server.model, frozen)
     fingerprint = world.server.backbone.fingerprint
     return Node(
         model, shard, world.evaluator.activations, world.server.device, folder, fingerprint, policy=policy or Policy()
@@ -115,7 +116,7 @@ def test_nodes_give_the_bytes_of_one_process(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path, history: str
 ) -> None:
     """Training, a client that leaves, and single pairs with their rounds replayed, at three unequal clients."""
-    settings = (*UNEQUAL, history)
+    settings = (*UNEQUAL, history, "model.lora=ffa")
     here = small_config(*settings, "engine=loop")
     world = World.open(here)
     assert len({len(shard.train) for shard in world.shards}) == 3

@@ -26,6 +26,12 @@ from ease.storage import LEFTOVER
 __all__ = ["kept", "run"]  # fixtures
 
 
+@pytest.fixture(scope="module")
+def small(small) -> tuple[str, ...]:
+    """With adapters: how far a command comes on a disk that is almost full hangs on the size of its states."""
+    return (*small, "model.lora=ffa")
+
+
 def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 

@@ -237,8 +237,9 @@ def test_sensitivity_is_finite_where_nothing_moves(local_job) -> None:
     assert all(tensor.grad is not None and torch.isfinite(tensor.grad).all() for tensor in tensors.values())
 
 
-def test_noise_leaves_padding_alone(learnt, client, local_job) -> None:
+def test_noise_leaves_padding_alone(adapted, local_job) -> None:
     """Its norm counts real tokens only, so padding cannot make a caption look insensitive."""
+    client = adapted.world.federation.data[1]
     mask = client.train.text_mask
     assert mask is not None and not mask.all()
     tokens = mask.shape[2]
@@ -248,6 +249,6 @@ def test_noise_leaves_padding_alone(learnt, client, local_job) -> None:
         text_mask=torch.cat([mask, torch.zeros_like(mask)], 2),
     ))  # fmt: skip
     job = local_job(settings={"draws": 40})
-    arguments = OBJECTIVES["sensitivity"], learnt.world.server.model, learnt.trained.final.tensors
+    arguments = OBJECTIVES["sensitivity"], adapted.world.server.model, adapted.trained.final.tensors
     one, other = (float(batch_loss(*arguments, each, np.arange(8), job)) for each in (client, padded))
     assert other == pytest.approx(one, rel=0.1)

@@ -390,7 +390,7 @@ def test_a_whole_run(checkpoint, small, tmp_path: Path, family: str) -> None:
     """Train, forget a client, measure, over a checkpoint and scenes."""
     projector = "none" if family == "siglip" else "mlp"
     own = (f"model.backbone=hf:{checkpoint(family)}", f"model.projector={projector}", "model.lora_rank=2")
-    config = load_config(None, (*small, *own))
+    config = load_config(None, (*small, "model.lora=ffa", *own))
     world, request, method = World.open(config), ClientRequest(clients=(1,)), make_method("ease")
     run = Run.create(tmp_path / "run", config)
     losses = [record["loss"] for record in run.train(world)]

@@ -1,6 +1,7 @@
 """Adapters in PEFT's format, with PEFT itself as the oracle."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,17 @@ def peft_model(folder: Path, **settings) -> torch.nn.Module:
     return model
 
 
+@pytest.fixture(scope="module")
+def written(checkpoint, tmp_path_factory) -> Path:
+    """An adapter for the CLIP checkpoint that PEFT wrote. Copy it before writing into it."""
+    folder = tmp_path_factory.mktemp("written") / "adapter"
+    peft_model(checkpoint("clip")).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def theirs(checkpoint, tmp_path: Path) -> Path:
-    """An adapter for the CLIP checkpoint that PEFT wrote."""
-    peft_model(checkpoint("clip")).save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
+def theirs(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "adapter"))
 
 
 def import_(folder: Path, adapter: Path, **settings) -> DualEncoder:

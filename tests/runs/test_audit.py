@@ -96,11 +96,11 @@ def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, mon
 
 
 @pytest.fixture(scope="module")
-def little(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def little(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory, adapters: tuple[str, ...]) -> SimpleNamespace:
     """The same with fewer pairs and without a training, for tests of which shadows are made, and when."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        config = load_config(None, (*LEARNT, "data.train=96"))
+        config = load_config(None, (*LEARNT, *adapters, "data.train=96"))
         return SimpleNamespace(
             run=Run.create(tmp_path_factory.mktemp("little") / "run", config), world=World.open(config)
         )
@@ -337,10 +337,10 @@ def test_costs_are_shares_of_retrainings_by_hand() -> None:
     assert phase_seconds(ours) == {"excision": 2.0}
 
 
-def test_the_price_of_a_pair_is_counted_by_the_model(learnt) -> None:
+def test_the_price_of_a_pair_is_counted_by_the_model(adapted) -> None:
     """A projector of hidden x embedding values alone costs 6 operations a value: forward 2, backward 4."""
-    found = training_flops(learnt.world)
-    values = sum(tensor.numel() for name, tensor in learnt.trained.initial.tensors.items() if "projector" in name)
+    found = training_flops(adapted.world)
+    values = sum(tensor.numel() for name, tensor in adapted.trained.initial.tensors.items() if "projector" in name)
     assert found > 5 * values
 
 

@@ -25,7 +25,7 @@ from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import read_json, read_noted, read_tensors, write_json
 
-ADAPTED = ("model.lora_rank=2", "model.lora_blocks=2", "model.lora_scale=1.5")
+ADAPTED = ("model.lora=ffa", "model.lora_rank=2", "model.lora_blocks=2", "model.lora_scale=1.5")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def finished(small, shared_cache, tmp_path_factory):
     def make(*settings: str) -> Run:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("EASE_CACHE", str(shared_cache))
-            config = load_config(None, (*small, *settings))
+            config = load_config(None, (*small, "model.lora=ffa", *settings))
             folder = tmp_path_factory.mktemp("finished") / "run"
             train_run(config, folder, quiet=True)
             list(forget(Run.load(folder), World.open(config), ClientRequest(clients=(1,)), make_method("ease"), False))

@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_settings_that_cannot_work_cost_no_picture(small, settings: tuple[str, ...], part: str) -> None:
     with pytest.raises(UserError) as refused:
-        World.open(load_config(None, (*small, *settings)))
+        World.open(load_config(None, (*small, "model.lora=ffa", *settings)))
     assert part in str(refused.value)
 
 

@@ -126,7 +126,7 @@ def test_identity_leaves_out_the_rounds_alone(small_config: Configs) -> None:
 )
 def test_what_cannot_work_is_refused_and_leaves_nothing(small_config, tmp_path, assignment, message) -> None:
     with pytest.raises(UserError, match=message):
-        train_run(small_config(assignment), tmp_path / "run", quiet=True)
+        train_run(small_config("model.lora=ffa", assignment), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
 

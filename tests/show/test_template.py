@@ -6,7 +6,7 @@ from html import unescape
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import Markup
 
@@ -34,6 +34,7 @@ def test_a_name_that_is_not_there_is_an_error() -> None:
         ENVIRONMENT.from_string("{{ nothing }}").render()
 
 
+@settings(max_examples=40)
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_a_script_of_data_gives_the_data_back_and_cannot_be_left(value: object) -> None:
     text = ENVIRONMENT.from_string("{{ value | tojson }}").render(value=value)

@@ -152,7 +152,8 @@ def chance_recall(pairs: int, captions: int, ks: Sequence[int] = (1, 5, 10)) -> 
     """Expected mean recall, in percent, when the whole gallery is one tie and so ranked at random."""
     none, items = torch.zeros(2), torch.tensor([pairs * captions, pairs])
     positives = torch.tensor([captions, 1])
-    return {k: float(_hit_probability(none, items, positives, k).mean() * 100) for k in ks}
+    levels = _hit_probability(none, items, positives, ks).mean(1) * 100
+    return dict(zip(ks, levels.tolist(), strict=True))
 
 
 def _checked(image: Tensor, text: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -221,19 +222,19 @@ def _outcomes(scores: Tensor, own: Tensor, ks: Sequence[int]) -> Tensor:
     best = positives.amax(1, keepdim=True)
     flat = scores.flatten(1)
     greater, tied, right = (flat > best).sum(1), (flat == best).sum(1), (positives == best).sum(1)
-    hits = [_hit_probability(greater, tied, right, k) for k in ks]
-    return torch.stack([*hits, (tied > right).double()], 1)
+    return torch.stack([*_hit_probability(greater, tied, right, ks), (tied > right).double()], 1)
 
 
-def _hit_probability(greater: Tensor, tied: Tensor, positives: Tensor, k: int) -> Tensor:
-    """Chance that one of the `positives` among `tied` equal items, ranked after `greater` others, is in the top k.
+def _hit_probability(greater: Tensor, tied: Tensor, positives: Tensor, ks: Sequence[int]) -> Tensor:
+    """Chance that one of the `positives` among `tied` equal items, ranked after `greater` others, is in the top k:
+    of q queries each, [ks, q].
 
     With s = k - greater places left for m tied items, p of them positive, it is 1 - C(m-p, s) / C(m, s), written as a
     product of p factors so that no large binomial is formed; for p = 1 it is s / m.
     """
-    m = tied.double()
+    m, k = tied.double(), torch.tensor(ks, device=tied.device)[:, None]
     below = m - (k - greater).clamp(min=0).minimum(m)  # tied items that fall below the top k
-    all_below = torch.ones_like(m)
+    all_below = torch.ones_like(below)
     for j in range(int(positives.max())):
         factor = (below - j).clamp(min=0) / (m - j).clamp(min=1)
         all_below = torch.where(j < positives, all_below * factor, all_below)

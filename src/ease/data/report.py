@@ -4,9 +4,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ease.console import plain
-from ease.model.backbones import Backbone
+
+if TYPE_CHECKING:
+    from ease.model.backbones import Backbone  # and with it torch, which reading needs not wait for
 
 LAST_WORD = re.compile(r"(?:[^\W\u0e00-\uffff]+|\w)\W*$")
 """Of writing without spaces between words, such as Thai, Chinese or Japanese, the last letter."""
@@ -71,7 +74,7 @@ class DataReport:
             yield f"  listed in {path}"
 
 
-def count_cut(captions: Iterable[Sequence[str]], backbone: Backbone) -> int:
+def count_cut(captions: Iterable[Sequence[str]], backbone: "Backbone") -> int:
     """Captions whose end the tokenizer drops: without their last word they give the same tokens."""
     # In practice no tokenizer makes more tokens than there are bytes, and two for the start and the end.
     long = sorted({text for texts in captions for text in texts if len(text.encode()) + 2 > backbone.context})

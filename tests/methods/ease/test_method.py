@@ -31,6 +31,7 @@ from ease.runs.world import World
 from ease.subspace import NULL, Basis, displacement
 
 CLIENT = ClientRequest(clients=(1,))
+FIRST = ClientRequest(clients=(0,))
 CLASS = ClassRequest(classes=(2,))
 EPS = torch.finfo(torch.float32).eps
 
@@ -256,7 +257,7 @@ class Longer(Ease):
 def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, monkeypatch) -> None:
     def losses(goal: float | None) -> list[float]:
         monkeypatch.setattr(method, "_settled_loss", lambda trained: goal)
-        steps = list(Longer().unlearn(learnt.trained, CLIENT, learnt.world.federation))
+        steps = list(Longer().unlearn(learnt.trained, FIRST, learnt.world.federation))
         assert [("share" in step.notes, step.bases is not None) for step in steps[1:-1]] == [(False, False)] * (
             len(steps) - 2
         )
@@ -267,7 +268,7 @@ def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, monke
     assert len(longest) == 4 and longest[0] > longest[1] > longest[2]
     assert len(losses(None)) == len(losses(longest[0])) == 2
     assert len(losses((longest[0] + longest[1]) / 2)) == 3
-    assert Longer(recovery_share=0.4).most_rounds(learnt.trained.training, CLIENT) == 3  # who names it gets just that
+    assert Longer(recovery_share=0.4).most_rounds(learnt.trained.training, FIRST) == 3  # who names it gets just that
 
 
 def test_training_settled_at_the_loss_of_its_last_two_rounds(learnt) -> None:
@@ -347,12 +348,12 @@ def test_one_side_alone_leaves_the_other_as_it_was(learnt, side: str, settings) 
     assert bases and all(name.startswith(side) for name in bases)
 
 
-def test_adapters_and_projectors_of_both_sides_take_part(learnt) -> None:
-    first = next(unlearn(learnt, CLIENT))
-    kinds = {(block.modality, block.kind) for block in learnt.trained.final.blocks}
+def test_adapters_and_projectors_of_both_sides_take_part(adapted) -> None:
+    first = next(unlearn(adapted, CLIENT))
+    kinds = {(block.modality, block.kind) for block in adapted.trained.final.blocks}
     assert kinds == {(side, kind) for side in ("image", "text") for kind in ("lora", "projector")}
-    for block in learnt.trained.final.blocks:
-        assert not torch.equal(first.state.vector(block), learnt.trained.final.vector(block)), block.name
+    for block in adapted.trained.final.blocks:
+        assert not torch.equal(first.state.vector(block), adapted.trained.final.vector(block)), block.name
     assert first.notes["residuals"] == {}
 
 

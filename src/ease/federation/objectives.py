@@ -180,7 +180,7 @@ def align_slopes(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJo
         loss = each.mean(1).mul_(-0.5)
         asked.mul_(0.5 / (job.temperature * image.shape[1]))
     else:
-        pairs = valid.sum(1)
+        pairs = valid.sum(1, dtype=image.dtype)
         loss = each.masked_fill(~valid, 0.0).sum(1).mul_(-0.5) / pairs
         asked.mul_((0.5 / (job.temperature * pairs))[:, None, None]).mul_(valid[:, :, None] & valid[:, None, :])
     return loss, torch.bmm(asked, text), torch.bmm(asked.mT, image)

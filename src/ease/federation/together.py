@@ -4,6 +4,7 @@ The frozen weights see one concatenated batch; adapters and projectors are stack
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -25,7 +26,7 @@ from ease.params import Modality, Params
 
 TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
-CACHED_BYTES = 16 << 20
+CACHED_BYTES = 8 << 20
 """Of stacked states in one pass on a CPU: more of them leave its caches, and each step waits for memory."""
 
 
@@ -157,6 +158,8 @@ class GroupSize:
             return self
         touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in still)
         groups = -(-len(trainings) // max(1, min(self.models, CACHED_BYTES // touched)))
+        if (threads := torch.get_num_threads()) > 1:
+            groups = min(len(trainings), max(groups, 2 * threads))  # two for each: they are of unequal length
         return GroupSize(-(-len(trainings) // groups))
 
 
@@ -184,6 +187,28 @@ def train_in_groups(
             torch.cuda.empty_cache()
         yield from results
         done += len(results)
+
+
+def train_side_by_side(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> list[LocalResult]:
+    """The same for projectors over fixed features on a CPU: a group at a time for each thread, the longest first.
+
+    Within one step threads would wait for each other after every product, and most of a step is too small to share.
+    """
+    order = sorted(range(len(trainings)), key=lambda place: len(trainings[place].draws), reverse=True)
+    groups = [order[begin : begin + group_size.models] for begin in range(0, len(order), group_size.models)]
+    results: dict[int, LocalResult] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(threads, len(groups))) as pool:
+            done = pool.map(lambda group: train_together(model, examples, [trainings[i] for i in group], job), groups)
+            for group, found in zip(groups, done, strict=True):
+                results |= dict(zip(group, found, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    return [results[place] for place in range(len(trainings))]
 
 
 def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
@@ -424,7 +449,9 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
         trainings = [one for _, _, one in entries]
         still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, part)}
         size = group_size.for_caches(trainings, examples.device, still)
-        results = train_in_groups(model, examples, trainings, part, size)
+        threaded = examples.device.type == "cpu" and model.config.lora == "off" and torch.get_num_threads() > 1
+        train = train_side_by_side if threaded and len(trainings) > size.models else train_in_groups
+        results = train(model, examples, trainings, part, size)
         for (number, pairs, _), result in zip(entries, results, strict=True):
             updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
     return updates

@@ -76,7 +76,7 @@ def train_together(
     still = {name for layer in layers for name in layer.names}
     names = list(stack)
     stack = {name: tensor for name, tensor in stack.items() if name not in still}
-    before = {} if job.radius is None else {name: tensor.clone() for name, tensor in stack.items()}
+    before = {name: tensor.clone() for name, tensor in stack.items()}
     used = {name: tensor.bfloat16() if name in halved else tensor for name, tensor in stack.items()}
     hold = None if job.lock is None else job.lock.on(device)
     adam = job.optimiser.kind == "adam"
@@ -124,10 +124,7 @@ def train_together(
                     _project_to_balls(stack, before, active, job.radius)
             for name in halved - still:
                 tensors[name].copy_(here[name])
-    for name, tensor in stack.items():
-        for rank, one in enumerate(ranked):
-            tensor[rank].sub_(promoted(one.start[name]).to(device))  # what is left is how far it went
-    moved = dict(stack)
+    moved = {name: tensor.sub_(before[name]) for name, tensor in stack.items()}
     for layer in layers:
         moved |= layer.changes(rates[layer.names[0]])
     changes = {name: moved[name].cpu() for name in names}  # one copy for all trainings

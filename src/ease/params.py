@@ -103,7 +103,7 @@ class Params:
         return self if norm <= most else self * (most / norm)
 
     def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
+        return all(finite(tensor) for tensor in self.tensors.values())
 
     @property
     def size(self) -> int:
@@ -143,6 +143,11 @@ class Params:
         tensors, note = read_noted(path)
         blocks = blocks_of(path, note, tensors)
         return cls({name: tensors[name] for block in blocks for name in block.tensors}, blocks)
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every value is a number; its ends tell, for what is no number is both of them. One pass, nothing kept."""
+    return tensor.numel() == 0 or all(math.isfinite(end) for end in tensor.aminmax())
 
 
 Layout = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -202,7 +207,8 @@ def weighted_mean(values: Iterable[tuple[float, Params]]) -> Params:
         first = first or params
         total += weight
         for name, tensor in params.tensors.items():
-            sums[name] = sums.get(name, 0) + weight * tensor.double()
+            weighed = tensor.to(torch.double, copy=True).mul_(weight)
+            sums[name] = sums[name].add_(weighed) if name in sums else weighed
     if first is None or total <= 0:
         raise UserError("no update to aggregate: every client of the round was absent or rejected")
     return Params({name: (value / total).to(first[name].dtype) for name, value in sums.items()}, first.blocks)

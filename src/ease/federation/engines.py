@@ -21,9 +21,8 @@ from ease.requests.request import Request
 EngineKind = Literal["auto", "loop", "cohort", "nodes", "flower"]
 REMOTE = ("nodes", "flower")
 """Whose clients are processes of their own."""
-SMALL_STATE = 2 << 20
-"""Bytes of a state up to which passes that clients share are faster on a CPU too (`benchmarks/shared_passes.py`)."""
 FEWEST_SHARING = 4
+"""Clients from which on shared passes are faster on a CPU too (`benchmarks/shared_passes.py`)."""
 
 
 def make_engine(
@@ -50,13 +49,13 @@ def make_engine(
 
 
 def better_together(model: DualEncoder, clients: int, device: torch.device) -> bool:
-    """Whether clients share their passes by `auto`: always on a GPU; on a CPU for small projectors over fixed features.
+    """Whether clients share their passes by `auto`: always on a GPU; on a CPU for projectors over fixed features.
 
     Adapters are left to the loop on a CPU: its runs give the same bytes as nodes do.
     """
     if device.type == "cuda":
         return True
-    return model.config.lora == "off" and clients >= FEWEST_SHARING and model.initial().bytes <= SMALL_STATE
+    return model.config.lora == "off" and clients >= FEWEST_SHARING
 
 
 def remote_engine(

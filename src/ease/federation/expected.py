@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ease.federation.protocol import NOT_FINITE, Update, reject_reason
-from ease.params import Params
+from ease.params import Params, finite
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -32,7 +32,7 @@ class Value:
             return f"{name} has shape {tuple(tensor.shape)}, expected {wanted}"
         if tensor.dtype != self.dtype and (self.dtype is not None or tensor.dtype not in FLOATS):
             return f"{name} has dtype {tensor.dtype}, expected {self.dtype or 'a float'}"
-        if not bool(torch.isfinite(tensor).all()):
+        if not finite(tensor):
             return f"{name} {NOT_FINITE}"
         if tensor.numel() and not self.least <= float(tensor.min()) <= float(tensor.max()) <= self.most:
             return f"{name} has values outside of {self.least:g} to {self.most:g}, which no model gives"

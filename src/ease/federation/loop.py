@@ -40,10 +40,14 @@ class Loop:
             yield update
 
     def _answered(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
-        """One client after the other; a job that is made of many trainings shares its passes."""
+        """One client after the other; a job that is made of many trainings shares its passes.
+
+        Plain steps of projectors are written out there: a stack of one takes less time than its graph.
+        """
         for client, job in jobs.items():
             data = self.data[client]
-            if objective(job.objective).parts is not None and can_share(state, job):
+            stacked = objective(job.objective).parts is not None or (self.model.config.lora == "off" and job.plain)
+            if stacked and can_share(state, job):
                 own = Pool(data.train, {client: data}, {client: 0})
                 size = GroupSize.on(data.train.device)
                 yield from answers_together(self.model, own, state, {client: job}, size).values()

@@ -42,6 +42,7 @@ DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator],
 """None: nothing of the batch is left to learn from."""
 LossFunction = Callable[[Tensor, Tensor, Draw, LocalJob], Tensor]
 StackedLossFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], Tensor]
+SlopesFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], tuple[Tensor, Tensor, Tensor]]
 StatesLossFunction = Callable[[DualEncoder, Tensors, States, Draw, LocalJob], Tensor]
 DecideFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], str]
 MeasureFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], dict[str, Tensor]]
@@ -69,6 +70,8 @@ class Objective:
     """Of the batch's embeddings alone, so that many clients can share a pass through the model."""
     stacked: StackedLossFunction | None = None
     """The same for a stack of batches at once [trainings, pairs, width], with where pairs are real: [trainings]."""
+    slopes: SlopesFunction | None = None
+    """The same with its gradients at the two embeddings, written out; absent: they come from a graph."""
     loss_of_states: StatesLossFunction | None = None
     """The alternative for a loss that embeds more than once."""
     positions: PositionsFunction | None = None
@@ -162,7 +165,28 @@ def align_stack(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJob
     return each.sum(1) / valid.sum(1)
 
 
-ALIGN = register("align", Objective(draw_pairs, align, align_stack))
+def align_slopes(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJob) -> tuple[Tensor, Tensor, Tensor]:
+    """What `align_stack` gives and its gradients: (p - 1 of the right answer) / (2 n temperature), both ways."""
+    logits = torch.bmm(image, text.mT).div_(job.temperature)
+    if valid is None:
+        to_text, to_image = logits.log_softmax(2), logits.log_softmax(1)
+    else:
+        to_text = logits.masked_fill(~valid[:, None, :], -torch.inf).log_softmax(2)
+        to_image = logits.masked_fill_(~valid[:, :, None], -torch.inf).log_softmax(1)
+    each = to_text.diagonal(dim1=1, dim2=2) + to_image.diagonal(dim1=1, dim2=2)
+    asked = to_text.exp_().add_(to_image.exp_())
+    asked.diagonal(dim1=1, dim2=2).sub_(2)
+    if valid is None:
+        loss = each.mean(1).mul_(-0.5)
+        asked.mul_(0.5 / (job.temperature * image.shape[1]))
+    else:
+        pairs = valid.sum(1, dtype=image.dtype)
+        loss = each.masked_fill(~valid, 0.0).sum(1).mul_(-0.5) / pairs
+        asked.mul_((0.5 / (job.temperature * pairs))[:, None, None]).mul_(valid[:, :, None] & valid[:, None, :])
+    return loss, torch.bmm(asked, text), torch.bmm(asked.mT, image)
+
+
+ALIGN = register("align", Objective(draw_pairs, align, align_stack, align_slopes))
 
 
 def draw_both_kinds(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:

@@ -4,14 +4,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from ease.config import Config
 from ease.federation.lock import Lock
 from ease.federation.sparse import Sparse
-from ease.params import Params, same_tensors
+from ease.params import Params, finite, same_tensors
 from ease.requests.request import Request, SampleRequest
 
 
@@ -108,6 +107,11 @@ class LocalJob:
         """What is left without that which is a client's own: it is the same for all who are given the job."""
         request = SampleRequest(ids=()) if isinstance(self.request, SampleRequest) else self.request
         return replace(self, request=request, replays=())
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is the gradient of its batch, times the step size, and nothing else."""
+        return self.optimiser.kind == "sgd" and self.lock is self.clip is self.radius is self.sparse is None
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""
@@ -208,6 +212,6 @@ def reject_reason(update: Update, params: Params) -> str | None:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(params[name].shape)}"
         if tensor.dtype != params[name].dtype:
             return f"{name} has dtype {tensor.dtype}, expected {params[name].dtype}"
-        if not bool(torch.isfinite(tensor).all()):
+        if not finite(tensor):
             return f"{name} {NOT_FINITE}"
     return None

@@ -22,8 +22,7 @@ from ease.params import Modality
 
 def spanned_sides(model: DualEncoder, examples: Examples, job: LocalJob) -> tuple[Modality, ...]:
     """Whose first layers are better left alone: jobs that may round, plain steps, fixed features and few of them."""
-    plain = job.optimiser.kind == "sgd" and job.lock is job.clip is job.radius is job.sparse is None
-    if job.precision == "float32" or not plain:
+    if job.precision == "float32" or not job.plain:
         return ()
     found: list[Modality] = []
     lines: dict[Modality, int] = {"image": len(examples), "text": len(examples) * examples.captions}
@@ -61,7 +60,7 @@ class SpannedLayer:
         branch, states = getattr(model, side), getattr(examples, side)
         each = 1 if side == "image" else examples.captions
         lines = states.flatten(0, 1) if side == "text" else states
-        exact = branch.norm(branch.tower(lines, None, branch.first))
+        exact = branch.features(lines, None)
         features = exact.to(kind)
         weight, bias = stack[f"{side}.projector.0.weight"], stack[f"{side}.projector.0.bias"]
         # One training after the other: no more than one rounded copy of a layer is in memory.

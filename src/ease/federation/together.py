@@ -4,6 +4,7 @@ The frozen weights see one concatenated batch; adapters and projectors are stack
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,14 +18,15 @@ from ease.federation.client import ClientData
 from ease.federation.local import assignment_of, batches, learning_rates, promoted
 from ease.federation.lock import Hold, lock_pulls
 from ease.federation.objectives import Draw, Objective, embed_states, objective
+from ease.federation.projectors import Factors, Projected
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.spanned import SpannedLayer, spanned_sides
-from ease.model.dual_encoder import DualEncoder, embedding_of
+from ease.model.dual_encoder import DualEncoder
 from ease.params import Modality, Params
 
 TOGETHER = {"cpu": 16, "cuda": 512}
 """Most models in one pass; more no longer help, for the passes are busy already."""
-CACHED_BYTES = 16 << 20
+CACHED_BYTES = 8 << 20
 """Of stacked states in one pass on a CPU: more of them leave its caches, and each step waits for memory."""
 
 
@@ -81,36 +83,48 @@ def train_together(
     moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
     steps = _steps(ranked, device)
     feed = _without(examples, layers).feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
+    here, tensors, active = stack, used, len(ranked)
     for number, (step, states) in enumerate(zip(steps, feed, strict=True), start=1):
-        tensors = {name: tensor[: step.active].detach().requires_grad_() for name, tensor in used.items()}
-        hidden = {
-            layer.side: layer.hidden(step.rows, step.captions, rates[layer.names[0]]).requires_grad_()
-            for layer in layers
-        }
-        loss = _losses(model, minimised, tensors, states, hidden, step, common)
-        losses[: step.active] += loss.detach()
-        found = torch.autograd.grad(loss.sum(), [*tensors.values(), *hidden.values()])
+        if step.active != active:
+            active = step.active
+            here = {name: tensor[:active] for name, tensor in stack.items()}
+            tensors = {name: tensor[:active] for name, tensor in used.items()}
         with torch.no_grad():
-            gradients = {name: each.to(stack[name].dtype) for name, each in zip(tensors, found, strict=False)}
-            for layer, wanted in zip(layers, found[len(tensors) :], strict=True):
-                layer.learn(step.rows, step.captions, wanted)
-            if hold is not None:
-                here = {name: tensor[: step.active] for name, tensor in stack.items()}
-                for name, pull in _lock_pulls(here, hold).items():
-                    gradients[name].add_(pull, alpha=2 * hold.strength)
-            if job.clip is not None:
-                gradients = _clipped(gradients, job.clip)
-            for name, gradient in gradients.items():
-                change = gradient
-                if adam:
-                    first, second = (moment[: step.active] for moment in moments[name])
-                    change = _adam_direction(first, second, gradient, number)
-                stack[name][: step.active].sub_(change, alpha=rates[name])
-            if job.radius is not None:
-                _project_to_balls(stack, before, step.active, job.radius)
+            if model.config.lora == "off":
+                hidden = {layer.side: layer.hidden(step.rows, step.captions, rates[layer.names[0]]) for layer in layers}
+                loss, found, wanted = _written_out(model, minimised, tensors, states, hidden, step, common)
+                for layer in layers:
+                    layer.learn(step.rows, step.captions, wanted[layer.side])
+            else:
+                loss, found = _by_graph(model, minimised, tensors, states, step, common)
+            losses[:active] += loss
+            if job.plain:
+                for name, gradient in found.items():
+                    if isinstance(gradient, Factors):
+                        gradient.descend(here[name], rates[name])
+                    else:
+                        here[name].sub_(gradient, alpha=rates[name])
+            else:
+                gradients = {
+                    name: (each.product() if isinstance(each, Factors) else each).to(here[name].dtype)
+                    for name, each in found.items()
+                }
+                if hold is not None:
+                    for name, pull in _lock_pulls(here, hold).items():
+                        gradients[name].add_(pull, alpha=2 * hold.strength)
+                if job.clip is not None:
+                    gradients = _clipped(gradients, job.clip)
+                for name, gradient in gradients.items():
+                    change = gradient
+                    if adam:
+                        first, second = (moment[:active] for moment in moments[name])
+                        change = _adam_direction(first, second, gradient, number)
+                    here[name].sub_(change, alpha=rates[name])
+                if job.radius is not None:
+                    _project_to_balls(stack, before, active, job.radius)
             for name in halved - still:
-                used[name][: step.active] = stack[name][: step.active]
-    moved = {name: stack[name] - before[name] for name in stack}
+                tensors[name].copy_(here[name])
+    moved = {name: tensor.sub_(before[name]) for name, tensor in stack.items()}
     for layer in layers:
         moved |= layer.changes(rates[layer.names[0]])
     changes = {name: moved[name].cpu() for name in names}  # one copy for all trainings
@@ -141,6 +155,8 @@ class GroupSize:
             return self
         touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in still)
         groups = -(-len(trainings) // max(1, min(self.models, CACHED_BYTES // touched)))
+        if (threads := torch.get_num_threads()) > 1:
+            groups = min(len(trainings), max(groups, 2 * threads))  # two for each: they are of unequal length
         return GroupSize(-(-len(trainings) // groups))
 
 
@@ -168,6 +184,28 @@ def train_in_groups(
             torch.cuda.empty_cache()
         yield from results
         done += len(results)
+
+
+def train_side_by_side(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> list[LocalResult]:
+    """The same for projectors over fixed features on a CPU: a group at a time for each thread, the longest first.
+
+    Within one step threads would wait for each other after every product, and most of a step is too small to share.
+    """
+    order = sorted(range(len(trainings)), key=lambda place: len(trainings[place].draws), reverse=True)
+    groups = [order[begin : begin + group_size.models] for begin in range(0, len(order), group_size.models)]
+    results: dict[int, LocalResult] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(threads, len(groups))) as pool:
+            done = pool.map(lambda group: train_together(model, examples, [trainings[i] for i in group], job), groups)
+            for group, found in zip(groups, done, strict=True):
+                results |= dict(zip(group, found, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    return [results[place] for place in range(len(trainings))]
 
 
 def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
@@ -208,49 +246,80 @@ def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[Stacke
     for number in range(len(ranked[0].draws)):
         draws = [one.draws[number] for one in ranked if number < len(one.draws)]
         sizes = np.array([len(draw.rows) for draw in draws])
+        if (sizes == sizes[0]).all():
+            rows, captions = (np.stack([getattr(draw, kind) for draw in draws]) for kind in ("rows", "captions"))
+            found.append(StackedBatch(rows, captions, tuple(draws), None))
+            continue
         rows, captions = (np.zeros((len(draws), sizes.max()), dtype=np.int64) for _ in range(2))
         for place, draw in enumerate(draws):
             rows[place] = draw.rows[0]  # filled up with a pair of its own: no training looks at another's data
             rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
-        real = np.arange(sizes.max()) < sizes[:, None]
-        valid = None if real.all() else torch.from_numpy(real).to(device)
+        valid = torch.from_numpy(np.arange(sizes.max()) < sizes[:, None]).to(device)
         found.append(StackedBatch(rows, captions, tuple(draws), valid))
     return found
 
 
-def _losses(
+def _by_graph(
     model: DualEncoder,
     minimised: Objective,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    states: States,
+    step: StackedBatch,
+    job: LocalJob,
+) -> tuple[Tensor, dict[str, Tensor | Factors]]:
+    """The loss of each training [trainings] and its gradients, through towers that are adapted."""
+    with torch.enable_grad():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, leaves, states))
+        loss = _losses(minimised, image, text, step, job)
+        found = torch.autograd.grad(loss.sum(), list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, found, strict=True))
+
+
+def _written_out(
+    model: DualEncoder,
+    minimised: Objective,
+    tensors: Mapping[str, Tensor],
     states: States,
     hidden: Mapping[Modality, Tensor],
     step: StackedBatch,
     job: LocalJob,
-) -> Tensor:
-    """The loss of each training over its own batch [trainings]; `hidden` is what first layers gave that are spanned."""
-    image, text = (each.view(*step.rows.shape, -1) for each in _embedded(model, tensors, states, hidden))
+) -> tuple[Tensor, dict[str, Tensor | Factors], dict[Modality, Tensor]]:
+    """The same of projectors over fixed features, and the gradients of what their first layers gave.
+
+    `hidden` is what first layers gave that are spanned.
+    """
+
+    def projected(side: Modality, own: Tensor, mask: Tensor | None) -> Projected:
+        if side in hidden:
+            return Projected.of(side, tensors, None, hidden[side])
+        return Projected.of(side, tensors, getattr(model, side).features(own, mask).view(*step.rows.shape, -1))
+
+    sides = projected("image", states[0], None), projected("text", states[1], states[2])
+    image, text = (each.embeddings for each in sides)
+    if minimised.slopes is not None:
+        loss, *slopes = minimised.slopes(image, text, step.valid, job)
+    else:
+        with torch.enable_grad():
+            image, text = (each.detach().requires_grad_() for each in (image, text))
+            loss = _losses(minimised, image, text, step, job)
+            slopes = list(torch.autograd.grad(loss.sum(), [image, text]))
+    found: dict[str, Tensor | Factors] = {}
+    wanted: dict[Modality, Tensor] = {}
+    for each, slope in zip(sides, slopes, strict=True):
+        own, wanted[each.side] = each.gradients(tensors, slope)
+        found |= own
+    return loss.detach(), found, wanted
+
+
+def _losses(minimised: Objective, image: Tensor, text: Tensor, step: StackedBatch, job: LocalJob) -> Tensor:
+    """The loss of each training over its own batch [trainings]."""
     if minimised.stacked is not None:
         return minimised.stacked(image, text, step.valid, job)
-    assert minimised.loss is not None  # `_together` lets no other through
+    assert minimised.loss is not None  # `can_share` lets no other through
     sizes = [len(draw.rows) for draw in step.draws]
     parts = zip(image, text, sizes, step.draws, strict=True)
     return torch.stack([minimised.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
-
-
-def _embedded(
-    model: DualEncoder, tensors: dict[str, Tensor], states: States, hidden: Mapping[Modality, Tensor]
-) -> tuple[Tensor, Tensor]:
-    if not hidden:
-        return embed_states(model, tensors, states)
-    image, text, mask = states
-
-    def side(modality: Modality, own: Tensor, seen: Tensor | None) -> Tensor:
-        if modality not in hidden:
-            return model.embed(tensors, modality, own, seen)
-        last = (tensors[f"{modality}.projector.1.{part}"] for part in ("weight", "bias"))
-        return embedding_of(hidden[modality].flatten(0, 1), *last)
-
-    return side("image", image, None), side("text", text, mask)
 
 
 def _spanned(
@@ -377,7 +446,9 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
         trainings = [one for _, _, one in entries]
         still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, part)}
         size = group_size.for_caches(trainings, examples.device, still)
-        results = train_in_groups(model, examples, trainings, part, size)
+        threaded = examples.device.type == "cpu" and model.config.lora == "off" and torch.get_num_threads() > 1
+        train = train_side_by_side if threaded and len(trainings) > size.models else train_in_groups
+        results = train(model, examples, trainings, part, size)
         for (number, pairs, _), result in zip(entries, results, strict=True):
             updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
     return updates

@@ -61,6 +61,10 @@ class ModelConfig(Config):
         return self
 
 
+LEAST_NORM = 1e-6
+"""What is shorter is not made a unit vector."""
+
+
 class Branch(nn.Module):
     """One modality: the tower from its first adapted block on, then the projector, then unit norm."""
 
@@ -75,15 +79,18 @@ class Branch(nn.Module):
         )
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        pooled = self.norm(self.tower(states, mask, self.first))
         last = self.projector[1]
         assert isinstance(last, nn.Linear)
-        return embedding_of(self.projector[0](pooled), last.weight, last.bias)
+        return embedding_of(self.projector[0](self.features(states, mask)), last.weight, last.bias)
+
+    def features(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """What the projector is given."""
+        return self.norm(self.tower(states, mask, self.first))
 
 
 def embedding_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """From what the first layer of a projector gives, through its second one, to unit norm."""
-    return F.normalize(linear(F.gelu(hidden), weight, bias), dim=-1, eps=1e-6)
+    return F.normalize(linear(F.gelu(hidden), weight, bias), dim=-1, eps=LEAST_NORM)
 
 
 class AlignedBranch(nn.Module):
@@ -95,7 +102,7 @@ class AlignedBranch(nn.Module):
         self.first = first
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        return F.normalize(self.tower(states, mask, self.first), dim=-1, eps=1e-6)
+        return F.normalize(self.tower(states, mask, self.first), dim=-1, eps=LEAST_NORM)
 
 
 class DualEncoder(nn.Module):

@@ -26,7 +26,7 @@ class RunConfig(Config):
     """Where to compute; `auto`: on a GPU where there is one."""
     engine: EngineKind = "auto"
     """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU, and for
-    small projectors without adapters. `nodes`: clients are processes of this machine; `flower`: of any machine."""
+    projectors without adapters. `nodes`: clients are processes of this machine; `flower`: of any machine."""
     federation: Path | None = None
     """Folder of the federation, for `nodes` and `flower`; EASE_FEDERATION names another one."""
     gallery: int = Field(500, ge=2)

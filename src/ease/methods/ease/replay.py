@@ -90,7 +90,7 @@ def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Pa
     return Params(tensors, like.blocks)
 
 
-register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, positions=all_places))
+register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, ALIGN.slopes, positions=all_places))
 register(
     REPLAY,
     Objective(

@@ -7,6 +7,7 @@ from functools import cached_property
 from ease.federation.client import ClientData
 from ease.federation.local import work
 from ease.federation.objectives import objective
+from ease.federation.projectors import projects_alone
 from ease.federation.protocol import LocalJob, Update, own_jobs
 from ease.federation.together import GroupSize, Pool, answers_together, can_share
 from ease.model.dual_encoder import DualEncoder
@@ -46,7 +47,7 @@ class Loop:
         """
         for client, job in jobs.items():
             data = self.data[client]
-            stacked = objective(job.objective).parts is not None or (self.model.config.lora == "off" and job.plain)
+            stacked = objective(job.objective).parts is not None or (projects_alone(self.model) and job.plain)
             if stacked and can_share(state, job):
                 own = Pool(data.train, {client: data}, {client: 0})
                 size = GroupSize.on(data.train.device)

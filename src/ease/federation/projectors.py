@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ease.model.dual_encoder import LEAST_NORM
+from ease.model.dual_encoder import LEAST_NORM, DualEncoder
 from ease.params import Modality
 
 gelu_backward = torch.ops.aten.gelu_backward.default
+
+
+def projects_alone(model: DualEncoder) -> bool:
+    """Whether a model trains projectors and nothing below them, so that what they are given never changes."""
+    return isinstance(model, DualEncoder) and model.config.lora == "off"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ease.federation.client import ClientData
 from ease.federation.local import assignment_of, batches, learning_rates, promoted
 from ease.federation.lock import Hold, lock_pulls
 from ease.federation.objectives import Draw, Objective, embed_states, objective
-from ease.federation.projectors import Factors, Projected
+from ease.federation.projectors import Factors, Projected, projects_alone
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.spanned import SpannedLayer, spanned_sides
 from ease.model.dual_encoder import DualEncoder
@@ -90,7 +90,7 @@ def train_together(
             here = {name: tensor[:active] for name, tensor in stack.items()}
             tensors = {name: tensor[:active] for name, tensor in used.items()}
         with torch.no_grad():
-            if model.config.lora == "off":
+            if projects_alone(model):
                 hidden = {layer.side: layer.hidden(step.rows, step.captions, rates[layer.names[0]]) for layer in layers}
                 loss, found, wanted = _written_out(model, minimised, tensors, states, hidden, step, common)
                 for layer in layers:
@@ -446,7 +446,7 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
         trainings = [one for _, _, one in entries]
         still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, part)}
         size = group_size.for_caches(trainings, examples.device, still)
-        threaded = examples.device.type == "cpu" and model.config.lora == "off" and torch.get_num_threads() > 1
+        threaded = examples.device.type == "cpu" and projects_alone(model) and torch.get_num_threads() > 1
         train = train_side_by_side if threaded and len(trainings) > size.models else train_in_groups
         results = train(model, examples, trainings, part, size)
         for (number, pairs, _), result in zip(entries, results, strict=True):

@@ -309,12 +309,13 @@ def test_a_disk_without_locks_is_refused_by_name(tmp_path: Path, monkeypatch: py
 
 
 IMPORT_ALL = """
-import importlib, pkgutil, sys
+import importlib.util, pkgutil, sys
 for absent in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[absent] = None
 import ease
 for module in pkgutil.walk_packages(ease.__path__, "ease."):
-    importlib.import_module(module.name)
+    if module.name != "ease.model.kernels" or importlib.util.find_spec("triton"):
+        importlib.import_module(module.name)
 print("imported")
 """
 

@@ -57,7 +57,7 @@ def test_a_run_without_canaries_is_told_as_before() -> None:
 
 def test_another_number_of_canaries_is_another_run(small_config, tmp_path: Path) -> None:
     Run.create(tmp_path / "run", small_config("data.validation=20"))
-    with pytest.raises(UserError, match=r"data\.canaries is None there and 8 here"):
+    with pytest.raises(UserError, match=r"data\.canaries is 0 there and 8 here"):
         Run.plan(tmp_path / "run", small_config("data.validation=20", "data.canaries=8"))
 
 

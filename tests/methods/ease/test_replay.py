@@ -8,7 +8,7 @@ import torch
 
 from ease.federation.client import ClientData
 from ease.federation.cohort import Cohort
-from ease.federation.local import work
+from ease.federation.loop import Loop
 from ease.federation.objectives import embed_states
 from ease.federation.protocol import Replay, Update
 from ease.methods.ease.replay import REPLAY, ROUND, read_sum
@@ -30,7 +30,9 @@ def replayed(learnt, client: int, number: int, request, data: ClientData | None 
     """One round of training again, from the state that it began from."""
     job = learnt.trained.training_job(number, request=request, objective=ROUND)
     state = learnt.trained.history.start(number)
-    return work(learnt.world.server.model, state, data or learnt.world.federation.data[client], job)
+    alone = Loop(learnt.world.server.model, {client: data or learnt.world.federation.data[client]})
+    (update,) = alone.run(state, job, [client])
+    return update
 
 
 def naive(learnt, client: int, number: int, forgotten: set[str]) -> Params:

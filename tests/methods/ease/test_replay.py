@@ -57,9 +57,9 @@ def naive(learnt, client: int, number: int, forgotten: set[str]) -> Params:
     return Params(tensors, start.blocks) - start
 
 
-def close(one: Params, two: Params, tolerance: float) -> None:
-    for name, tensor in two.tensors.items():
-        torch.testing.assert_close(one[name].double(), tensor.double(), rtol=0, atol=tolerance)
+def close(one: Params, two: Params) -> None:
+    """In single precision, by gradients that are written out here and left to autograd there."""
+    assert (one - two).norm() < 40 * torch.finfo(torch.float32).eps * two.norm()
 
 
 @pytest.mark.parametrize("number", [1, 6])
@@ -83,14 +83,14 @@ def test_a_replay_is_training_on_the_same_batches_without_the_forget_pairs(learn
     gone = ids[:forget]
     update = replayed(learnt, 1, 3, SampleRequest(ids=gone))
     expected = naive(learnt, 1, 3, set(gone))
-    close(update.change, expected, 1e-6)
+    close(update.change, expected)
     assert (update.change - learnt.trained.history.update(3, 1).change).norm() > 1e-3
 
 
 def test_batches_with_fewer_than_two_pairs_left_are_skipped(learnt) -> None:
     """Three pairs are kept, in three batches: some hold one of them or none, and never all are skipped here."""
     ids = learnt.world.shards[1].train_ids
-    close(replayed(learnt, 1, 2, SampleRequest(ids=ids[3:])).change, naive(learnt, 1, 2, set(ids[3:])), 1e-6)
+    close(replayed(learnt, 1, 2, SampleRequest(ids=ids[3:])).change, naive(learnt, 1, 2, set(ids[3:])))
 
 
 def test_a_client_that_keeps_one_pair_abstains(learnt) -> None:
@@ -103,7 +103,7 @@ def test_a_class_is_left_out_by_its_label(learnt) -> None:
     shard = learnt.world.shards[1]
     ids = {pair_id for pair_id, label in zip(shard.train_ids, shard.train_classes, strict=True) if label == 2}
     assert len(ids) > 3
-    close(replayed(learnt, 1, 1, ClassRequest(classes=(2,))).change, naive(learnt, 1, 1, ids), 1e-6)
+    close(replayed(learnt, 1, 1, ClassRequest(classes=(2,))).change, naive(learnt, 1, 1, ids))
 
 
 def test_a_shard_that_remembers_places_replays_the_same_batches(learnt) -> None:
@@ -113,13 +113,13 @@ def test_a_shard_that_remembers_places_replays_the_same_batches(learnt) -> None:
     kept = np.array([n not in (0, 5, 6, 17) for n in range(len(ids))])
     smaller = replace(data, shard=data.shard.keep(kept), train=data.train.take(np.flatnonzero(kept)))
     gone = {ids[n] for n in (0, 5, 6, 17)}
-    close(replayed(learnt, 1, 2, NOTHING, smaller).change, naive(learnt, 1, 2, gone), 1e-6)
+    close(replayed(learnt, 1, 2, NOTHING, smaller).change, naive(learnt, 1, 2, gone))
     later = SampleRequest(ids=(ids[1], ids[20]))
-    close(replayed(learnt, 1, 2, later, smaller).change, naive(learnt, 1, 2, gone | set(later.ids)), 1e-6)
+    close(replayed(learnt, 1, 2, later, smaller).change, naive(learnt, 1, 2, gone | set(later.ids)))
     twice = np.array([pair_id not in later.ids for pair_id in smaller.shard.train_ids])
     rest = replace(smaller, shard=smaller.shard.keep(twice), train=smaller.train.take(np.flatnonzero(twice)))
     assert rest.shard.dealt == len(ids) and list(rest.shard.places[:2]) == [2, 3]
-    close(replayed(learnt, 1, 2, NOTHING, rest).change, naive(learnt, 1, 2, gone | set(later.ids)), 1e-6)
+    close(replayed(learnt, 1, 2, NOTHING, rest).change, naive(learnt, 1, 2, gone | set(later.ids)))
 
 
 # --- several rounds as one job ---

@@ -112,9 +112,10 @@ EXIT_CODES = {
 """Every code a command ends with, as the reference tells it."""
 
 LACK = re.compile(
-    r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc", re.I
+    r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc|an exception set",
+    re.I,
 )
-"""How Python, torch, the loader of libraries and CUDA say it."""
+"""How Python, torch, the loader of libraries and CUDA say it; and C code that goes on after it could not allocate."""
 OUT_OF_MEMORY = (
     "not enough memory: close other programs, raise the limit (ulimit -v) or make less work of it "
     "(training.batch_size, gallery, fewer pairs); --debug shows where it ran out"

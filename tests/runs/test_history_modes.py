@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.runs.histories import BASE, CLIENT, requests_of, trained_run
 
 from ease.audit.config import AuditConfig
 from ease.errors import UserError
@@ -31,7 +32,6 @@ from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import answer_of, open_world, release, trained_of
 from ease.runs.audit import Audit
-from ease.runs.config import RunConfig
 from ease.runs.forget import forget
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -39,14 +39,12 @@ from ease.storage import sha256, write_json
 from ease.studies.overlap import client_overlap
 from ease.testing import Posted, Spy
 
-BASE = ("partition.clients=4", "partition.validation_share=0.3", "training.rounds=5")
 GROUNDS: Mapping[str, tuple[str, ...]] = {
     "all": (),
     "half": ("training.participation=0.5",),
     "uniform, cohort": ("training.weighting=uniform", "engine=cohort"),
 }
 UNIT = 2.0**-24
-CLIENT = ClientRequest(clients=(1,))
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,7 @@ class Both:
     world: World
 
     def requests(self) -> dict[str, Request]:
-        first = self.world.shards[0]
-        return {
-            "client": CLIENT,
-            "two clients": ClientRequest(clients=(0, 2)),
-            "class": ClassRequest(classes=(2,)),
-            "sample": SampleRequest(ids=first.train_ids[:5]),
-        }
-
-
-def trained_run(folder: Path, config: RunConfig, world: World) -> Run:
-    run = Run.create(folder, config)
-    list(run.train(world))
-    return run
+        return requests_of(self.world)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.runs.histories import trained_run
 
 from ease.audit.evaluate import LEAST_GALLERY
 from ease.commands.train import recall_sets, train_run
@@ -25,12 +26,6 @@ from ease.testing import Faulty
 Configs = Callable[..., RunConfig]
 
 
-def trained(folder: Path, config: RunConfig, world: World) -> Run:
-    run = Run.create(folder, config)
-    list(run.train(world))
-    return run
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file but the lock, by name."""
     return {
@@ -43,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, small_config: Configs, world: World) -> Path:
     """An uninterrupted run."""
-    return trained(tmp_path_factory.mktemp("reference") / "run", small_config(), world).folder
+    return trained_run(tmp_path_factory.mktemp("reference") / "run", small_config(), world).folder
 
 
 # --- configuration ---
@@ -165,16 +160,16 @@ def test_classes_of_training_pairs_are_the_classes_they_were_dealt_by(world: Wor
 
 
 def test_the_same_seed_gives_the_same_bytes(reference: Path, small_config: Configs, tmp_path: Path) -> None:
-    again = trained(tmp_path / "run", small_config(), World.open(small_config()))
+    again = trained_run(tmp_path / "run", small_config(), World.open(small_config()))
     assert contents(again.folder) == contents(reference)
-    other = trained(tmp_path / "other", small_config("seed=1"), World.open(small_config("seed=1")))
+    other = trained_run(tmp_path / "other", small_config("seed=1"), World.open(small_config("seed=1")))
     name = "rounds/00002/state.safetensors"
     assert contents(other.folder)[name] != contents(reference)[name]
 
 
 def test_a_fresh_cache_gives_the_same_bytes(reference, small_config, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
-    again = trained(tmp_path / "run", small_config(), World.open(small_config()))
+    again = trained_run(tmp_path / "run", small_config(), World.open(small_config()))
     assert contents(again.folder) == contents(reference)
 
 
@@ -199,12 +194,12 @@ def test_a_run_killed_at_its_very_start_goes_on(reference, small_config, world, 
     (tmp_path / "run").mkdir()
     for name in left:
         (tmp_path / "run" / name).write_bytes((reference / name).read_bytes() if not name.startswith(".") else b"{")
-    assert contents(trained(tmp_path / "run", small_config(), world).folder) == contents(reference)
+    assert contents(trained_run(tmp_path / "run", small_config(), world).folder) == contents(reference)
 
 
 def test_more_rounds_continue_a_finished_run(reference, small_config, world, tmp_path) -> None:
-    trained(tmp_path / "run", small_config("training.rounds=1"), world)
-    grown = trained(tmp_path / "run", small_config(), world)
+    trained_run(tmp_path / "run", small_config("training.rounds=1"), world)
+    grown = trained_run(tmp_path / "run", small_config(), world)
     assert contents(grown.folder) == contents(reference)
     fewer = Run.create(tmp_path / "run", small_config("training.rounds=1"))
     assert fewer.config.training.rounds == 2
@@ -212,7 +207,7 @@ def test_more_rounds_continue_a_finished_run(reference, small_config, world, tmp
 
 def test_partial_participation_and_rejections_are_recorded(small_config, world, tmp_path) -> None:
     config = small_config("training.participation=0.34", "training.rounds=3")
-    run = trained(tmp_path / "run", config, World.open(config))
+    run = trained_run(tmp_path / "run", config, World.open(config))
     assert [len(run.history.clients(number)) for number in (1, 2, 3)] == [1, 1, 1]
 
 
@@ -220,10 +215,10 @@ def test_partial_participation_and_rejections_are_recorded(small_config, world, 
 def test_training_goes_on_without_a_faulty_client_and_names_it(small_config, world, tmp_path, fault) -> None:
     faulty = replace(world)
     faulty.__dict__["federation"] = Faulty(world.federation, fault, client=2)
-    run = trained(tmp_path / "run", small_config(), faulty)
+    run = trained_run(tmp_path / "run", small_config(), faulty)
     without = replace(world)
     without.__dict__["federation"] = Loop(world.server.model, {c: world.federation.data[c] for c in (0, 1)})
-    assert run.history.state(2) == trained(tmp_path / "without", small_config(), without).history.state(2)
+    assert run.history.state(2) == trained_run(tmp_path / "without", small_config(), without).history.state(2)
     assert all(list(run.history.record(number)["rejected"]) == ["2"] for number in (1, 2))
 
 
@@ -231,9 +226,9 @@ def test_with_too_few_answers_a_round_is_not_written_and_a_patient_rerun_works(s
     faulty = replace(world)
     faulty.__dict__["federation"] = Faulty(world.federation, "raise", client=2)
     with pytest.raises(UserError, match=r"2 of 3 clients .* 3 are needed \(client 2: .*training\.quorum"):
-        trained(tmp_path / "run", small_config("training.quorum=1.0"), faulty)
+        trained_run(tmp_path / "run", small_config("training.quorum=1.0"), faulty)
     assert Run.load(tmp_path / "run").history.rounds() == 0
-    again = trained(tmp_path / "run", small_config("training.quorum=0.6", "training.deadline=30"), faulty)
+    again = trained_run(tmp_path / "run", small_config("training.quorum=0.6", "training.deadline=30"), faulty)
     assert again.history.rounds() == 2 and Run.load(again.folder).config.training.quorum == 0.6
 
 
@@ -297,7 +292,7 @@ def test_a_missing_run_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["initial.safetensors", "rounds/00001/state.safetensors", "rounds/00001/updates.bin"])
 def test_a_truncated_history_is_refused_before_anything_is_written(small_config, world, tmp_path, name) -> None:
-    run = trained(tmp_path / "run", small_config("training.rounds=1"), world)
+    run = trained_run(tmp_path / "run", small_config("training.rounds=1"), world)
     path = run.folder / name
     path.write_bytes(path.read_bytes()[:-100])
     run = Run.create(tmp_path / "run", small_config())
@@ -310,7 +305,7 @@ def test_a_truncated_history_is_refused_before_anything_is_written(small_config,
 def test_a_checkpoint_of_another_model_is_refused(small_config, world, tmp_path) -> None:
     """Even when it was put in place together with its record."""
     other = small_config("model.hidden=24", "training.rounds=1")
-    stranger = trained(tmp_path / "stranger", other, World.open(other))
+    stranger = trained_run(tmp_path / "stranger", other, World.open(other))
     run = Run.create(tmp_path / "run", small_config())
     parts = ("state.safetensors", "updates.bin", "round.json")
     for name in ("initial.safetensors", *(f"rounds/00001/{part}" for part in parts)):
@@ -344,7 +339,7 @@ def test_a_disk_that_fills_up_keeps_every_complete_round(reference, small_config
     for name, content in kept.items():
         (roomy / name).parent.mkdir(parents=True, exist_ok=True)
         (roomy / name).write_bytes(content)
-    assert contents(trained(roomy, small_config(), world).folder) == complete
+    assert contents(trained_run(roomy, small_config(), world).folder) == complete
 
 
 # --- what it reports ---

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from tests.runs.histories import BASE, CLIENT, requests_of, trained_run
 
 from ease.errors import UserError
 from ease.federation.checked import checked
@@ -25,7 +26,6 @@ from ease.methods.ease.unstored import neighbours
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import open_world, release, trained_of
-from ease.runs.config import RunConfig
 from ease.runs.forget import forget
 from ease.runs.purge import purge
 from ease.runs.resolve import request_id
@@ -34,7 +34,6 @@ from ease.runs.world import World
 from ease.studies.overlap import client_overlap
 from ease.testing import Posted, Spy
 
-BASE = ("partition.clients=4", "partition.validation_share=0.3", "training.rounds=5")
 GROUNDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "one round in two": ((), ("training.history_every=2",)),
     "one in three, half of the clients a round": (("training.participation=0.5",), ("training.history_every=3",)),
@@ -42,7 +41,6 @@ GROUNDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 EVERY = "one round in two"
 HALF_STEP = 2.0**-12
-CLIENT = ClientRequest(clients=(1,))
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,7 @@ class Both:
     world: World
 
     def requests(self) -> dict[str, Request]:
-        return {
-            "client": CLIENT,
-            "two clients": ClientRequest(clients=(0, 2)),
-            "class": ClassRequest(classes=(2,)),
-            "sample": SampleRequest(ids=self.world.shards[0].train_ids[:5]),
-        }
-
-
-def trained_run(folder: Path, config: RunConfig, world: World) -> Run:
-    run = Run.create(folder, config)
-    list(run.train(world))
-    return run
+        return requests_of(self.world)
 
 
 @pytest.fixture(scope="module")

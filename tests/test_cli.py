@@ -362,6 +362,7 @@ def test_a_terminal_that_knows_few_letters_is_shown_question_marks(monkeypatch, 
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
         SystemError("<built-in function exec_builtin> returned a result with an exception set"),
+        SystemError("error return without exception set"),
     ],
 )
 def test_too_little_memory_is_one_line(ease, monkeypatch, tmp_path: Path, error: Exception) -> None:

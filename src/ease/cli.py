@@ -112,7 +112,7 @@ EXIT_CODES = {
 """Every code a command ends with, as the reference tells it."""
 
 LACK = re.compile(
-    r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc|an exception set",
+    r"allocate memory|out of memory|bad alloc|start new thread|failed to map segment|std::bad_alloc|exception set",
     re.I,
 )
 """How Python, torch, the loader of libraries and CUDA say it; and C code that goes on after it could not allocate."""
@@ -120,6 +120,8 @@ OUT_OF_MEMORY = (
     "not enough memory: close other programs, raise the limit (ulimit -v) or make less work of it "
     "(training.batch_size, gallery, fewer pairs); --debug shows where it ran out"
 )
+LEAST_MEMORY = 1 << 30
+"""Bytes of address space below which torch cannot be loaded; it then fails anywhere, or waits for ever."""
 
 app = typer.Typer(
     cls=Commands,
@@ -1059,6 +1061,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
     try:
+        _check_memory()
         _check_here()
         code = _program()(prog_name="ease", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -1085,6 +1088,20 @@ def _check_here() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UserError("the folder that this terminal is in has been deleted or moved; go to another: cd ~") from None
+
+
+def _check_memory() -> None:
+    """A limit of memory (`ulimit -v`) that nothing can run under is told before anything is loaded."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_MEMORY:
+        raise UserError(
+            f"not enough memory: the limit is {limit >> 20} MiB (ulimit -v) and loading torch alone takes more than "
+            f"{LEAST_MEMORY >> 20}; raise it"
+        )
 
 
 def _lacks_memory(error: BaseException) -> bool:

@@ -1,5 +1,6 @@
 """Training together equals training alone, whatever the shard sizes, the optimiser and the job."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from ease.federation.local import train
 from ease.federation.lock import Lock, pack_directions
 from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Optimiser, Replay
-from ease.federation.together import GroupSize, train_in_groups, train_together, training_of
+from ease.federation.together import GroupSize, train_all, train_in_groups, train_together, training_of
 from ease.requests.request import SampleRequest
 from ease.seeding import generator
 from ease.subspace import Basis
@@ -59,6 +60,31 @@ def test_pupils_do_not_touch_each_other(world, local_job) -> None:
     beside = train_together(world.server.model, pool, [drawn(1, other), drawn(0, start)], job)[1]
     for name, tensor in alone.delta.tensors.items():
         torch.testing.assert_close(beside.delta[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_threads_do_not_mix_the_tensors_of_their_passes(adapted, local_job) -> None:
+    """Adapters are given to layers for a pass; each of many trainings by threads is what it is alone, to the bit."""
+    world, job = adapted.world, local_job(epochs=2)
+    pool, start = world.federation.data[0].train, adapted.trained.final
+    trainings = [
+        training_of(
+            start.map(lambda t, n=n: t * (1 + n)), np.arange(len(pool)), pool.captions, job, generator(n, "draw")
+        )
+        for n in range(6)
+    ]
+    before, pause = torch.get_num_threads(), sys.getswitchinterval()
+    torch.set_num_threads(1)
+    alone = [train_together(world.server.model, pool, [one], job)[0] for one in trainings]
+    try:
+        torch.set_num_threads(3)
+        sys.setswitchinterval(1e-6)
+        beside = train_all(world.server.model, pool, trainings, job, GroupSize(1))
+    finally:
+        sys.setswitchinterval(pause)
+        torch.set_num_threads(before)
+    for one, other in zip(alone, beside, strict=True):
+        assert one.delta.norm() > 0.01
+        assert all(torch.equal(other.delta[name], tensor) for name, tensor in one.delta.tensors.items())
 
 
 # --- every job that shares a pass gives what the clients alone give ---

@@ -71,6 +71,12 @@ class Examples:
         """Captions of each pair."""
         return self.text.captions if isinstance(self.text, Streamed) else self.text.shape[1]
 
+    @property
+    def pair_bytes(self) -> int:
+        """What a pass reads of a pair: its image and one caption."""
+        image, text = (each.array if isinstance(each, Streamed) else each for each in (self.image, self.text))
+        return int(image[:1].nbytes + text[:1, :1].nbytes)
+
     def take(self, positions: np.ndarray) -> "Examples":
         def taken(values: Tensor | Streamed) -> Tensor | Streamed:
             return values[positions] if isinstance(values, Streamed) else values[index]

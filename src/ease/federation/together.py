@@ -160,6 +160,16 @@ class GroupSize:
         return GroupSize(-(-len(trainings) // groups))
 
 
+def train_all(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> list[LocalResult]:
+    """Train trainings in groups as large as memory and caches serve, one after the other or a thread each."""
+    still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, job)}
+    size = group_size.for_caches(trainings, examples.device, still)
+    apart = len(trainings) > size.models and _small_steps(model, examples, job)
+    return list((train_side_by_side if apart else train_in_groups)(model, examples, trainings, job, size))
+
+
 def train_in_groups(
     model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
 ) -> Iterator[LocalResult]:
@@ -189,9 +199,10 @@ def train_in_groups(
 def train_side_by_side(
     model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
 ) -> list[LocalResult]:
-    """The same for projectors over fixed features on a CPU: a group at a time for each thread, the longest first.
+    """The same for small steps on a CPU: a group at a time for each thread, the longest first.
 
     Within one step threads would wait for each other after every product, and most of a step is too small to share.
+    Adapted towers take turns on the way forward and go backward beside each other.
     """
     order = sorted(range(len(trainings)), key=lambda place: len(trainings[place].draws), reverse=True)
     groups = [order[begin : begin + group_size.models] for begin in range(0, len(order), group_size.models)]
@@ -206,6 +217,14 @@ def train_side_by_side(
     finally:
         torch.set_num_threads(threads)
     return [results[place] for place in range(len(trainings))]
+
+
+def _small_steps(model: DualEncoder, examples: Examples, job: LocalJob) -> bool:
+    """Whether threads of a CPU do better with steps of their own: of projectors, or where the caches serve all."""
+    threads = torch.get_num_threads()
+    if examples.device.type != "cpu" or threads == 1:
+        return False
+    return projects_alone(model) or threads * job.batch_size * examples.pair_bytes <= CACHED_BYTES
 
 
 def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
@@ -443,12 +462,7 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
     for (chosen, home), entries in able.items():
         part = replace(asked[entries[0][0]][2].common, objective=chosen)
         examples = pool.examples if home is None else pool.clients[home].train
-        trainings = [one for _, _, one in entries]
-        still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, part)}
-        size = group_size.for_caches(trainings, examples.device, still)
-        threaded = examples.device.type == "cpu" and projects_alone(model) and torch.get_num_threads() > 1
-        train = train_side_by_side if threaded and len(trainings) > size.models else train_in_groups
-        results = train(model, examples, trainings, part, size)
+        results = train_all(model, examples, [one for _, _, one in entries], part, group_size)
         for (number, pairs, _), result in zip(entries, results, strict=True):
             updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
     return updates

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, Literal
 
 import torch
@@ -63,6 +64,8 @@ class ModelConfig(Config):
 
 LEAST_NORM = 1e-6
 """What is shorter is not made a unit vector."""
+ONE_PASS = Lock()
+"""Layers hold the tensors of a pass while it runs, so that threads pass one after the other; backward they do not."""
 
 
 class Branch(nn.Module):
@@ -157,14 +160,15 @@ class DualEncoder(nn.Module):
         """Unit-norm embeddings [n, embedding] under the given trainable tensors."""
         # As torch.func.functional_call does, which looks for every layer by its name each time: half of a small pass.
         given = [(*place, tensors[name]) for name, place in self._places(modality).items() if name in tensors]
-        frozen = [layer[own] for layer, own, _ in given]
-        try:
-            for layer, own, tensor in given:
-                layer[own] = tensor
-            return self(modality, states, mask)
-        finally:
-            for (layer, own, _), tensor in zip(given, frozen, strict=True):
-                layer[own] = tensor
+        with ONE_PASS:
+            frozen = [layer[own] for layer, own, _ in given]
+            try:
+                for layer, own, tensor in given:
+                    layer[own] = tensor
+                return self(modality, states, mask)
+            finally:
+                for (layer, own, _), tensor in zip(given, frozen, strict=True):
+                    layer[own] = tensor
 
     def _places(self, modality: Modality) -> dict[str, tuple[dict[str, Any], str]]:
         """Where the trained tensors of one side lie: the table of their layer, and their name in it."""

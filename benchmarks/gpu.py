@@ -21,9 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
 from ease.data.examples import Examples, Streamed
+from ease.federation.groups import GroupSize, train_in_groups
 from ease.federation.objectives import Draw, embed_states
 from ease.federation.protocol import LocalJob, Optimiser
-from ease.federation.together import GroupSize, LocalTraining, train_in_groups, train_together
+from ease.federation.together import LocalTraining, train_together
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.model.hub import ClipImageTower, ClipTextTower, HubBackbone, SiglipImageTower, SiglipTextTower
 from ease.model.losses import info_nce

@@ -10,13 +10,14 @@ import torch
 from ease.data import examples as examples_module
 from ease.data.examples import Streamed, examples_at
 from ease.errors import UserError
-from ease.federation import together as together_module
+from ease.federation import groups as groups_module
 from ease.federation.cohort import Cohort
+from ease.federation.groups import GroupSize, train_all, train_in_groups
 from ease.federation.local import train
 from ease.federation.lock import Lock, pack_directions
 from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Optimiser, Replay
-from ease.federation.together import GroupSize, train_all, train_in_groups, train_together, training_of
+from ease.federation.together import train_together, training_of
 from ease.requests.request import SampleRequest
 from ease.seeding import generator
 from ease.subspace import Basis
@@ -174,7 +175,7 @@ def test_a_group_that_does_not_fit_is_halved_and_stays_so(monkeypatch) -> None:
             raise torch.OutOfMemoryError
         return list(group)
 
-    monkeypatch.setattr(together_module, "train_together", train)
+    monkeypatch.setattr(groups_module, "train_together", train)
     room = GroupSize(512)
     for _ in range(2):
         assert list(train_in_groups(None, None, list(range(10)), None, room)) == list(range(10))  # type: ignore[arg-type]
@@ -185,7 +186,7 @@ def test_a_batch_that_does_not_fit_alone_is_one_clear_line(world, local_job, mon
     def train(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(together_module, "train_together", train)
+    monkeypatch.setattr(groups_module, "train_together", train)
     pool, job = world.federation.data[0].train, local_job(batch_size=77)
     one = training_of(world.server.initial(), np.arange(8), 5, job, generator(0, "draw"))
     with pytest.raises(UserError, match=r"training\.batch_size = 77.*choose a smaller one"):
@@ -208,6 +209,6 @@ def test_a_batch_that_fits_with_checkpointing_is_trained_with_it(monkeypatch) ->
         return list(group)
 
     model.save_memory = save_memory
-    monkeypatch.setattr(together_module, "train_together", train)
+    monkeypatch.setattr(groups_module, "train_together", train)
     assert list(train_in_groups(model, None, [0, 1], None, GroupSize(2))) == [0, 1]  # type: ignore[arg-type]
     assert tried == [(2, False), (1, False), (1, True), (1, True)]

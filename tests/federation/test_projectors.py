@@ -150,7 +150,7 @@ def test_an_error_in_one_thread_is_raised_and_leaves_the_number_of_threads(
     def fails(*_):
         raise ArithmeticError("no")
 
-    monkeypatch.setattr(together, "train_together", fails)
+    monkeypatch.setattr("ease.federation.groups.train_together", fails)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -18,9 +18,10 @@ from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
+from ease.federation.groups import GroupSize, train_in_groups
 from ease.federation.history import History
 from ease.federation.protocol import Federation, Update
-from ease.federation.together import GroupSize, LocalTraining, train_in_groups, training_of
+from ease.federation.together import LocalTraining, training_of
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params

@@ -9,9 +9,10 @@ from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
+from ease.federation.groups import GroupSize
 from ease.federation.loop import Loop
+from ease.federation.pooled import Pool, answers_together, can_share
 from ease.federation.protocol import LocalJob, Update
-from ease.federation.together import GroupSize, Pool, answers_together, can_share
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from ease.federation.client import ClientData
+from ease.federation.groups import GroupSize
 from ease.federation.local import work
 from ease.federation.objectives import objective
+from ease.federation.pooled import Pool, answers_together, can_share
 from ease.federation.projectors import projects_alone
 from ease.federation.protocol import LocalJob, Update, own_jobs
-from ease.federation.together import GroupSize, Pool, answers_together, can_share
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 

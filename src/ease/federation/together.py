@@ -3,8 +3,7 @@
 The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each training.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,21 +12,14 @@ import torch
 from torch import Tensor
 
 from ease.data.examples import Examples, States
-from ease.errors import UserError
-from ease.federation.client import ClientData
-from ease.federation.local import assignment_of, batches, learning_rates, promoted
+from ease.federation.local import batches, learning_rates, promoted
 from ease.federation.lock import Hold, lock_pulls
 from ease.federation.objectives import Draw, Objective, embed_states, objective
 from ease.federation.projectors import Factors, Projected, projects_alone
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.protocol import LocalJob
 from ease.federation.spanned import SpannedLayer, spanned_sides
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Modality, Params
-
-TOGETHER = {"cpu": 16, "cuda": 512}
-"""Most models in one pass; more no longer help, for the passes are busy already."""
-CACHED_BYTES = 8 << 20
-"""Of stacked states in one pass on a CPU: more of them leave its caches, and each step waits for memory."""
 
 
 @dataclass(frozen=True)
@@ -135,96 +127,6 @@ def train_together(
         for rank, index in enumerate(order)
     }
     return [results[index] for index in range(len(trainings))]
-
-
-@dataclass
-class GroupSize:
-    """How many models share a pass. It shrinks where memory does not suffice, and stays so for the next rounds."""
-
-    models: int
-
-    @classmethod
-    def on(cls, device: torch.device) -> "GroupSize":
-        return cls(TOGETHER[device.type])
-
-    def for_caches(
-        self, trainings: Sequence[LocalTraining], device: torch.device, still: Collection[str]
-    ) -> "GroupSize":
-        """On a CPU no more than its caches serve, in groups of equal size; `still` are tensors that no step touches."""
-        if device.type != "cpu":
-            return self
-        touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in still)
-        groups = -(-len(trainings) // max(1, min(self.models, CACHED_BYTES // touched)))
-        if (threads := torch.get_num_threads()) > 1:
-            groups = min(len(trainings), max(groups, 2 * threads))  # two for each: they are of unequal length
-        return GroupSize(-(-len(trainings) // groups))
-
-
-def train_all(
-    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
-) -> list[LocalResult]:
-    """Train trainings in groups as large as memory and caches serve, one after the other or a thread each."""
-    still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, job)}
-    size = group_size.for_caches(trainings, examples.device, still)
-    apart = len(trainings) > size.models and _small_steps(model, examples, job)
-    return list((train_side_by_side if apart else train_in_groups)(model, examples, trainings, job, size))
-
-
-def train_in_groups(
-    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
-) -> Iterator[LocalResult]:
-    """Train trainings in groups that keep the device busy, and in smaller ones where its memory does not suffice.
-
-    One that does not fit alone is tried once more with the activations inside of blocks computed twice.
-    """
-    done = 0
-    while done < len(trainings):
-        group = trainings[done : done + group_size.models]
-        try:
-            results = train_together(model, examples, group, job)
-        except torch.OutOfMemoryError as error:
-            if len(group) == 1 and not model.save_memory():
-                raise UserError(
-                    f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
-                    f"{examples.device}; choose a smaller one"
-                ) from error
-            results = []
-        if not results:  # outside of the handler, which would keep the failed attempt's tensors alive
-            group_size.models = (len(group) + 1) // 2
-            torch.cuda.empty_cache()
-        yield from results
-        done += len(results)
-
-
-def train_side_by_side(
-    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
-) -> list[LocalResult]:
-    """The same for small steps on a CPU: a group at a time for each thread, the longest first.
-
-    Within one step threads would wait for each other after every product, and most of a step is too small to share.
-    Adapted towers take turns on the way forward and go backward beside each other.
-    """
-    order = sorted(range(len(trainings)), key=lambda place: len(trainings[place].draws), reverse=True)
-    groups = [order[begin : begin + group_size.models] for begin in range(0, len(order), group_size.models)]
-    results: dict[int, LocalResult] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(min(threads, len(groups))) as pool:
-            done = pool.map(lambda group: train_together(model, examples, [trainings[i] for i in group], job), groups)
-            for group, found in zip(groups, done, strict=True):
-                results |= dict(zip(group, found, strict=True))
-    finally:
-        torch.set_num_threads(threads)
-    return [results[place] for place in range(len(trainings))]
-
-
-def _small_steps(model: DualEncoder, examples: Examples, job: LocalJob) -> bool:
-    """Whether threads of a CPU do better with steps of their own: of projectors, or where the caches serve all."""
-    threads = torch.get_num_threads()
-    if examples.device.type != "cpu" or threads == 1:
-        return False
-    return projects_alone(model) or threads * job.batch_size * examples.pair_bytes <= CACHED_BYTES
 
 
 def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
@@ -390,88 +292,3 @@ def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) 
     first.lerp_(gradient, 0.1)
     second.lerp_(gradient.square(), 0.001)
     return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Training pairs of some clients in one place, and where each client's own begin."""
-
-    examples: Examples
-    clients: Mapping[int, ClientData]
-    offsets: Mapping[int, int]
-
-    def place(self, client: int, rows: np.ndarray) -> np.ndarray:
-        """Where a client's own pairs lie."""
-        return self.offsets[client] + rows
-
-
-@dataclass(frozen=True)
-class SharedPool(Pool):
-    """Clients that hold some pairs in common, each of which is here once; there is no offset then."""
-
-    rows: Mapping[int, np.ndarray]
-    """Client -> where each of its pairs lies."""
-
-    def place(self, client: int, rows: np.ndarray) -> np.ndarray:
-        return self.rows[client][rows]
-
-
-Asked = tuple[int, Params, LocalJob]
-"""A client, the state it is sent, and what it is to do."""
-
-
-def answers_together(
-    model: DualEncoder, pool: Pool, state: Params, jobs: Mapping[int, LocalJob], group_size: GroupSize
-) -> dict[int, Update]:
-    """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
-    return all_answers(model, pool, [(client, state, job) for client, job in jobs.items()], group_size)
-
-
-def all_answers(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> dict[int, Update]:
-    """The same where each client may have been sent another state; jobs differ in what is a client's own alone."""
-    kind = objective(asked[0][2].objective)
-    if kind.parts is not None and kind.combine is not None:
-        parts = [(c, name, *part) for c, state, job in asked for name, part in kind.parts(state, job).items()]
-        done = _trained(model, pool, [(client, start, part) for client, _, start, part in parts], group_size)
-        found: dict[int, dict[str, Update]] = {client: {} for client, _, _ in asked}
-        for (client, name, _, _), update in zip(parts, done, strict=True):
-            found[client][name] = update
-        return {client: kind.combine(pool.clients[client], found[client], job) for client, _, job in asked}
-    updates = dict(zip((each[0] for each in asked), _trained(model, pool, asked, group_size), strict=True))
-    return updates if kind.finish is None else {c: kind.finish(updates[c], job) for c, _, job in asked}
-
-
-def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> list[Update]:
-    """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
-    able: dict[tuple[str, int | None], list[tuple[int, int, LocalTraining]]] = {}
-    updates = [Update(client, 0, None) for client, _, _ in asked]
-    placed_states: dict[int, Params] = {}
-    for number, (client, state, job) in enumerate(asked):
-        if id(state) not in placed_states:
-            placed_states[id(state)] = state.to(pool.examples.device).map(promoted)
-        assignment = assignment_of(model, placed_states[id(state)], pool.clients[client], job)
-        if assignment is not None and assignment.draws:
-            # Inner products of a client's own few features are worth more than passes shared with others.
-            home = client if spanned_sides(model, pool.clients[client].train, job) else None
-            placed = tuple(
-                replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows)
-                for draw in assignment.draws
-            )
-            training = LocalTraining(state, placed)
-            able.setdefault((assignment.objective, home), []).append((number, assignment.pairs, training))
-    for (chosen, home), entries in able.items():
-        part = replace(asked[entries[0][0]][2].common, objective=chosen)
-        examples = pool.examples if home is None else pool.clients[home].train
-        results = train_all(model, examples, [one for _, _, one in entries], part, group_size)
-        for (number, pairs, _), result in zip(entries, results, strict=True):
-            updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
-    return updates
-
-
-def can_share(state: Params, job: LocalJob) -> bool:
-    """Whether `train_together` can do the job: losses of embeddings, and step rules that it knows."""
-    asked = objective(job.objective)
-    if asked.parts is not None:
-        return all(can_share(start, part) for start, part in asked.parts(state, job).values())
-    plain = job.lock is None or job.lock.importance is not None or job.lock.dense
-    return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

@@ -1,6 +1,8 @@
 """How towers of transformers attend: on a GPU by one product for all three inputs, and by kernels for few tokens."""
 
+import os
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from torch.nn import functional as F
 
 from ease.model.lora import LoraLinear, linear
 
-KERNELS = find_spec("triton") is not None
-"""Triton comes with torch for CUDA on Linux, and not elsewhere."""
+COMPILERS = (os.environ.get("CC", "gcc"), "gcc", "clang")
+KERNELS = find_spec("triton") is not None and any(map(which, COMPILERS))
+"""Triton comes with torch for CUDA on Linux, and not elsewhere. It starts kernels by code that the machine's own C
+compiler makes, which many containers lack."""
 WIDTH = 64
 """Features of a head, the same in all published CLIP and SigLIP base and large models."""
 MOST_KEYS = 256

@@ -111,6 +111,15 @@ def test_longer_recovery_asks_for_a_larger_share(leaving, known, lasts, optimise
     assert usual_share(leaving, optimiser, 2.0).share == 1.0
 
 
+def test_pairs_of_few_clients_stand_between_leaving_and_pairs_of_many() -> None:
+    leaving = usual_share(True, "sgd", 0.2).share
+    of_many = usual_share(False, "sgd", 0.2).share
+    assert usual_share(False, "sgd", 0.2, 0.0).share == leaving
+    assert usual_share(False, "sgd", 0.2, 0.1).share == pytest.approx((leaving + of_many) / 2)
+    assert usual_share(False, "sgd", 0.2, 0.2).share == usual_share(False, "sgd", 0.2, 1.0).share == of_many
+    assert usual_share(True, "sgd", 0.2, 0.3).share == leaving
+
+
 @pytest.mark.parametrize("slope", [0.0, -3.0])
 def test_where_nothing_falls_it_is_the_usual_share(slope: float) -> None:
     assert share_to_remove(Gap(-2.0, 0.1, 9, 9), 1.0, slope, USUAL) == (USUAL.share, 0.0)

@@ -100,6 +100,7 @@ class Ease(Unlearner):
         clients = retained_clients(request, federation)
         before = self._look(trained, request, federation, trained.start) if self._asks(request) else {}
         counts = self._counts(request, federation, before)
+        concerned = sum(count != 0 for count in counts.values()) / len(federation.clients)
         written = written_by(trained, request, federation, counts, self.replay, self.farewell, self.replay_precision)
         whole = self._one_side(written.total)
         spectra, bases = self._directions(trained, written)
@@ -124,7 +125,7 @@ class Ease(Unlearner):
             recovered = loss is None or goal is None or loss <= goal
             last, told = number == most or (number >= fewest and recovered), dict[str, Any]()
             if last and self._corrects:
-                removed, told = self._right_share(trained, request, federation, state, share, before, early)
+                removed, told = self._right_share(trained, request, federation, state, share, before, early, concerned)
                 held = state = state - (removed - share) * whole
             job = trained.training.job(
                 number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
@@ -248,6 +249,7 @@ class Ease(Unlearner):
         share: float,
         before: Levels,
         early: Levels,
+        concerned: float,
     ) -> tuple[float, dict[str, Any]]:
         """How much to subtract so that forget pairs come to the level of held-out ones after what recovery has done."""
         now = membership_gap(self._look(trained, request, federation, state), early)
@@ -255,7 +257,8 @@ class Ease(Unlearner):
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
         recipe, leaving = trained.training, isinstance(request, ClientRequest)
         # Rounds that the loss asked for beyond the usual ones only make up for how much was taken.
-        usual = usual_share(leaving, recipe.optimiser, (self.rounds(recipe, request) - 1) / recipe.rounds)
+        recovery = (self.rounds(recipe, request) - 1) / recipe.rounds
+        usual = usual_share(leaving, recipe.optimiser, recovery, concerned)
         why = disbelief(now, share, slope, usual)
         wanted, weight = share_to_remove(None if why else now, share, slope, usual)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}

@@ -1,6 +1,7 @@
 """Which share of what the forget pairs wrote has to go, by recall, beside the one that clients measure.
 
     python benchmarks/shares.py sample --seed 0 --shares 0.84 0.9 0.96 1.0
+    python benchmarks/shares.py sample --of-clients 1 --part 0.33 --shares 0.78 0.86 0.94
 
 EASE is run with the correction before its last round forced to each share; gaps are to the mean of three retrainings,
 in points of recall. The right share is where the mean gap of forget R@1, R@5 and R@10 crosses 0. It looks at retrained
@@ -18,10 +19,13 @@ from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
 from ease.params import Params
+from ease.requests.request import Request, SampleRequest
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import load_config
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.run import Run
+from ease.runs.world import World
+from ease.seeding import generator
 from ease.studies.scenarios import scenario_config, scenario_request
 
 FORGET = ("forget/recall@1", "forget/recall@5", "forget/recall@10")
@@ -38,11 +42,24 @@ class Forced(Ease):
         return self.last, told | {"share": self.last, "wanted": wanted}
 
 
+def of_clients(world: World, count: int, part: float, seed: int) -> Request:
+    """Some pairs of clients of middle size."""
+    by_size = sorted(world.shards, key=lambda shard: len(shard.train))
+    first, rng = (len(by_size) - count + 1) // 2, generator(seed, "pairs of clients")
+    chosen = [
+        rng.choice(shard.train_ids, max(1, round(part * len(shard.train))), replace=False)
+        for shard in by_size[first : first + count]
+    ]
+    return SampleRequest(ids=tuple(sorted(map(str, np.concatenate(chosen)))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", choices=("client", "class", "sample"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shares", type=float, nargs="+", default=(0.84, 0.9, 0.96, 1.0))
+    parser.add_argument("--of-clients", type=int, help="sample: pairs of so many clients of middle size alone")
+    parser.add_argument("--part", type=float, default=0.5, help="share of the pairs of those clients")
     parser.add_argument("--config", type=Path, help="TOML of the run")
     parser.add_argument("--set", action="append", default=[], dest="settings", help="a setting of the run; repeatable")
     parser.add_argument("--work", type=Path, default=Path("results/shares"))
@@ -55,6 +72,8 @@ def main() -> None:
     for _ in run.train(world):
         pass
     trained, request = trained_of(run), scenario_request(world, asked.scenario, asked.seed)
+    if asked.of_clients:
+        request = of_clients(world, asked.of_clients, asked.part, asked.seed)
     sets = evaluation_sets(world, request)
 
     def answer(method: Unlearner) -> tuple[Params, dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.bitflips import forked
 
 from ease import storage
 from ease.errors import UserError
@@ -320,6 +321,19 @@ print("imported")
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is copied by fork")
+def test_our_modules_can_be_imported_where_unix_modules_are_absent(tmp_path: Path) -> None:
+    """In a copy of this process, which has what others wrote imported; below, everything is imported anew."""
+
+    def work() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ease"]:
+            del sys.modules[name]
+        exec(IMPORT_ALL, {})
+
+    assert forked(work, tmp_path) == (0, "imported\n")
+
+
+@pytest.mark.slow
 def test_every_module_can_be_imported_where_unix_modules_are_absent() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr

@@ -4,6 +4,7 @@ import gc
 
 gc.disable()  # until all is imported and collected: nothing of that is garbage, and looking takes a fifth of the time
 
+import copy
 import os
 import shutil
 import string
@@ -37,6 +38,7 @@ from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
 from ease.methods.ease.calibration import measure_levels
 from ease.methods.retrain import Retrain
+from ease.model import hub
 from ease.model.hub import quiet_transformers
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request, forget_mask
@@ -415,7 +417,7 @@ def toy_params() -> Callable[..., Params]:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint(request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """A randomly drawn checkpoint of a family in a folder of its own, saved as real ones are. Read it only.
 
     Three blocks, pictures of 32 px in 16 patches, 12 tokens; the towers have different widths.
@@ -423,7 +425,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    letters, folder = string.ascii_lowercase, tmp_path_factory.mktemp("checkpoints")
+    letters, folder = string.ascii_lowercase, request.getfixturevalue("parts_of_checkpoints")
     layers = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
     vision = {**layers, "hidden_size": 40, "patch_size": 8}
 
@@ -469,6 +471,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folder / family
 
     return make
+
+
+@pytest.fixture(scope="session")
+def parts_of_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where checkpoints are made, which are read once: loading takes transformers ten times as long as copying.
+
+    All others, and all while a test has its hands in transformers, are read as ever.
+    """
+    import transformers
+
+    folder, kept = tmp_path_factory.mktemp("checkpoints"), dict[Path, tuple[Any, ...]]()
+    kinds = [transformers.AutoModel, transformers.AutoTokenizer, transformers.AutoImageProcessor]
+    readers, read = [kind.from_pretrained for kind in kinds], hub._parts
+
+    def parts(place: Path, *names: str) -> tuple[Any, ...]:
+        if place.parent != folder or [kind.from_pretrained for kind in kinds] != readers:
+            return read(place, *names)
+        if place not in kept:
+            kept[place] = read(place, *names)
+        model, *others = kept[place]
+        return copy.deepcopy(model), *others
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "_parts", parts)
+        yield folder
 
 
 @pytest.fixture(scope="session")

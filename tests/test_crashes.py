@@ -1,8 +1,8 @@
 """The plug pulled, the disk full and the memory gone before any one operation on a file: resumed, it ends the same.
 
 Every operation is seen: opening, renaming, deleting and making of files and folders by the interpreter's audit events,
-waiting for the disk by its function. By default a few of them are struck. Among `slow` tests every state that a kill
-can leave is gone on from, and every tenth operation fails; with EASE_SWEEP=all each one does.
+waiting for the disk by its function. By default two of each command's are struck, one by a kill. Among `slow` tests
+every state that a kill can leave is gone on from, and every tenth operation fails; with EASE_SWEEP=all each one does.
 """
 
 import errno
@@ -30,7 +30,6 @@ COMMANDS = {
     "forget": ["forget", "run", "--samples", "ids.txt", "--quiet"],
 }
 WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
-STRUCK_BY_DEFAULT = 2
 EXHAUSTIVE = os.environ.get("EASE_SWEEP") == "all"
 FAILING = 1 if EXHAUSTIVE else 10
 """One of so many operations fails in the sweeps."""
@@ -241,16 +240,25 @@ def sweep_errors(begun: Begun, strike: str, folder: Path) -> None:
         survives(begun, strike, at, folder)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("strike", STRIKES)
+def few(*commands: str, first: int = 0) -> list[tuple[str, str]]:
+    """Each command with a kill and one of the errors, which all end in an exception: another one for the next."""
+    errors = [strike for strike in STRIKES if strike != "killed"]
+    return [
+        (name, strike)
+        for number, name in enumerate(commands, first)
+        for strike in ("killed", errors[number % len(errors)])
+    ]
+
+
+def strike_once(begun: Begun, strike: str, folder: Path) -> None:
+    """Each kind of strike meets another part of what a command does."""
+    assert begun.operations > 40
+    survives(begun, strike, (2 * list(STRIKES).index(strike) + 3) * begun.operations // (2 * len(STRIKES) + 2), folder)
+
+
+@pytest.mark.parametrize(("name", "strike"), few(*COMMANDS))
 def test_struck_before_some_operations_it_resumes_to_the_same_bytes(begun, tmp_path, name: str, strike: str) -> None:
-    total = begun[name].operations
-    assert total > 40
-    count = STRUCK_BY_DEFAULT if strike == "killed" else 1
-    offset = list(STRIKES).index(strike)  # each kind of strike meets others
-    for turn in range(count):
-        at = (2 * (len(STRIKES) * turn + offset) + 1) * total // (2 * len(STRIKES) * count)
-        survives(begun[name], strike, at, tmp_path / "struck")
+    strike_once(begun[name], strike, tmp_path / "struck")
 
 
 @pytest.mark.slow

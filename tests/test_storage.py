@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.bitflips import forked
 
 from ease import storage
 from ease.errors import UserError
@@ -109,6 +111,11 @@ SEALED: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 }
 
 
+def _put(file: FileIO, place: int, byte: int) -> None:
+    file.seek(place)
+    file.write(bytes([byte]))
+
+
 @pytest.mark.parametrize("kind", SEALED)
 def test_every_single_flipped_bit_of_a_sealed_file_is_refused(tmp_path: Path, kind: str) -> None:
     write, read = SEALED[kind]
@@ -116,13 +123,14 @@ def test_every_single_flipped_bit_of_a_sealed_file_is_refused(tmp_path: Path, ki
     write(path)
     read(path)
     whole = path.read_bytes()
-    for place in range(8 * len(whole)):
-        content = bytearray(whole)
-        content[place // 8] ^= 1 << place % 8
-        path.write_bytes(content)
-        storage._check_once.cache_clear()  # two writes in one tick of the clock look alike
-        with pytest.raises(UserError, match=f"{path}: damaged"):
-            read(path)
+    with path.open("r+b", buffering=0) as file:
+        for place in range(8 * len(whole)):
+            _put(file, place // 8, whole[place // 8] ^ 1 << place % 8)
+            storage._check_once.cache_clear()  # two writes in one tick of the clock look alike
+            with pytest.raises(UserError, match=f"{path}: damaged"):
+                read(path)
+            _put(file, place // 8, whole[place // 8])
+    assert path.read_bytes() == whole
     for content in (whole[:-1], whole + b"\0", b""):
         path.write_bytes(content)
         storage._check_once.cache_clear()
@@ -320,6 +328,19 @@ print("imported")
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is copied by fork")
+def test_our_modules_can_be_imported_where_unix_modules_are_absent(tmp_path: Path) -> None:
+    """In a copy of this process, which has what others wrote imported; below, everything is imported anew."""
+
+    def work() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ease"]:
+            del sys.modules[name]
+        exec(IMPORT_ALL, {})
+
+    assert forked(work, tmp_path) == (0, "imported\n")
+
+
+@pytest.mark.slow
 def test_every_module_can_be_imported_where_unix_modules_are_absent() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr

@@ -66,6 +66,8 @@ def cache_folder() -> Path:
 def _make_folder(folder: Path, remedy: str = "", durable: bool = True) -> None:
     """Make a folder and those above it, for this user alone: they hold pictures, captions and what models learnt."""
     try:
+        if folder.is_dir():  # nearly always; those above it need not be looked at then
+            return
         for each in reversed([folder, *folder.parents]):
             if not each.exists():
                 with suppress(FileExistsError):  # made by another process just now

@@ -28,8 +28,10 @@ def judged(
     return joint_test(values[-1] + kept * effect, values[:-1], np.full(MEASURES, 0.01), planted, rng, draws=draws)
 
 
-@pytest.mark.parametrize("models", [6, 10])
-@pytest.mark.parametrize("factors", [0, 2])
+@pytest.mark.parametrize(
+    ("models", "factors"),
+    [(6, 2), (10, 0), pytest.param(6, 0, marks=pytest.mark.slow), pytest.param(10, 2, marks=pytest.mark.slow)],
+)
 def test_one_more_retraining_is_refused_as_often_as_the_level_says(models: int, factors: int) -> None:
     """Of 300 draws, 5 % are 15 with a standard deviation of 3.8; four of those above is the most that chance gives."""
     rng = np.random.default_rng(models + factors)

@@ -71,6 +71,16 @@ def test_batches_do_not_show(pairs, backbone, monkeypatch, tmp_path) -> None:
     np.testing.assert_allclose(parts.image, whole.image, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [4, 6, 12])
+def test_no_batch_is_much_smaller_than_the_others(pairs, backbone, monkeypatch, batch: int) -> None:
+    """Few rows are multiplied by other kernels: pairs that are gone would change last bits of those that end a set."""
+    sizes, prefix = [], backbone.image.prefix
+    monkeypatch.setattr("ease.data.features.BATCH_PAIRS", batch)
+    monkeypatch.setattr(backbone.image, "prefix", lambda rows, first: (sizes.append(len(rows)), prefix(rows, first))[1])
+    cached_activations(pairs, backbone, FIRST, FIRST, "cpu")
+    assert sum(sizes) == len(pairs) == 13 and max(sizes) - min(sizes) <= 1 and min(sizes) >= batch / 2
+
+
 def test_with_nothing_adapted_the_states_are_the_pooled_output(pairs, backbone) -> None:
     made = cached_activations(pairs, backbone, backbone.image.depth, backbone.text.depth, "cpu")
     assert made.text_mask is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.federation.apart_sites import SIZES, TESTS, Sites, answered, serving, states
+from tests.federation.apart_sites import SIZES, TESTS, Sites, answered, lasting, serving, states
 
 from ease.data.membership import Holding
 from ease.errors import UserError
@@ -31,6 +31,13 @@ DEAL = Deal(classes=2, class_seed=0, seed=0, validation_share=0.3)
 @pytest.fixture
 def sites(drawn: Path, small: tuple[str, ...], tmp_path: Path) -> Iterator[Sites]:
     with serving(drawn, tmp_path / "w", small) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def standing(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_factory) -> Iterator[Sites]:
+    """Sites for tests that end in a refusal. Nothing of them is changed."""
+    with lasting(drawn, tmp_path_factory, small, shared_cache) as made:
         yield made
 
 
@@ -152,9 +159,9 @@ def test_held_ids_are_those_of_the_shards(world) -> None:
         (("partition.clustering=pooled",), "would bring pairs together"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(sites: Sites, changes: tuple[str, ...], problem: str) -> None:
+def test_settings_that_cannot_be_are_refused(standing: Sites, changes: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        open_world(Run.plan(sites.folder / "x", sites.config(*changes)))
+        open_world(Run.plan(standing.folder / "x", standing.config(*changes)))
 
 
 def test_a_run_begins_with_all_its_clients_and_leaves_nothing_behind(sites: Sites) -> None:
@@ -272,9 +279,9 @@ LIES["nearly nothing"] = holding_with(train_ids=("x",), train_classes=(0,)), "ha
 
 
 @pytest.mark.parametrize("kind", LIES)
-def test_a_node_that_lies_of_its_pairs_is_named(sites: Sites, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_lies_of_its_pairs_is_named(standing: Sites, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, problem = LIES[kind]
-    node = sites.nodes[1]
+    node = standing.nodes[1]
     respond = node.respond
 
     def lying(ask: Ask, *rest: object) -> bytes:
@@ -283,5 +290,5 @@ def test_a_node_that_lies_of_its_pairs_is_named(sites: Sites, kind: str, monkeyp
 
     monkeypatch.setattr(node, "respond", lying)
     with pytest.raises(UserError, match=problem) as refused:
-        sites.trained("never")
-    assert "client 1" in str(refused.value)
+        standing.trained(kind)
+    assert "client 1" in str(refused.value) and not (standing.folder / kind).exists()

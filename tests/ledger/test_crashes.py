@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from benchmarks.bitflips import TINY, inside
 from tests import test_crashes as crashes
-from tests.test_crashes import STRIKES, WATCH, Begun, begin, command, hooked, survives, sweep_errors, sweep_kills
+from tests.test_crashes import (
+    STRIKES,
+    WATCH,
+    Begun,
+    begin,
+    command,
+    few,
+    hooked,
+    strike_once,
+    sweep_errors,
+    sweep_kills,
+)
 
 from ease.evidence import read_log
 from ease.evidence import salted as evidence_salt
@@ -32,7 +43,6 @@ BEFORE = (
 POLICY = ["--set", "hold.retain_points=100", "--set", "retrain.gone_share=0.35"]
 """A client of three leaves; with pairs of another, more than that is gone, and all is trained from the start."""
 COMMANDS = {"work": ["work", "run", "--quiet", *POLICY], "purge": ["purge", "run", "--quiet"]}
-STRUCK_BY_DEFAULT = 2
 
 
 class Ticking(sqlite3.Connection):
@@ -97,16 +107,9 @@ def begun(tmp_path_factory) -> dict[str, Begun]:
     return whole
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize(("name", "strike"), few(*COMMANDS, first=2))
 def test_struck_before_some_operations_the_same_command_goes_on(begun, tmp_path, name: str, strike: str) -> None:
-    total = begun[name].operations
-    assert total > 40
-    count = STRUCK_BY_DEFAULT if strike == "killed" else 1
-    offset = list(STRIKES).index(strike)  # each kind of strike meets others
-    for turn in range(count):
-        at = (2 * (len(STRIKES) * turn + offset) + 1) * total // (2 * len(STRIKES) * count)
-        survives(begun[name], strike, at, tmp_path / "struck")
+    strike_once(begun[name], strike, tmp_path / "struck")
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from ease.testing import (
     check_method,
     make_stage,
     needs_no_more_than_it_says,
+    stopping_changes_no_byte,
     withstands,
 )
 
@@ -42,8 +43,8 @@ class FewNoises(Ferrari):
 PLAYED = {**METHODS, "ferrari": FewNoises}
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
 every_request = pytest.mark.parametrize("scope", SCOPES)
-OF_CLIENTS = (a_failing_client_is_refused, a_faulty_client_is_named)
-"""Checks that concern averaging, which all kinds of requests share."""
+SHARED = (a_failing_client_is_refused, a_faulty_client_is_named, stopping_changes_no_byte)
+"""Checks that concern averaging and the journal, which all kinds of requests share; slow tests meet all kinds."""
 EXHAUSTIVE = os.environ.get("EASE_SWEEP") == "all"
 
 
@@ -89,15 +90,15 @@ def ground_of(stage_of) -> Callable[[str], Stage]:
     return lambda name: stage_of("loop") if name == "ease" else stage_of("loop", "model.lora=off")
 
 
-@pytest.mark.parametrize("check", [check for check in CHECKS if check not in OF_CLIENTS], ids=named)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in SHARED], ids=named)
 @every_request
 @every_method  # outermost: whoever is given some of the methods plays no other
 def test_the_contract(ground_of, check, name: str, scope: str) -> None:
     check(ground_of(name), PLAYED[name], scope)
 
 
-@pytest.mark.parametrize(("name", "check", "scope"), kinds_in_turn(OF_CLIENTS), ids=named)
-def test_the_contract_of_clients_that_fail(ground_of, check, name: str, scope: str) -> None:
+@pytest.mark.parametrize(("name", "check", "scope"), kinds_in_turn(SHARED), ids=named)
+def test_the_contract_of_what_requests_share(ground_of, check, name: str, scope: str) -> None:
     check(ground_of(name), PLAYED[name], scope)
 
 

@@ -4,9 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+
+from ease import methods
+from ease.commands.methods import MethodsSummary
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "own-method"
 
@@ -27,13 +32,24 @@ def run(environment: dict[str, str], *arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-def test_it_is_listed_with_its_settings(environment) -> None:
-    found = {kind["name"]: kind for kind in run(environment, "methods")["methods"]}
-    assert [setting["name"] for setting in found["halfway"]["settings"]] == ["back", "softness", "share"]
+def settings_of_halfway(told: dict) -> list[str]:
+    return [each["name"] for kind in told["methods"] if kind["name"] == "halfway" for each in kind["settings"]]
+
+
+def test_what_the_package_declares_is_listed_with_its_settings(monkeypatch) -> None:
+    """As if it were installed, which takes seconds: what pip makes of the same declaration is asked for below."""
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())
+    monkeypatch.syspath_prepend(PACKAGE / project["tool"]["setuptools"]["package-dir"][""])
+    points = [EntryPoint(*each, methods.GROUP) for each in project["project"]["entry-points"][methods.GROUP].items()]
+    usable, refused = methods.plug_ins(points)
+    sys.modules.pop("ease_halfway")
+    assert list(usable) == ["halfway"] and not refused
+    assert settings_of_halfway(MethodsSummary(tuple(usable.values())).as_json()) == ["back", "softness", "share"]
 
 
 @pytest.mark.slow
-def test_it_answers_is_audited_and_keeps_the_contract(environment, small, tmp_path: Path) -> None:
+def test_it_is_listed_answers_is_audited_and_keeps_the_contract(environment, small, tmp_path: Path) -> None:
+    assert settings_of_halfway(run(environment, "methods")) == ["back", "softness", "share"]
     larger = (*small, "data.test=120", "partition.validation_share=0.2", "training.rounds=3")
     settings = [part for change in larger for part in ("--set", change)]
     run(environment, "train", "--out", tmp_path / "run", *settings)

@@ -23,6 +23,7 @@ from ease.runs.run import Run
 from ease.runs.world import World
 
 CLIENT = ClientRequest(clients=(1,))
+PLANTED = ("data.validation=40", "data.canaries=20")
 LEARNING = (
     "data.train=120",
     "data.validation=260",
@@ -44,7 +45,7 @@ LEARNING = (
 def planted(shared_cache: Path, small_config) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
-        return World.open(small_config("data.validation=100", "data.canaries=60"))
+        return World.open(small_config(*PLANTED))
 
 
 def test_a_run_without_canaries_is_told_as_before() -> None:
@@ -65,7 +66,7 @@ def test_clients_train_on_heads_and_no_set_that_is_measured_holds_a_canary(plant
     canaries = planted.evaluator.canaries
     held = np.concatenate([shard.train for shard in planted.shards])
     inside = np.intersect1d(held, canaries)
-    assert len(canaries) == 60 and 15 < len(inside) < 45
+    assert len(canaries) == 20 and 5 < len(inside) < 15
     assert len(planted_ids(planted)) == len(inside)
     for request in (CLIENT, ClassRequest(classes=(0,)), SampleRequest(ids=planted.shards[0].train_ids[:5])):
         for positions in evaluation_sets(planted, request).values():
@@ -73,7 +74,7 @@ def test_clients_train_on_heads_and_no_set_that_is_measured_holds_a_canary(plant
     for positions in (planted.evaluator.test, planted.evaluator.spare):
         assert not np.isin(positions, canaries).any()
     assert not np.isin(np.concatenate([shard.validation for shard in planted.shards]), canaries).any()
-    plain = World.open(small_config("data.validation=100"))
+    plain = World.open(small_config(PLANTED[0]))
     for before, after in zip(plain.shards, planted.shards, strict=True):
         assert after.train_ids[: len(before.train_ids)] == before.train_ids, "data are dealt as without canaries"
 
@@ -105,7 +106,7 @@ def test_without_canaries_none_can_be_asked_for(learnt) -> None:
 
 def test_the_command_forgets_those_that_were_planted(ease, small, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    changed = [part for each in (*small, "data.validation=40", "data.canaries=20") for part in ("--set", each)]
+    changed = [part for each in (*small, *PLANTED) for part in ("--set", each)]
     assert ease("train", "--out", run, *changed, "--quiet").code == 0
     found = ease("forget", run, "--canaries", "--method", "finetune", "--json")
     assert found.code == 0, found.err

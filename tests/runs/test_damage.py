@@ -236,7 +236,7 @@ def test_one_who_loses_the_race_for_a_new_folder_changes_nothing(small_config, w
 
 def test_a_damaged_cache_is_made_again_and_a_line_says_so(small_config, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("EASE_CACHE", str(tmp_path))
-    fewer = ("data.train=24", "data.test=8", "partition.clients=2", "partition.classes=2", "gallery=8")
+    fewer = ("data.train=12", "data.test=4", "partition.clients=2", "partition.classes=2", "gallery=4")
     config = small_config("data.seed=3", "model.lora=ffa", *fewer)  # with a file of masks
     first = World.open(config)
     expected = {name: array.copy() for name, array in vars(first.evaluator.activations).items()}

@@ -5,12 +5,14 @@ import re
 import shutil
 import textwrap
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from ease.commands.train import train_run
+from ease.config import to_toml
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.model.backbones import load_backbone
@@ -29,17 +31,33 @@ ADAPTED = ("model.lora=ffa", "model.lora_rank=2", "model.lora_blocks=2", "model.
 
 
 @pytest.fixture(scope="module")
-def finished(small, shared_cache, tmp_path_factory):
-    """Makes a run over a backbone and forgets client 1 in it. Export to elsewhere."""
+def trained(small, shared_cache, tmp_path_factory):
+    """Makes a run over a backbone, once for equal settings. Export to elsewhere."""
+    made: dict[str, Run] = {}
 
     def make(*settings: str) -> Run:
+        config = load_config(None, (*small, "model.lora=ffa", *settings))
+        if (key := to_toml(config)) not in made:
+            folder = tmp_path_factory.mktemp("trained") / "run"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("EASE_CACHE", str(shared_cache))
+                train_run(config, folder, quiet=True)
+            made[key] = Run.load(folder)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(trained, shared_cache):
+    """The same, and client 1 is forgotten in it."""
+
+    def make(*settings: str) -> Run:
+        run = trained(*settings)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("EASE_CACHE", str(shared_cache))
-            config = load_config(None, (*small, "model.lora=ffa", *settings))
-            folder = tmp_path_factory.mktemp("finished") / "run"
-            train_run(config, folder, quiet=True)
-            list(forget(Run.load(folder), World.open(config), ClientRequest(clients=(1,)), make_method("ease"), False))
-        return Run.load(folder)
+            list(forget(run, World.open(run.config), ClientRequest(clients=(1,)), make_method("ease"), False))
+        return run
 
     return make
 
@@ -58,9 +76,15 @@ def pictures(size: int, count: int = 2) -> torch.Tensor:
     return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=rng)
 
 
+@cache
+def encoder(folder: Path) -> DualEncoder:
+    config = Run.load(folder).config
+    return DualEncoder(load_backbone(config.model.backbone), config.model, config.seed)
+
+
 def embed(run: Run, state: Params, modality: str, inputs: torch.Tensor) -> torch.Tensor:
     """What the run's own model makes of inputs under a state."""
-    model = DualEncoder(load_backbone(run.config.model.backbone), run.config.model, run.config.seed)
+    model = encoder(run.folder)
     branch = getattr(model, modality)
     with torch.no_grad():
         return model.embed(state.tensors, modality, *branch.tower.prefix(inputs, branch.first))
@@ -100,10 +124,12 @@ def test_peft_and_the_page_beside_it_give_the_embeddings_of_the_run(
         torch.testing.assert_close(given[modality], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lora", ["ffa", "full"])
-def test_an_exported_adapter_can_be_imported_again(ease, checkpoint, finished, tmp_path: Path, lora: str) -> None:
+@pytest.mark.parametrize(("family", "lora"), [("siglip2", "ffa"), ("siglip", "full")])
+def test_an_exported_adapter_can_be_imported_again(
+    ease, checkpoint, trained, tmp_path: Path, family: str, lora: str
+) -> None:
     """Another seed draws another A; the imported products must win over it."""
-    run = finished(f"model.backbone=hf:{checkpoint('clip')}", *ADAPTED, f"model.lora={lora}", "model.projector=none")
+    run = trained(f"model.backbone=hf:{checkpoint(family)}", *ADAPTED, f"model.lora={lora}", "model.projector=none")
     assert ease("export", run.folder, "--format", "peft", "--out", tmp_path / "out").code == 0
     again = run.config.model.model_copy(update={"adapter": tmp_path / "out"})
     model = DualEncoder(load_backbone(again.backbone), again, seed=9)
@@ -114,10 +140,10 @@ def test_an_exported_adapter_can_be_imported_again(ease, checkpoint, finished, t
         torch.testing.assert_close(model.initial()[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_training_can_start_from_an_adapter_named_in_a_file(ease, checkpoint, finished, small, tmp_path: Path) -> None:
+def test_training_can_start_from_an_adapter_named_in_a_file(ease, checkpoint, trained, small, tmp_path: Path) -> None:
     """Paths in the file are meant from the file; w_0 of the run is the adapter."""
     backbone = f"model.backbone=hf:{checkpoint('clip')}"
-    source = finished(backbone, *ADAPTED)
+    source = trained(backbone, *ADAPTED)
     assert ease("export", source.folder, "--format", "peft", "--out", tmp_path / "conf" / "adapter").code == 0
     shutil.copytree(checkpoint("clip"), tmp_path / "conf" / "clip")
     (tmp_path / "conf" / "c.toml").write_text('[model]\nbackbone = "hf:clip"\nadapter = "adapter"\n')
@@ -137,9 +163,9 @@ def test_training_can_start_from_an_adapter_named_in_a_file(ease, checkpoint, fi
         assert refused.code == 2 and "conf/adapter is not the one this run began from; restore it" in refused.err
 
 
-def test_weights_that_were_changed_after_the_training_are_not_exported(ease, checkpoint, finished, tmp_path) -> None:
+def test_weights_that_were_changed_after_the_training_are_not_exported(ease, checkpoint, trained, tmp_path) -> None:
     folder = shutil.copytree(checkpoint("clip"), tmp_path / "clip")
-    run = finished(f"model.backbone=hf:{folder}", *ADAPTED)
+    run = trained(f"model.backbone=hf:{folder}", *ADAPTED)
     assert ease("export", run.folder, "--out", tmp_path / "out").code == 0
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
@@ -238,8 +264,8 @@ def test_mistakes_are_one_line(ease, tiny: Run, tmp_path: Path, arguments: tuple
     assert not (tmp_path / "out").exists()
 
 
-def test_peft_needs_adapters(ease, checkpoint, finished, tmp_path: Path) -> None:
-    run = finished(f"model.backbone=hf:{checkpoint('clip')}", "model.lora=off")
+def test_peft_needs_adapters(ease, checkpoint, trained, tmp_path: Path) -> None:
+    run = trained(f"model.backbone=hf:{checkpoint('clip')}", "model.lora=off")
     result = ease("export", run.folder, "--format", "peft", "--out", tmp_path / "out")
     assert result.code == 2 and 'model.lora = "off"' in result.err
 

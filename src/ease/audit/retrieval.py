@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ NORM_TOLERANCE = 1e-2  # wide enough for unit vectors rounded to bf16
 MATRIX_BYTES = 512 * 2**20  # a score matrix up to this size is kept whole: 5,000 images x 25,000 captions fit
 REPLICATES = 1000
 RESAMPLED = 2**16  # drawn at once: what fits into a core's own cache
+TOGETHER = 2**18  # scores of small galleries that are looked at at once, as loops are dear
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,14 @@ def first_recall(
 
 def chance_recall(pairs: int, captions: int, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
     """Expected mean recall, in percent, when the whole gallery is one tie and so ranked at random."""
+    return dict(zip(ks, _chance_levels(pairs, captions, tuple(ks)), strict=True))
+
+
+@lru_cache(maxsize=256)  # every measurement of a run asks for the same few
+def _chance_levels(pairs: int, captions: int, ks: tuple[int, ...]) -> tuple[float, ...]:
     none, items = torch.zeros(2), torch.tensor([pairs * captions, pairs])
     positives = torch.tensor([captions, 1])
-    levels = _hit_probability(none, items, positives, ks).mean(1) * 100
-    return dict(zip(ks, levels.tolist(), strict=True))
+    return tuple((_hit_probability(none, items, positives, ks).mean(1) * 100).tolist())
 
 
 def _checked(image: Tensor, text: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -249,18 +255,26 @@ def _galleries(
     # One full matrix pays only when the galleries together hold at least as many scores, and only when it fits.
     keep = draws * size**2 >= n**2 and 4 * n * n * captions <= MATRIX_BYTES and size < n
     matrix = torch.cat([_scores(part, text) for part in image.split(256)]) if keep else None
-    for _ in range(draws):
-        chosen = always + np.sort(rng.choice(n - always, size - always, replace=False))
-        members = np.concatenate([np.arange(always), chosen])
-        index = torch.from_numpy(members).to(image.device)
+    own = torch.arange(size, device=image.device)
+    drawn = [_drawn(n, size, rng, always) for _ in range(draws)]
+    together = max(1, TOGETHER // (size * size * captions)) if matrix is not None else 1
+    for first in range(0, draws, together):
+        some = drawn[first : first + together]
+        index = torch.from_numpy(np.stack(some)).to(image.device)
         if matrix is None:
-            yield members, _pair_outcomes(image[index], text[index], ks, chunk=256)
+            yield some[0], _pair_outcomes(image[index[0]], text[index[0]], ks, chunk=256)
             continue
-        scores = matrix[index[:, None], index]
-        own = torch.arange(size, device=image.device)
-        to_text = _outcomes(scores, own, ks)
-        to_image = _outcomes(scores.permute(1, 2, 0).flatten(0, 1)[:, :, None], own.repeat_interleave(captions), ks)
-        yield members, _by_pair(to_text, to_image)
+        scores = matrix[index[:, :, None], index[:, None]]
+        to_text = _outcomes(scores.flatten(0, 1), own.repeat(len(some)), ks)
+        captions_own = own.repeat_interleave(captions).repeat(len(some))
+        to_image = _outcomes(scores.permute(0, 2, 3, 1).flatten(0, 2)[:, :, None], captions_own, ks)
+        yield from zip(some, _by_pair(to_text, to_image).split(size), strict=True)
+
+
+def _drawn(n: int, size: int, rng: np.random.Generator, always: int) -> np.ndarray:
+    """The members of one random gallery; the first ones are in all."""
+    chosen = always + np.sort(rng.choice(n - always, size - always, replace=False))
+    return np.concatenate([np.arange(always), chosen])
 
 
 def _named(outcomes: np.ndarray, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:

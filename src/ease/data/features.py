@@ -17,7 +17,10 @@ from ease.data.report import count_cut
 from ease.model.backbones import Backbone, Tower
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
-BATCH_PAIRS = 128
+BATCH_PAIRS = 16
+"""Encoded at once on a CPU: what lies between two layers then stays in a core's cache. The batch does not show."""
+GPU_BATCHES = 8
+"""So many of these at once on a GPU, which would wait for work otherwise."""
 MARKER = "complete.json"
 
 
@@ -73,8 +76,9 @@ def _compute(
     def captions(rows: slice) -> Tensor:
         return tokens[rows.start * captions_each : rows.stop * captions_each].to(device)
 
-    written = _write_tower(folder, "image", backbone.image, first_image, images, len(pairs), ())
-    written += _write_tower(folder, "text", backbone.text, first_text, captions, len(pairs), (captions_each,))
+    batch = BATCH_PAIRS * (1 if torch.device(device).type == "cpu" else GPU_BATCHES)
+    written = _write_tower(folder, "image", backbone.image, first_image, images, len(pairs), (), batch)
+    written += _write_tower(folder, "text", backbone.text, first_text, captions, len(pairs), (captions_each,), batch)
     # Last, so that a folder with this file is whole.
     write_json(folder / MARKER, {"arrays": written, "backbone": backbone.name, "pairs": len(pairs)})
 
@@ -87,13 +91,15 @@ def _write_tower(
     inputs: Callable[[slice], Tensor],
     pairs: int,
     per_pair: tuple[int, ...],
+    batch: int,
 ) -> list[str]:
     """Run one frozen tower over all pairs and write its arrays; returns their names."""
     arrays: dict[str, np.ndarray] = {}
-    starts = range(0, pairs, BATCH_PAIRS)
+    # All of about one size: a last one of one to three pairs would be multiplied in another way, to other last bits.
+    count = max(1, round(pairs / batch))
+    batches = [slice(pairs * number // count, pairs * (number + 1) // count) for number in range(count)]
     with ExitStack() as files:
-        for start in with_progress(starts, len(starts), f"Encoding {modality}s"):
-            rows = slice(start, min(start + BATCH_PAIRS, pairs))
+        for rows in with_progress(batches, len(batches), f"Encoding {modality}s"):
             with torch.no_grad():
                 states, mask = tower.prefix(inputs(rows), first)
                 pooled = tower(states, mask, first)

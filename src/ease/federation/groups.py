@@ -107,4 +107,7 @@ def _small_steps(model: DualEncoder, examples: Examples, job: LocalJob) -> bool:
     threads = torch.get_num_threads()
     if examples.device.type != "cpu" or threads == 1:
         return False
-    return projects_alone(model) or threads * job.batch_size * examples.pair_bytes <= CACHED_BYTES
+    if projects_alone(model):
+        return True
+    # Blocks that are computed again on the way back are given their tensors then, and layers hold one thread's alone.
+    return not model.config.checkpointing and threads * job.batch_size * examples.pair_bytes <= CACHED_BYTES

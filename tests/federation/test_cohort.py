@@ -88,6 +88,16 @@ def test_threads_do_not_mix_the_tensors_of_their_passes(adapted, local_job) -> N
         assert all(torch.equal(other.delta[name], tensor) for name, tensor in one.delta.tensors.items())
 
 
+def test_blocks_that_are_computed_again_on_the_way_back_go_in_one_thread(adapted, local_job, monkeypatch) -> None:
+    """They are given their tensors then, where nothing keeps threads apart; nor do large steps go in threads."""
+    model, pool, job = adapted.world.server.model, adapted.world.federation.data[0].train, local_job()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert groups_module._small_steps(model, pool, job)
+    assert not groups_module._small_steps(model, pool, replace(job, batch_size=10_000))
+    monkeypatch.setattr(model, "config", model.config.model_copy(update={"checkpointing": True}))
+    assert not groups_module._small_steps(model, pool, job)
+
+
 # --- every job that shares a pass gives what the clients alone give ---
 
 

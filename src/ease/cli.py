@@ -3,7 +3,9 @@
 import io
 import json
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
@@ -1060,26 +1062,45 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
+    interrupted = _hear_interrupts()
     try:
         _check_memory()
         _check_here()
         code = _program()(prog_name="ease", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        raise SystemExit(2) from None
-    except (UserError, click.ClickException, OSError) as error:
+        code = 2
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
         if "--debug" in sys.argv:
             raise
-        _complain(error)
-        raise SystemExit(2) from None
-    except (MemoryError, RuntimeError, ImportError, SystemError) as error:
-        if "--debug" in sys.argv or not _lacks_memory(error):
+        if interrupted:  # compiled code may make an error of its own of an interrupt
+            code = INTERRUPTED
+        elif isinstance(error, UserError | click.ClickException | OSError):
+            _complain(error)
+            code = 2
+        elif isinstance(error, MemoryError | RuntimeError | ImportError | SystemError) and _lacks_memory(error):
+            _complain(UserError(OUT_OF_MEMORY))
+            code = 2
+        else:
             raise
-        _complain(UserError(OUT_OF_MEMORY))
-        raise SystemExit(2) from None
     if code == INTERRUPTED:
         print("\nstopped; run the same command again to continue", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _hear_interrupts() -> list[int]:
+    """Ctrl-C raises KeyboardInterrupt as ever; the list tells afterwards whether it came."""
+    heard: list[int] = []
+
+    def hear(number: int, _: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, hear)  # where a shell ignores it for a background job, it stays ignored
+    return heard
 
 
 def _check_here() -> None:

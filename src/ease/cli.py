@@ -101,13 +101,15 @@ INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""
 REFUTED = 1
 """Exit code of a check that found something that does not hold."""
+MISTAKE = 2
+"""Exit code of what the user can mend."""
 
 EXIT_CODES = {
     0: "Done. Of `verify` and `certificate sign`: nothing contradicts it; of `doctor`: everything works; of "
     "`audit --exit-code`: passed.",
     REFUTED: "`verify`, `certificate sign`: something does not hold, and each reason is told. `doctor`: something does "
     "not work. `audit --exit-code`: not passed. With a traceback: a fault of this program.",
-    2: "A mistake in the command, its settings or its files, or too little disk or memory: one line says which.",
+    MISTAKE: "A mistake in the command, its settings or its files, or too little disk or memory: one line says which.",
     3: "`audit --exit-code`: it cannot be told.",
     INTERRUPTED: "Stopped by Ctrl-C; the same command goes on from there.",
 }
@@ -1069,7 +1071,7 @@ def main() -> None:
         code = _program()(prog_name="ease", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        code = 2
+        code = MISTAKE
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
@@ -1079,10 +1081,10 @@ def main() -> None:
             code = INTERRUPTED
         elif isinstance(error, UserError | click.ClickException | OSError):
             _complain(error)
-            code = 2
+            code = MISTAKE
         elif isinstance(error, MemoryError | RuntimeError | ImportError | SystemError) and _lacks_memory(error):
             _complain(UserError(OUT_OF_MEMORY))
-            code = 2
+            code = MISTAKE
         else:
             raise
     if code == INTERRUPTED:

@@ -319,6 +319,7 @@ def _train_beside(cache: Path) -> None:
     command(COMMANDS["train"])
 
 
+@pytest.mark.slow
 def test_two_processes_of_equal_number_share_an_empty_cache(alone, tmp_path) -> None:
     two_at_once(tmp_path, alone, 0)
 

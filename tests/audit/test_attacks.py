@@ -54,6 +54,7 @@ def without_effect(target: Readings, member: np.ndarray, amount: float) -> Readi
     return readings(target["log_odds"] - amount * member)
 
 
+@pytest.mark.slow
 def test_likelihood_ratios_reach_the_closed_form() -> None:
     """Two Gaussians of deviation 1 at distance d: AUC = Phi(d / sqrt 2), TPR at FPR a = Phi(d - z(1 - a)).
 
@@ -69,6 +70,7 @@ def test_likelihood_ratios_reach_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize("attack", [*make(pairs=60)[0].attacks(), *INFORMED])
+@pytest.mark.slow
 def test_every_attack_says_higher_for_members_and_lower_for_erased(attack: str) -> None:
     """Who knows the method asks whether a model still shows what unlearning leaves, so there must be something."""
     bench, target, population = make(left=1.5)
@@ -157,6 +159,7 @@ def test_the_target_among_the_shadows_is_refused(attack: str) -> None:
     assert np.isfinite(bench.score(attack, copy, population, without=5)).all()
 
 
+@pytest.mark.slow
 def test_the_strongest_is_the_one_that_told_members_best_before() -> None:
     bench, target, population = make(left=1.5)
     areas = {attack: bench.judge(attack, target, population).auc.value for attack in bench.attacks()}

@@ -159,6 +159,7 @@ def test_the_students_t_of_a_certain_variance_and_a_known_mean_is_the_normal() -
 
 
 @pytest.mark.parametrize("online", [True, False])
+@pytest.mark.slow
 def test_with_four_shadows_it_beats_a_variance_for_each_pair(online: bool) -> None:
     """Mean gain in AUC of 40 seeded repetitions, less three standard errors."""
     gains = []
@@ -171,6 +172,7 @@ def test_with_four_shadows_it_beats_a_variance_for_each_pair(online: bool) -> No
 
 @pytest.mark.parametrize("shadows", [4, 16, 64])
 @pytest.mark.parametrize("freedom", [4.0, 1000.0])
+@pytest.mark.slow
 def test_no_number_of_shadows_makes_it_worse_than_the_better_lira(shadows: int, freedom: float) -> None:
     """Whether pairs differ in their noise or not, without being told."""
     found = {"bavaria": [], "pair": [], "shared": []}

@@ -27,6 +27,7 @@ def test_ks_under_ties_is_scipys():
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5, 1.5])
+@pytest.mark.slow
 def test_the_interval_of_ks_covers_the_closed_form(shift):
     truth = 2 * norm.cdf(shift / 2) - 1
     covered = 0

@@ -30,7 +30,7 @@ def judged(
 
 @pytest.mark.parametrize(
     ("models", "factors"),
-    [(6, 2), (10, 0), pytest.param(6, 0, marks=pytest.mark.slow), pytest.param(10, 2, marks=pytest.mark.slow)],
+    [(10, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((6, 0), (6, 2), (10, 2)))],
 )
 def test_one_more_retraining_is_refused_as_often_as_the_level_says(models: int, factors: int) -> None:
     """Of 300 draws, 5 % are 15 with a standard deviation of 3.8; four of those above is the most that chance gives."""
@@ -40,6 +40,7 @@ def test_one_more_retraining_is_refused_as_often_as_the_level_says(models: int, 
     assert (p <= 0.5).sum() >= 150 - 4 * 8.7  # nor does it let everything pass
 
 
+@pytest.mark.slow
 def test_a_trace_is_refused_estimated_and_caught_as_often_as_it_says() -> None:
     """Told power and the share of refused models agree: 200 models that keep 10 %, told from each draw's own audit."""
     rng = np.random.default_rng(0)

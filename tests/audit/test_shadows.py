@@ -303,6 +303,7 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
     ("name", "single", "updates"),
     [("ease", False, 1), ("ease", True, 3), ("fed_eraser", False, 3), ("finetune", False, 0), ("finetune", True, 0)],
 )
+@pytest.mark.slow
 def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
     adapted, tmp_path: Path, name: str, single: bool, updates: int
 ) -> None:

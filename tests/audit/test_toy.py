@@ -79,6 +79,7 @@ def strength(toy, name: str, online: bool, tail: str = "one-sided") -> tuple[flo
     return float(area), float(rate)
 
 
+@pytest.mark.slow
 def test_log_odds_and_cosine_tell_members_better_than_the_loss(toy) -> None:
     """Measured on a similar toy, online AUC: loss .923, cosine .965, log-odds .933."""
     area = {name: strength(toy, name, online=True)[0] for name in STATISTICS}
@@ -86,6 +87,7 @@ def test_log_odds_and_cosine_tell_members_better_than_the_loss(toy) -> None:
     assert min(area["cosine"], area["log_odds"]) > area["loss"]
 
 
+@pytest.mark.slow
 def test_one_sided_offline_finds_what_two_sided_misses(toy) -> None:
     """Measured on a similar toy, TPR at 1 % FPR by log-odds: .048 two-sided, .273 one-sided."""
     one_sided, two_sided = (
@@ -94,6 +96,7 @@ def test_one_sided_offline_finds_what_two_sided_misses(toy) -> None:
     assert one_sided > 0.12 and two_sided < one_sided / 3
 
 
+@pytest.mark.slow
 def test_log_odds_are_nearly_gaussian_and_the_loss_is_not(toy) -> None:
     """Measured on a similar toy: by log-odds 85 % of pairs pass Shapiro when OUT, by cosine 75 %, by loss 14 %."""
     values, members = toy
@@ -104,6 +107,7 @@ def test_log_odds_are_nearly_gaussian_and_the_loss_is_not(toy) -> None:
     assert normal["loss"] < 0.4
 
 
+@pytest.mark.slow
 def test_cheap_attacks_find_members_too(toy) -> None:
     values, members = toy
     odds, inside, others = values["log_odds"], members[:, 0], members[:, 1:]

@@ -389,6 +389,7 @@ def test_a_small_file_of_very_many_pixels_is_refused_by_its_header(tmp_path):
     assert int(grown) < 150
 
 
+@pytest.mark.slow
 def test_no_picture_takes_more_than_is_reckoned_for_it(tmp_path):
     """2000 x 2000, turned by its note, so that every step of the way has a copy of its own."""
     exif = Image.Exif()

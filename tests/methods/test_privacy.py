@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.conftest import Asked
+from tests.fixtures import Asked
 
 from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Update, Wrapped

@@ -88,6 +88,7 @@ def test_scores_far_below_zero_do_not_overflow_in_the_padding() -> None:
 
 
 @interpreted
+@pytest.mark.slow
 def test_torch_may_compile_and_differentiate_it() -> None:
     """What torch.compile is told of shapes, strides and gradients is what the kernels give."""
     joint, _ = drawn(20, torch.float32, "cpu")
@@ -111,6 +112,7 @@ def test_one_product_for_three_layers_gives_what_each_gives(models: int) -> None
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_torch_may_compile_and_differentiate_the_product() -> None:
     x, weight, bias, low = torch.randn(6, 8), torch.randn(12, 8), torch.randn(12), torch.randn(6, 4)
     ups = torch.randn(2, 3, 4, 2)

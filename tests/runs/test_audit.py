@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.conftest import LEARNT
+from tests.fixtures import LEARNT
 
 import ease.runs.attackers
 from ease.audit.config import AuditConfig
@@ -214,6 +214,7 @@ def short_world(learnt) -> tuple[Any, Any]:
     return config, replace(learnt.world, server=replace(learnt.world.server, config=config))
 
 
+@pytest.mark.slow
 def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_gets_alone(
     little, tmp_path: Path, monkeypatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_ge
 
 
 @pytest.mark.parametrize("method", ["rollback", "finetune"])
+@pytest.mark.slow
 def test_an_unlearning_that_was_interrupted_ends_in_the_same_bytes(
     little, tmp_path: Path, monkeypatch, method: str
 ) -> None:

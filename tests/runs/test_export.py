@@ -230,6 +230,7 @@ def test_onnx_without_its_packages_is_one_line(ease, tiny: Run, tmp_path: Path, 
     assert result.code == 2 and 'pip install "ease-unlearning[onnx]"' in result.err and result.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_encoder_that_no_graph_can_hold_is_one_line_and_leaves_nothing(tiny: Run, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     source = export.Source.of(tiny, None)

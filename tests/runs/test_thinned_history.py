@@ -402,6 +402,7 @@ def test_where_all_have_told_nothing_stands_for_anything(both, tmp_path) -> None
 
 @pytest.mark.parametrize("first", ["client", "sample"])
 @pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.slow
 def test_after_a_purge_every_round_is_the_mean_of_what_its_clients_send(
     both, tmp_path, ground: str, first: str
 ) -> None:

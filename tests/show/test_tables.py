@@ -101,6 +101,7 @@ LABELS = st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_siz
 
 @given(near=LABELS, far=LABELS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@pytest.mark.slow
 def test_latex_would_compile_whatever_a_label_says(results, bench, near, far) -> None:
     labels = {"Near": near, "Far": far}
     rows = [dict(row, label=labels.get(row["label"], row["label"])) for row in results["rows"]]

@@ -295,6 +295,7 @@ def test_sites_as_clients_are_asked_of_a_table(folder, jsonl):
         load_pairs(config, 4, by_site=True)
 
 
+@pytest.mark.slow
 def test_a_parquet_file_that_unpacks_to_very_much_is_refused_before_it_has(tmp_path):
     """One caption of a megabyte, two thousand times: two gigabytes from a file of a few kilobytes."""
     import pyarrow as pa

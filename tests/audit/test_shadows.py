@@ -358,7 +358,7 @@ def test_a_mistake_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(worl
         together.unlearn([asks, fails])
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
-            thread.join(timeout=5)
+            thread.join(timeout=60)
     assert threading.active_count() == before
 
 

@@ -171,17 +171,19 @@ def test_whom_an_answer_is_from_the_key_says(grid: Callable[[Reply], Flower], ke
 
 
 def test_errors_and_silence_are_told_in_words(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+    waited = threading.Event()
+
     def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         if header["op"] == "nodes":
             yield {"nodes": [{"node": n, "key": keys[n]} for n in (0, 1)]}, b""
         else:
             yield {"node": 0, "error": "Flower error 8: stopped"}, b""
-            time.sleep(1.5)
+            waited.wait(60)
 
-    line = grid(reply)
-    began = time.monotonic()
+    line, began = grid(reply), time.monotonic()
     assert dict(line.exchange({0: b"", 1: b""}, 1.0)) == {0: "Flower error 8: stopped", 1: LATE}
-    assert time.monotonic() - began < 1.4
+    assert time.monotonic() - began < 30
+    waited.set()
 
 
 def test_whoever_is_not_connected_is_named(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:

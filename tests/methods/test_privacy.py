@@ -78,7 +78,7 @@ def test_a_fixed_share_needs_nothing_from_the_leaving_client(learnt) -> None:
 def test_without_the_leaving_client_the_usual_share_goes(learnt) -> None:
     gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
     steps = list(make_method("ease").unlearn(learnt.trained, CLIENT, gone))
-    usual = usual_share(True, "sgd", (len(steps) - 1) / learnt.trained.training.rounds)
+    usual = usual_share(True, "sgd", learnt.trained.training.rounds, len(steps) - 1)
     assert steps[-1].notes["share"] == usual.share and steps[-1].notes["measured_weight"] == 0
 
 

@@ -101,23 +101,34 @@ def test_without_held_out_pairs_it_is_the_usual_share() -> None:
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-@pytest.mark.parametrize(("leaving", "known", "lasts"), [(True, LEAVING, 3 / 20), (False, REPLAYED, 4 / 20)])
+@pytest.mark.parametrize(("leaving", "known", "lasts"), [(True, LEAVING, 3), (False, REPLAYED, 4)])
 def test_longer_recovery_asks_for_a_larger_share(leaving, known, lasts, optimiser) -> None:
     """Each round of it gives some back; never is more wanted than all that was written."""
     usual = known[optimiser]
-    assert usual_share(leaving, optimiser, lasts) == usual
-    shorter, longer = (usual_share(leaving, optimiser, lasts + more).share for more in (-0.05, 0.05))
-    assert longer - usual.share == pytest.approx(usual.share - shorter) and shorter < usual.share < longer
-    assert usual_share(leaving, optimiser, 2.0).share == 1.0
+    found = usual_share(leaving, optimiser, 20, lasts)
+    assert found.share == pytest.approx(usual.share, abs=0.001) and found.spread == usual.spread
+    shorter, longer = (usual_share(leaving, optimiser, 20, lasts + more).share for more in (-1, 1))
+    assert longer - found.share == pytest.approx(found.share - shorter) and shorter < found.share < longer
+    assert usual_share(leaving, optimiser, 20, 40).share == 1.0
+
+
+@pytest.mark.parametrize("leaving", [True, False])
+def test_the_fewer_rounds_there_were_the_less_others_made_up_for(leaving: bool) -> None:
+    """After a single round what was written is all there is to it; many rounds hardly differ from more."""
+    shares = [usual_share(leaving, "sgd", rounds, 0).share for rounds in (1, 2, 5, 10, 20, 40)]
+    assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
+    assert shares[1] - shares[3] > 0.15 and shares[3] - shares[5] < 0.02
 
 
 def test_pairs_of_few_clients_stand_between_leaving_and_pairs_of_many() -> None:
-    leaving = usual_share(True, "sgd", 0.2).share
-    of_many = usual_share(False, "sgd", 0.2).share
-    assert usual_share(False, "sgd", 0.2, 0.0).share == leaving
-    assert usual_share(False, "sgd", 0.2, 0.1).share == pytest.approx((leaving + of_many) / 2)
-    assert usual_share(False, "sgd", 0.2, 0.2).share == usual_share(False, "sgd", 0.2, 1.0).share == of_many
-    assert usual_share(True, "sgd", 0.2, 0.3).share == leaving
+    def share(leaving: bool, concerned: float = 1.0) -> float:
+        return usual_share(leaving, "sgd", 20, 4, concerned).share
+
+    leaving, of_many = share(True), share(False)
+    assert share(False, 0.0) == leaving < of_many
+    assert share(False, 0.1) == pytest.approx((leaving + of_many) / 2)
+    assert share(False, 0.2) == share(False, 1.0) == of_many
+    assert share(True, 0.3) == leaving
 
 
 @pytest.mark.parametrize("slope", [0.0, -3.0])
@@ -279,7 +290,7 @@ def test_a_leaving_client_cannot_keep_itself_in_the_model_unseen(learnt, shift: 
     steps = list(method.unlearn(learnt.trained, request, sound))
     seen = sound.left_out() | {k: v for step in steps for k, v in step.notes.get("rejected", {}).items()}
     assert 1 in seen or "no honest ones do" in steps[-1].notes["why"]
-    assert steps[-1].notes["share"] == usual_share(True, "sgd", (len(steps) - 1) / learnt.trained.training.rounds).share
+    assert steps[-1].notes["share"] == usual_share(True, "sgd", learnt.trained.training.rounds, len(steps) - 1).share
 
 
 def test_an_honest_client_is_followed(learnt) -> None:

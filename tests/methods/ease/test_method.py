@@ -160,7 +160,7 @@ def test_a_single_pair_can_be_forgotten(learnt, monkeypatch) -> None:
     steps = list(unlearn(learnt, request))
     assert "too few held-out pairs" in steps[0].notes["why"] and steps[0].notes["gap_before"] is None
     holds = 1 / len(learnt.world.federation.clients)
-    usual = usual_share(False, "sgd", (len(steps) - 1) / learnt.trained.training.rounds, holds)
+    usual = usual_share(False, "sgd", learnt.trained.training.rounds, len(steps) - 1, holds)
     assert steps[-1].notes["share"] == usual.share and steps[-1].notes["gap"] is None
     assert learnt.level(steps[-1].state, request) < learnt.level(learnt.trained.final, request) - 1
 
@@ -245,7 +245,7 @@ def test_without_held_out_pairs_the_usual_share_goes(learnt) -> None:
     federation = Loop(learnt.world.server.model, {c: bare(d) for c, d in learnt.world.federation.data.items()})
     steps = list(Ease().unlearn(learnt.trained, CLIENT, federation))
     assert steps[0].notes["gap_before"] is None and "too few held-out pairs" in steps[0].notes["why"]
-    usual = usual_share(True, "sgd", (len(steps) - 1) / learnt.trained.training.rounds)
+    usual = usual_share(True, "sgd", learnt.trained.training.rounds, len(steps) - 1)
     assert steps[-1].notes["share"] == usual.share and steps[-1].notes["measured_weight"] == 0
 
 

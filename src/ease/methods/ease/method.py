@@ -257,8 +257,8 @@ class Ease(Unlearner):
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
         recipe, leaving = trained.training, isinstance(request, ClientRequest)
         # Rounds that the loss asked for beyond the usual ones only make up for how much was taken.
-        recovery = (self.rounds(recipe, request) - 1) / recipe.rounds
-        usual = usual_share(leaving, recipe.optimiser, recovery, concerned)
+        recovery = self.rounds(recipe, request) - 1
+        usual = usual_share(leaving, recipe.optimiser, recipe.rounds, recovery, concerned)
         why = disbelief(now, share, slope, usual)
         wanted, weight = share_to_remove(None if why else now, share, slope, usual)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}

@@ -463,7 +463,7 @@ def test_without_held_out_pairs_the_usual_share_goes(ease, small, tmp_path: Path
     assert ease("forget", tmp_path / "run", "--class", "1", "--quiet").code == 0
     record = json.loads((tmp_path / "run" / "requests" / "class-1" / "ease" / "record.json").read_text())
     assert "too few held-out pairs" in record["rounds"][0]["spectrum"]["why"]
-    usual = usual_share(False, "sgd", (len(record["rounds"]) - 1) / config.training.rounds)
+    usual = usual_share(False, "sgd", config.training.rounds, len(record["rounds"]) - 1)
     assert record["rounds"][-1]["notes"]["share"] == usual.share
 
 

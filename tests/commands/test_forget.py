@@ -13,7 +13,8 @@ from ease.data.words import content, says_all
 from ease.federation.fedavg import participants
 from ease.federation.loop import Loop
 from ease.methods import METHODS
-from ease.methods.ease.calibration import usual_share
+from ease.methods.ease.calibration import rounds_moved, usual_share
+from ease.runs.answers import trained_of
 from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -463,7 +464,8 @@ def test_without_held_out_pairs_the_usual_share_goes(ease, small, tmp_path: Path
     assert ease("forget", tmp_path / "run", "--class", "1", "--quiet").code == 0
     record = json.loads((tmp_path / "run" / "requests" / "class-1" / "ease" / "record.json").read_text())
     assert "too few held-out pairs" in record["rounds"][0]["spectrum"]["why"]
-    usual = usual_share(False, "sgd", config.training.rounds, len(record["rounds"]) - 1)
+    rounds, history = config.training.rounds, trained_of(Run.load(tmp_path / "run")).history
+    usual = usual_share(False, "sgd", rounds_moved(history, rounds), (len(record["rounds"]) - 1) / rounds)
     assert record["rounds"][-1]["notes"]["share"] == usual.share
 
 

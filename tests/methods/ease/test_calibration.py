@@ -1,6 +1,7 @@
 """How much goes: gaps by hand, planted gaps, and the share between a measurement and the usual one."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +23,12 @@ from ease.methods.ease.calibration import (
     doubtful,
     measure_levels,
     membership_gap,
+    rounds_moved,
     share_to_remove,
     usual_share,
     without,
 )
+from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 
 # --- the gap ---
@@ -102,28 +105,50 @@ def test_without_held_out_pairs_it_is_the_usual_share() -> None:
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-@pytest.mark.parametrize(("leaving", "known", "lasts"), [(True, LEAVING, 3), (False, REPLAYED, 4)])
+@pytest.mark.parametrize(("leaving", "known", "lasts"), [(True, LEAVING, 0.15), (False, REPLAYED, 0.2)])
 def test_longer_recovery_asks_for_a_larger_share(leaving, known, lasts, optimiser) -> None:
     """Each round of it gives some back; never is much more wanted than all that was written."""
-    usual = known[optimiser]
-    found = usual_share(leaving, optimiser, 20, lasts)
-    assert found.share == pytest.approx(usual.share, abs=0.001) and found.spread == usual.spread
-    shorter, longer = (usual_share(leaving, optimiser, 20, lasts + more).share for more in (-1, 1))
+    usual, found = known[optimiser], usual_share(leaving, optimiser, 10.0, lasts)
+    assert found.share == pytest.approx(usual.share + 0.01, abs=0.006) and found.spread == usual.spread
+    shorter, longer = (usual_share(leaving, optimiser, 10.0, lasts + more).share for more in (-0.05, 0.05))
     assert longer - found.share == pytest.approx(found.share - shorter) and shorter < found.share < longer
-    assert usual_share(leaving, optimiser, 20, 40).share == MOST
+    assert usual_share(leaving, optimiser, 10.0, 2.0).share == MOST
 
 
 @pytest.mark.parametrize("leaving", [True, False])
 def test_the_fewer_rounds_there_were_the_less_others_made_up_for(leaving: bool) -> None:
     """After a single round what was written is all there is to it; many rounds hardly differ from more."""
-    shares = [usual_share(leaving, "sgd", rounds, 0).share for rounds in (1, 2, 5, 10, 20, 40)]
+    shares = [usual_share(leaving, "sgd", moved, 0.0).share for moved in (1.0, 2.0, 5.0, 10.0, 20.0, 40.0)]
     assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
     assert shares[1] - shares[3] > 0.15 and shares[3] - shares[5] < 0.02
 
 
+class Steps:
+    """A history of nothing but how far each round went."""
+
+    def __init__(self, steps: Sequence[float]) -> None:
+        self.steps = steps
+
+    def moved(self, number: int) -> Params:
+        return Params({"image.layer": torch.tensor([self.steps[number - 1], 0.0])}, ())
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounds"),
+    [([2.0], 1.0), ([3.0] * 7, 7.0), ([4.0, 2.0, 1.0, 1.0], 2.0), ([0.0, 0.0], 0.0), ([1.0] * 400, 400.0)],
+)
+def test_rounds_in_which_little_moved_count_little(steps: list[float], rounds: float) -> None:
+    assert rounds_moved(Steps(steps), len(steps)) == pytest.approx(rounds)  # type: ignore[arg-type]
+
+
+def test_of_a_long_training_some_rounds_stand_for_all() -> None:
+    steps = [0.98**number for number in range(300)]
+    assert rounds_moved(Steps(steps), 300) == pytest.approx(sum(steps), rel=0.1)  # type: ignore[arg-type]
+
+
 def test_pairs_of_few_clients_stand_between_leaving_and_pairs_of_many() -> None:
     def share(leaving: bool, concerned: float = 1.0) -> float:
-        return usual_share(leaving, "sgd", 20, 4, concerned).share
+        return usual_share(leaving, "sgd", 10.0, 0.2, concerned).share
 
     leaving, of_many = share(True), share(False)
     assert share(False, 0.0) == leaving < of_many
@@ -291,7 +316,9 @@ def test_a_leaving_client_cannot_keep_itself_in_the_model_unseen(learnt, shift: 
     steps = list(method.unlearn(learnt.trained, request, sound))
     seen = sound.left_out() | {k: v for step in steps for k, v in step.notes.get("rejected", {}).items()}
     assert 1 in seen or "no honest ones do" in steps[-1].notes["why"]
-    assert steps[-1].notes["share"] == usual_share(True, "sgd", learnt.trained.training.rounds, len(steps) - 1).share
+    rounds = learnt.trained.training.rounds
+    usual = usual_share(True, "sgd", rounds_moved(learnt.trained.history, rounds), (len(steps) - 1) / rounds)
+    assert steps[-1].notes["share"] == usual.share
 
 
 def test_an_honest_client_is_followed(learnt) -> None:

@@ -22,6 +22,7 @@ from ease.methods.ease.calibration import (
     doubtful,
     measure_levels,
     membership_gap,
+    rounds_moved,
     share_to_remove,
     usual_share,
     without,
@@ -257,8 +258,9 @@ class Ease(Unlearner):
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
         recipe, leaving = trained.training, isinstance(request, ClientRequest)
         # Rounds that the loss asked for beyond the usual ones only make up for how much was taken.
-        recovery = self.rounds(recipe, request) - 1
-        usual = usual_share(leaving, recipe.optimiser, recipe.rounds, recovery, concerned)
+        recovery = (self.rounds(recipe, request) - 1) / recipe.rounds
+        moved = rounds_moved(trained.history, recipe.rounds)
+        usual = usual_share(leaving, recipe.optimiser, moved, recovery, concerned)
         why = disbelief(now, share, slope, usual)
         wanted, weight = share_to_remove(None if why else now, share, slope, usual)
         told = {"share": wanted, "measured_weight": weight, "gap": asdict(now) if now else None}

@@ -32,7 +32,7 @@ from ease.federation.loop import Loop
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
-from ease.methods.ease.calibration import measure_levels
+from ease.methods.ease.calibration import Usual, measure_levels, rounds_moved, usual_share
 from ease.methods.retrain import Retrain
 from ease.model import hub
 from ease.model.hub import quiet_transformers
@@ -158,6 +158,12 @@ class Learnt:
         clients = forget_holders(request, self.world.federation)
         levels = measure_levels(self.trained, state, request, self.world.federation, clients)
         return float(torch.cat([values["forget"] for values in levels.values()]).mean())
+
+    def usual(self, leaving: bool, steps: Sequence[Step], concerned: float = 1.0) -> Usual:
+        """What EASE takes for usual here, after all steps of an answer but the first."""
+        rounds = self.trained.training.rounds
+        moved = rounds_moved(self.trained.history, rounds)
+        return usual_share(leaving, self.trained.training.optimiser, moved, (len(steps) - 1) / rounds, concerned)
 
 
 class Nothing(Unlearner):

@@ -11,7 +11,6 @@ from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step
-from ease.methods.ease.calibration import rounds_moved, usual_share
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 
@@ -78,9 +77,7 @@ def test_a_fixed_share_needs_nothing_from_the_leaving_client(learnt) -> None:
 def test_without_the_leaving_client_the_usual_share_goes(learnt) -> None:
     gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
     steps = list(make_method("ease").unlearn(learnt.trained, CLIENT, gone))
-    rounds = learnt.trained.training.rounds
-    moved = rounds_moved(learnt.trained.history, rounds)
-    usual = usual_share(True, "sgd", moved, (len(steps) - 1) / rounds)
+    usual = learnt.usual(True, steps)
     assert steps[-1].notes["share"] == usual.share and steps[-1].notes["measured_weight"] == 0
 
 

@@ -316,9 +316,7 @@ def test_a_leaving_client_cannot_keep_itself_in_the_model_unseen(learnt, shift: 
     steps = list(method.unlearn(learnt.trained, request, sound))
     seen = sound.left_out() | {k: v for step in steps for k, v in step.notes.get("rejected", {}).items()}
     assert 1 in seen or "no honest ones do" in steps[-1].notes["why"]
-    rounds = learnt.trained.training.rounds
-    usual = usual_share(True, "sgd", rounds_moved(learnt.trained.history, rounds), (len(steps) - 1) / rounds)
-    assert steps[-1].notes["share"] == usual.share
+    assert steps[-1].notes["share"] == learnt.usual(True, steps).share
 
 
 def test_an_honest_client_is_followed(learnt) -> None:

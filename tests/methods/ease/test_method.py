@@ -17,7 +17,6 @@ from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.methods.ease import calibration, method
-from ease.methods.ease.calibration import rounds_moved, usual_share
 from ease.methods.ease.counterfactual import written_by
 from ease.methods.ease.method import Ease
 from ease.methods.finetune import Finetune
@@ -160,9 +159,7 @@ def test_a_single_pair_can_be_forgotten(learnt, monkeypatch) -> None:
     steps = list(unlearn(learnt, request))
     assert "too few held-out pairs" in steps[0].notes["why"] and steps[0].notes["gap_before"] is None
     holds = 1 / len(learnt.world.federation.clients)
-    rounds = learnt.trained.training.rounds
-    moved = rounds_moved(learnt.trained.history, rounds)
-    usual = usual_share(False, "sgd", moved, (len(steps) - 1) / rounds, holds)
+    usual = learnt.usual(False, steps, holds)
     assert steps[-1].notes["share"] == usual.share and steps[-1].notes["gap"] is None
     assert learnt.level(steps[-1].state, request) < learnt.level(learnt.trained.final, request) - 1
 
@@ -247,9 +244,7 @@ def test_without_held_out_pairs_the_usual_share_goes(learnt) -> None:
     federation = Loop(learnt.world.server.model, {c: bare(d) for c, d in learnt.world.federation.data.items()})
     steps = list(Ease().unlearn(learnt.trained, CLIENT, federation))
     assert steps[0].notes["gap_before"] is None and "too few held-out pairs" in steps[0].notes["why"]
-    rounds = learnt.trained.training.rounds
-    moved = rounds_moved(learnt.trained.history, rounds)
-    usual = usual_share(True, "sgd", moved, (len(steps) - 1) / rounds)
+    usual = learnt.usual(True, steps)
     assert steps[-1].notes["share"] == usual.share and steps[-1].notes["measured_weight"] == 0
 
 

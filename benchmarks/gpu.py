@@ -80,7 +80,7 @@ def draw_examples(model: DualEncoder, backbone: HubBackbone, pairs: int, device:
 def on_host(examples: Examples) -> Examples:
     """The same examples, kept in the host's memory and streamed to the device."""
     image, text, mask = (
-        None if part is None else Streamed(part.cpu().numpy(), np.arange(len(part)))
+        None if part is None else Streamed(part.cpu().numpy(), np.arange(len(part)), part.device)
         for part in (examples.image, examples.text, examples.text_mask)
     )
     return replace(examples, image=image, text=text, text_mask=mask)

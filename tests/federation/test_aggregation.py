@@ -62,21 +62,26 @@ def test_one_of_ten_moves_robust_means_no_further_than_honest_ones_lie(toy_param
     assert (found <= table.max(0)).all() and (found >= table.min(0)).all()
 
 
+def norms(updates: list[Update]) -> list[float]:
+    return [update.change.norm() for update in updates]
+
+
 def test_a_long_update_is_cut_to_a_multiple_of_the_median(toy_params) -> None:
     """Norms 1, 1, 1 and 100 times sqrt(6); the last has twice the median's pairs and may go twice as far."""
     updates = [Update(client, 5, toy_params(1.0)) for client in range(3)] + [Update(3, 10, toy_params(100.0))]
-    kept, factors = clipped(updates, 3.0, [1.0] * 4)
+    kept, factors = clipped(updates, norms(updates), 3.0, [1.0] * 4)
     assert [one is two for one, two in zip(kept, updates, strict=True)] == [True, True, True, False]
     assert factors == {3: pytest.approx(3 * 2 / 100)}
     assert kept[3].change["image.layer.B"].unique().tolist() == pytest.approx([6.0])
-    assert clipped(updates[2:], 3.0, [5.0, 10.0]) == (updates[2:], {})  # of two, no one can say which is too long
+    two = updates[2:]  # of two, no one can say which is too long
+    assert clipped(two, norms(two), 3.0, [5.0, 10.0]) == (two, {})
 
 
 def test_what_weighs_little_may_be_long_and_moves_the_mean_no_further(toy_params) -> None:
     """One pair of five: five times as long, with a fifth of the weight."""
     updates = [Update(client, 5, toy_params(1.0)) for client in range(3)] + [Update(3, 1, toy_params(100.0))]
-    assert clipped(updates, 3.0, [5.0, 5.0, 5.0, 1.0])[1] == {3: pytest.approx(3 * 5 / 100)}
-    assert clipped(updates, 3.0, [1.0] * 4)[1] == {3: pytest.approx(3 / 100)}
+    assert clipped(updates, norms(updates), 3.0, [5.0, 5.0, 5.0, 1.0])[1] == {3: pytest.approx(3 * 5 / 100)}
+    assert clipped(updates, norms(updates), 3.0, [1.0] * 4)[1] == {3: pytest.approx(3 / 100)}
 
 
 def test_a_round_says_who_was_cut_and_one_client_moves_it_a_little(toy_params) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ease.errors import UserError
-from ease.federation.fedavg import Round
+from ease.federation.fedavg import Round, TrainingConfig, average
 from ease.federation.history import History, read_block
 from ease.federation.protocol import Update
 from ease.params import Params
-from ease.storage import sha256
+from ease.storage import sha256, write_json
 
 
 def a_round(toy_params, number: int, clients=(0, 3)) -> Round:
@@ -191,6 +191,56 @@ def test_a_state_before_it_was_held_is_kept_for_it_tells_the_mean(tmp_path: Path
     for check in (history.verify, lambda: history.moved(1)):
         with pytest.raises(UserError, match=r"averaged\.safetensors: damaged"):
             check()
+
+
+# --- lengths, so that sums over a history need not read all of it ---
+
+
+def averaged(toy_params, weights=(5, 5, 5, 1)) -> Round:
+    """A round whose last update was long and is cut."""
+    updates = [Update(c, pairs, toy_params(1.0 if c < 3 else 100.0, seed=c)) for c, pairs in enumerate(weights)]
+    return average(toy_params(seed=0), updates, TrainingConfig(), 1)
+
+
+def test_a_record_tells_how_long_its_updates_are_and_how_far_they_moved_the_model(tmp_path, toy_params) -> None:
+    finished = averaged(toy_params)
+    history = History(tmp_path)
+    toy_params(seed=0).save(history.initial_path)
+    record = history.append(finished, {})
+    assert list(record["clipped"]) == ["3"]
+    for update in finished.updates:
+        assert record["updates"][str(update.client)]["length"] == pytest.approx(update.change.norm())
+        assert history.update_length(1, update.client) == record["updates"][str(update.client)]["length"]
+    assert history.moved_length(1) == record["moved"] == pytest.approx(history.moved(1).norm(), rel=1e-5)
+    (tmp_path / "rounds/00001/updates.bin").unlink()  # neither is read for it
+    (tmp_path / "rounds/00001/state.safetensors").unlink()
+    assert history.update_length(1, 0) and history.moved_length(1)
+
+
+def test_lengths_that_no_record_tells_are_read_off(history) -> None:
+    assert "moved" not in history.record(1)
+    assert history.moved_length(1) == history.moved(1).norm()
+    assert history.update_length(1, 3) == history.update(1, 3).change.norm()
+
+
+@pytest.mark.parametrize("length", ["-1.0", '"long"', "true", "[]"])
+@pytest.mark.parametrize("name", ["moved", "length"])
+def test_a_length_that_nothing_has_is_refused(tmp_path, toy_params, name: str, length: str) -> None:
+    history = History(tmp_path)
+    toy_params(seed=0).save(history.initial_path)
+    history.append(averaged(toy_params), {})
+    record = json.loads(history.record_path(1).read_text())
+    (record if name == "moved" else record["updates"]["0"])[name] = json.loads(length)
+    write_json(history.record_path(1), {key: value for key, value in record.items() if key != "seal"})
+    with pytest.raises(UserError, match=r"round\.json"):
+        history.record(1)
+
+
+def test_a_round_that_began_from_another_state_is_not_repeated_from_this_one(history, toy_params) -> None:
+    toy_params(seed=9).save(history.state_path(1))
+    assert same(history.state(1), toy_params(seed=9))  # whole, and yet not the one
+    with pytest.raises(UserError, match=r"rounds/00001/state\.safetensors: damaged"):
+        history.start(2)
 
 
 # --- many rounds, little space ---

@@ -610,8 +610,10 @@ class RoundFile(Config):
     sha256: dict[str, str]
     """File of the round -> its hash."""
     updates: dict[str, dict[str, Any]]
-    """Client -> where in the file of updates its own lies, and by which power of two it was shifted if it is halved;
-    empty where clients keep them."""
+    """Client -> where in the file of updates its own lies, how long it is, and by which power of two it was shifted if
+    it is halved; empty where clients keep them."""
+    moved: float | None = None
+    """How far the round moved the model."""
     clipped: dict[str, float] = Field(default_factory=dict)
     """Client -> factor by which its update was shortened; absent where none was."""
     bytes_down: int

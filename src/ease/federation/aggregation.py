@@ -18,16 +18,15 @@ FEWEST = 3
 
 
 def clipped(
-    updates: Sequence[Update], multiple: float, weights: Sequence[float]
+    updates: Sequence[Update], norms: Sequence[float], multiple: float, weights: Sequence[float]
 ) -> tuple[list[Update], dict[int, float]]:
-    """Updates no longer than a multiple of the median norm, and by which factor some were shortened.
+    """Updates no longer than a multiple of the median of their norms, and by which factor some were shortened.
 
     Who has more pairs than the median client makes more steps in a round, and may go as much further. A few pairs are
     soon fitted, and their steps are long and of little weight: who weighs less may go further by as much.
     """
     if len(updates) < FEWEST:
         return list(updates), {}
-    norms = [update.change.norm() for update in updates]
     usual, pairs, weight = median_low(norms), median_low([update.pairs for update in updates]), median_low(weights)
     kept, factors = [], {}
     for update, norm, own in zip(updates, norms, weights, strict=True):

@@ -122,6 +122,10 @@ class Round:
     """The state before what is held was taken back to its place; absent: the same."""
     clipped: dict[int, float] = field(default_factory=dict)
     """Client -> the factor by which its update was shortened."""
+    lengths: dict[int, float] = field(default_factory=dict)
+    """Client -> norm of its update as it was averaged, where someone looked."""
+    moved: float | None = None
+    """Norm of what the updates became; absent: nobody looked."""
 
     @property
     def loss(self) -> float | None:
@@ -157,10 +161,12 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
             )
         return Round(number, params, ())  # all abstained, so there is nothing to learn from
     weights = [config.weight(each.pairs) for each in kept]
-    kept, factors = clipped(kept, config.clip_to_median, weights) if clip else (kept, {})
+    norms = [each.change.norm() for each in kept]
+    kept, factors = clipped(kept, norms, config.clip_to_median, weights) if clip else (kept, {})
+    lengths = {each.client: norm * factors.get(each.client, 1.0) for each, norm in zip(kept, norms, strict=True)}
     changes = [(weight, each.change) for weight, each in zip(weights, kept, strict=True)]
     mean = aggregated(changes, config.aggregation, config.hostile)
-    return Round(number, params + mean, tuple(kept), rejected, clipped=factors)
+    return Round(number, params + mean, tuple(kept), rejected, clipped=factors, lengths=lengths, moved=mean.norm())
 
 
 def participants(clients: Sequence[int], config: TrainingConfig, seed: int, number: int) -> list[int]:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,7 +83,10 @@ class History:
         return self.folder / self.record(number)["start"]
 
     def start(self, number: int) -> Params:
-        return Params.load(self.start_path(number))
+        """The state that a round began from, and no other."""
+        path = self.start_path(number)
+        _verify_file(path, self.record(number)["start_sha256"])
+        return Params.load(path)
 
     def moved(self, number: int) -> Params:
         """The mean update of a round, in double precision, from global states alone."""
@@ -93,13 +96,17 @@ class History:
         """What some rounds did, added up. Of rounds that follow on each other only the two ends are read."""
         return _sum(self._way(first, last) for first, last in self._stretches(rounds))
 
+    def moved_length(self, number: int) -> float:
+        """How far a round moved the model, as its record tells."""
+        told = self.record(number).get("moved")
+        return self.moved(number).norm() if told is None else float(told)
+
     def _way(self, first: int, last: int) -> Params:
         """From the state that a round began from to the one that another made, before anything was held."""
         after = AVERAGED if AVERAGED in self.record(last)["sha256"] else STATE
         self._verify(last, after)
-        _verify_file(self.start_path(first), self.record(first)["start_sha256"])
         return Params.load(self._round(last) / after).zip(
-            lambda new, old: new.double() - old.double(), Params.load(self.start_path(first))
+            lambda new, old: new.double() - old.double(), self.start(first)
         )
 
     def _stretches(self, rounds: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -138,6 +145,11 @@ class History:
     def update(self, number: int, client: int) -> Update:
         """A client's update as it was averaged in a round, refused if it is damaged."""
         return Update(client, self.record(number)["pairs"][str(client)], self._change(number, client))
+
+    def update_length(self, number: int, client: int) -> float:
+        """Norm of a stored update, as the round's record tells."""
+        told = self.record(number)["updates"].get(str(client), {}).get("length")
+        return self.update(number, client).change.norm() if told is None else float(told)
 
     def update_block(self, number: int, client: int, block: Block) -> dict[str, torch.Tensor]:
         """One block of a client's update."""
@@ -202,7 +214,7 @@ class History:
         if self.updates:
             kept = [each for each in finished.updates if self.stores(finished.number, each.client)]
             if kept or not finished.updates:
-                write_atomic(folder / UPDATES, _packed(kept, places, self.half), self.durable)
+                write_atomic(folder / UPDATES, _packed(kept, finished.lengths, places, self.half), self.durable)
         record = {
             "round": finished.number,
             "loss": finished.loss,
@@ -212,6 +224,7 @@ class History:
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
             "updates": places,
+            **({} if finished.moved is None else {"moved": finished.moved}),
             **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),
             **extra,
         }
@@ -286,8 +299,10 @@ def _verify_file(path: Path, expected: str | None, otherwise: str = DAMAGED) -> 
         raise UserError(f"{path}: {otherwise}")
 
 
-def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]], half: bool) -> Iterator[bytes]:
-    """Updates as bytes, one at a time; `places` is told where each lies and what its hash is."""
+def _packed(
+    updates: Iterable[Update], lengths: Mapping[int, float], places: dict[str, dict[str, Any]], half: bool
+) -> Iterator[bytes]:
+    """Updates as bytes, one at a time; `places` is told where each lies, its hash and how long it is."""
     offset = 0
     for update in updates:
         change, exponent = halved(update.change) if half else (update.change, None)
@@ -296,6 +311,7 @@ def _packed(updates: Iterable[Update], places: dict[str, dict[str, Any]], half: 
             "offset": offset,
             "bytes": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
+            **({"length": lengths[update.client]} if update.client in lengths else {}),
             **({} if exponent is None else {"exponent": exponent}),
         }
         offset += len(data)
@@ -388,6 +404,7 @@ def _is_record(found: Any) -> bool:
         and isinstance(found.get("start_sha256"), str)
         and isinstance(found.get("updates"), dict)
         and all(_is_place(place) for place in found["updates"].values())
+        and _is_length(found.get("moved"))
     )
 
 
@@ -401,9 +418,14 @@ def _is_place(found: Any) -> bool:
     if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
         return False
     shifted = found.get("exponent", 0)
-    if type(shifted) is not int or abs(shifted) > MOST_SHIFTED:
+    if type(shifted) is not int or abs(shifted) > MOST_SHIFTED or not _is_length(found.get("length")):
         return False
     return all(type(found.get(name)) is int and found[name] >= 0 for name in ("offset", "bytes"))
+
+
+def _is_length(found: Any) -> bool:
+    """Whether it is the norm of something, or was not told."""
+    return found is None or (type(found) in (int, float) and math.isfinite(found) and found >= 0)
 
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:

@@ -28,7 +28,6 @@ from ease.methods.ease.calibration import (
     usual_share,
     without,
 )
-from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 
 # --- the gap ---
@@ -129,8 +128,8 @@ class Steps:
     def __init__(self, steps: Sequence[float]) -> None:
         self.steps = steps
 
-    def moved(self, number: int) -> Params:
-        return Params({"image.layer": torch.tensor([self.steps[number - 1], 0.0])}, ())
+    def moved_length(self, number: int) -> float:
+        return self.steps[number - 1]
 
 
 @pytest.mark.parametrize(

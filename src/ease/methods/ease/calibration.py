@@ -176,7 +176,7 @@ def rounds_moved(history: History, rounds: int) -> float:
     A small one that has learnt all it can hardly moves any more, and others make up for nothing while it stands still.
     """
     numbers = {round(1 + place * (rounds - 1) / LOOKED_AT) for place in range(LOOKED_AT + 1)}
-    steps = [history.moved(number).norm() for number in sorted(numbers)]
+    steps = [history.moved_length(number) for number in sorted(numbers)]
     return rounds * sum(steps) / (len(steps) * max(*steps, 1e-30))
 
 

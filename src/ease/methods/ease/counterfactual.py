@@ -97,8 +97,8 @@ def written_by(
 
 
 def _chosen(trained: Trained, rounds: Sequence[int], early: int, count: int) -> dict[int, float]:
-    """The rounds that are replayed, and how many like itself each stands for; a damaged state is refused."""
-    return standing_for([trained.history.moved(number).norm() for number in rounds], early, count)
+    """The rounds that are replayed, and how many like itself each stands for."""
+    return standing_for([trained.history.moved_length(number) for number in rounds], early, count)
 
 
 def replay_count(rounds: int, concerned: float, replay: float | str) -> int:

@@ -83,8 +83,8 @@ def able_to_repeat(trained: Trained, federation: Federation) -> frozenset[int]:
 def sent_length(trained: Trained, number: int, client: int) -> float:
     """Of what a client sent in a round; where that is not known, as long as all the others' could make it."""
     if trained.history.stores(number, client):
-        return trained.history.update(number, client).change.norm()
-    return len(trained.history.clients(number)) * trained.history.moved(number).norm()
+        return trained.history.update_length(number, client)
+    return len(trained.history.clients(number)) * trained.history.moved_length(number)
 
 
 def filled_in(

@@ -18,25 +18,34 @@ REPLAY = "replay"
 ROUND = "replayed round"
 
 
-def kept_places(client: ClientData, job: LocalJob) -> np.ndarray:
-    """Where retained pairs stood when the run was trained, ascending."""
+LEFT_OUT = -1
+"""Stands where a pair stood that takes no part."""
+
+
+def kept_rows(client: ClientData, job: LocalJob) -> np.ndarray:
+    """Which of its pairs a client keeps, ascending."""
     assert job.request is not None  # it says which are left out
-    places = np.arange(len(client.train)) if client.shard.places is None else client.shard.places
-    return places[~forget_mask(job.request, client.shard)]
+    return np.flatnonzero(~forget_mask(job.request, client.shard))
 
 
-def all_places(client: ClientData, job: LocalJob) -> np.ndarray:
-    """Every place there was, for batches are drawn as they were then; none when too few pairs are left."""
-    dealt = len(client.train) if client.shard.dealt is None else client.shard.dealt
-    return np.arange(dealt if len(kept_places(client, job)) >= MINIMUM_PAIRS else 0)
+def places(client: ClientData, job: LocalJob) -> np.ndarray:
+    """Of every place there was when the run was trained, which pair stood there; none when too few pairs are left.
+
+    Batches are drawn as they were then, so places of pairs that are forgotten or gone are kept, without the pair.
+    """
+    kept, shard = kept_rows(client, job), client.shard
+    if len(kept) < MINIMUM_PAIRS:
+        return kept[:0]
+    stood = np.full(len(client.train) if shard.dealt is None else shard.dealt, LEFT_OUT)
+    stood[kept if shard.places is None else shard.places[kept]] = kept
+    return stood
 
 
-def draw_kept(client: ClientData, places: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw | None:
+def draw_kept(client: ClientData, stood: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw | None:
     """The batch as it was, captions too, less what is forgotten or gone; None if too little of it is left."""
-    captions = rng.integers(client.train.captions, size=len(places))
-    stood = np.arange(len(client.train)) if client.shard.places is None else client.shard.places
-    kept = np.isin(places, kept_places(client, job))
-    rows = np.searchsorted(stood, places[kept])
+    captions = rng.integers(client.train.captions, size=len(stood))
+    kept = stood != LEFT_OUT
+    rows = stood[kept]
     return Draw(rows, captions[kept]) if len(rows) >= MINIMUM_PAIRS else None
 
 
@@ -50,7 +59,7 @@ def replay_parts(state: Params, job: LocalJob) -> dict[str, Assigned]:
 
 def summed(client: ClientData, updates: Mapping[str, Update], job: LocalJob) -> Update:
     """The weighted sum of the replayed changes in each group of rounds, in half precision; one pair is a pair kept."""
-    pairs = len(kept_places(client, job))
+    pairs = len(kept_rows(client, job))
     values: dict[str, torch.Tensor] = {}
     for group in sorted({each.group for each in job.replays}):
         total: dict[str, torch.Tensor] = {}
@@ -90,7 +99,7 @@ def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Pa
     return Params(tensors, like.blocks)
 
 
-register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, ALIGN.slopes, positions=all_places))
+register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, ALIGN.slopes, positions=places))
 register(
     REPLAY,
     Objective(

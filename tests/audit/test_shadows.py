@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ease.audit import side_by_side
 from ease.audit.shadows import (
     MOST_MISMATCH,
     Candidates,
@@ -27,6 +28,7 @@ from ease.audit.shadows import (
 from ease.audit.side_by_side import SideBySide
 from ease.data.partition import Shard
 from ease.errors import UserError
+from ease.federation import objectives
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.loop import Loop
@@ -303,11 +305,17 @@ def test_a_retraining_equals_the_method(learnt, scope: str) -> None:
     ("name", "single", "updates"),
     [("ease", False, 1), ("ease", True, 3), ("fed_eraser", False, 3), ("finetune", False, 0), ("finetune", True, 0)],
 )
+@pytest.mark.parametrize("measured", ["alone", "together"])
 @pytest.mark.slow
 def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
-    adapted, tmp_path: Path, name: str, single: bool, updates: int
+    adapted, tmp_path: Path, monkeypatch, name: str, single: bool, updates: int, measured: str
 ) -> None:
     """Side by side, two shadows end where each ends alone; of three clients EASE reads the leaving one's updates."""
+    if measured == "together":  # as on a GPU
+        measures = objectives.OBJECTIVES
+        monkeypatch.setattr(
+            side_by_side, "measures_together", lambda job, _: measures[job.objective].measure_together is not None
+        )
     world = adapted.world
     named = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[::4])
     request: Request = SampleRequest(ids=tuple(sorted(named))) if single else ClientRequest(clients=(1,))

@@ -10,6 +10,7 @@ import torch
 from ease.data import examples as examples_module
 from ease.data.examples import Streamed, examples_at
 from ease.errors import UserError
+from ease.federation import cohort as cohort_module
 from ease.federation import groups as groups_module
 from ease.federation.cohort import Cohort
 from ease.federation.groups import GroupSize, train_all, train_in_groups
@@ -130,10 +131,11 @@ def jobs(adapted, local_job) -> dict[str, LocalJob]:
         ),
         "ternary": local_job(objective="ternary", settings={"threshold": 0.5, "noise": 0.3}, **common),
         "streamed": local_job(**common),
+        "levels": local_job(objective="levels", request=request),
     }
 
 
-NAMES = ("difference", "unlearning", "lock", "importance", "replay", "ternary", "streamed")
+NAMES = ("difference", "unlearning", "lock", "importance", "replay", "ternary", "streamed", "levels")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,6 +144,8 @@ def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, 
     world, job = adapted.world, replace(jobs(adapted, local_job)[name], epochs=2)
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
+    if name == "levels":  # as on a GPU, where each would leave it idle
+        monkeypatch.setattr(cohort_module, "measures_together", lambda job, device: True)
     cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     assert isinstance(cohort.pool.examples.image, Streamed) is (name == "streamed")
     alone = Loop(world.server.model, world.federation.data)
@@ -161,6 +165,7 @@ def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, 
     assert any(update.delta is not None and update.delta.norm() > 0.01 for update in apart) or name in (
         "replay",
         "ternary",
+        "levels",
     )
 
 

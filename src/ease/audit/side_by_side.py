@@ -13,7 +13,7 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.groups import GroupSize
-from ease.federation.local import work
+from ease.federation.local import measure_together, measures_together, work
 from ease.federation.objectives import objective
 from ease.federation.pooled import Asked, SharedPool, all_answers, can_share
 from ease.federation.protocol import Federation, LocalJob, Update, own_jobs
@@ -151,14 +151,21 @@ class SideBySide:
         ]
         updates: dict[int, Update] = {}
         shared: dict[LocalJob, list[Asked]] = {}
+        measured: dict[tuple[int, str], list[Asked]] = {}
         for key, state, job in asked:
             if can_share(state, job):
                 shared.setdefault(_alike(job), []).append((key, state, job))
+            elif measures_together(job, self.pool.examples.device):
+                measured.setdefault((id(state), job.objective), []).append((key, state, job))
             else:
                 updates[key] = work(self.model, state, self.pool.clients[key], job)
         for entries in shared.values():
             for group in self._groups(entries):
                 updates |= all_answers(self.model, self.pool, group, self.group_size)
+        for entries in measured.values():
+            data = [(self.pool.clients[key], job) for key, _, job in entries]
+            answers = measure_together(self.model, entries[0][1], data)
+            updates |= {key: answer for (key, _, _), answer in zip(entries, answers, strict=True)}
         return {
             number: [replace(updates[self.keys[number][client]], client=client) for client in jobs]
             for number, (_, jobs) in waiting.items()

@@ -10,6 +10,7 @@ from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.groups import GroupSize
+from ease.federation.local import measure_together, measures_together
 from ease.federation.loop import Loop
 from ease.federation.pooled import Pool, answers_together, can_share
 from ease.federation.protocol import LocalJob, Update
@@ -46,13 +47,19 @@ class Cohort(Loop):
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
-        if len(groups) == 1 and not can_share(state, next(iter(jobs.values()))):
+        first = next(iter(jobs.values()))
+        together = can_share(state, first) or measures_together(first, self.pool.examples.device)
+        if len(groups) == 1 and not together:
             yield from super()._answered(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}
         for own in groups.values():
-            if can_share(state, next(iter(own.values()))):
+            first = next(iter(own.values()))
+            if can_share(state, first):
                 updates |= answers_together(self.model, self.pool, state, own, self.group_size)
+            elif measures_together(first, self.pool.examples.device):
+                asked = [(self.data[client], job) for client, job in own.items()]
+                updates |= {update.client: update for update in measure_together(self.model, state, asked)}
             else:
                 updates |= {update.client: update for update in super()._answered(state, own)}
         for client in jobs:

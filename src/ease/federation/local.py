@@ -32,6 +32,23 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
 
 
+def measures_together(job: LocalJob, device: torch.device) -> bool:
+    """Whether clients share the passes of a measurement: on a GPU, which one client's few pairs leave idle."""
+    return device.type != "cpu" and objective(job.objective).measure_together is not None
+
+
+def measure_together(model: DualEncoder, params: Params, asked: Sequence[tuple[ClientData, LocalJob]]) -> list[Update]:
+    """What clients of one device measure under one state, in passes that they share; jobs differ in what is own."""
+    together = objective(asked[0][1].objective).measure_together
+    assert together is not None  # whoever asks has looked
+    with torch.no_grad():
+        found = together(model, params.to(asked[0][0].train.device).map(promoted), asked)
+    return [
+        Update(client.shard.client, len(client.train), None, {name: value.cpu() for name, value in values.items()})
+        for (client, _), values in zip(asked, found, strict=True)
+    ]
+
+
 def _ready(state: Params, like: Params) -> Params:
     """A state as it is computed with, where another one is."""
     return state.to(next(iter(like.tensors.values())).device).map(promoted)

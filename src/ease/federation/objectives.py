@@ -3,7 +3,7 @@
 A method registers the objectives of its own beside itself; whoever does jobs finds them here and knows none by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -46,6 +46,9 @@ SlopesFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], tuple[Tenso
 StatesLossFunction = Callable[[DualEncoder, Tensors, States, Draw, LocalJob], Tensor]
 DecideFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], str]
 MeasureFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], dict[str, Tensor]]
+MeasureTogetherFunction = Callable[
+    [DualEncoder, Params, Sequence[tuple[ClientData, LocalJob]]], list[dict[str, Tensor]]
+]
 Assigned = tuple[Params, LocalJob]
 """A training as a part of a job: where it starts, and what it is."""
 PartsFunction = Callable[[Params, LocalJob], Mapping[str, Assigned]]
@@ -81,6 +84,8 @@ class Objective:
     decide: DecideFunction | None = None
     """Looks at the state a job starts from and may choose a simpler objective for this client."""
     measure: MeasureFunction | None = None
+    measure_together: MeasureTogetherFunction | None = None
+    """The same of several clients under one state, in passes that they share."""
     parts: PartsFunction | None = None
     """The trainings that a job is made of, each from a state of its own and under another objective."""
     combine: CombineFunction | None = None

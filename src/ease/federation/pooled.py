@@ -82,7 +82,7 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
                 replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows)
                 for draw in assignment.draws
             )
-            training = LocalTraining(state, placed)
+            training = LocalTraining(placed_states[id(state)], placed)
             able.setdefault((assignment.objective, home), []).append((number, assignment.pairs, training))
     for (chosen, home), entries in able.items():
         part = replace(asked[entries[0][0]][2].common, objective=chosen)

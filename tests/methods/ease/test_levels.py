@@ -11,7 +11,7 @@ from torch import Tensor
 from ease.data.examples import Examples
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.local import work
+from ease.federation.local import measure_together, work
 from ease.federation.objectives import embed_states
 from ease.methods.ease import levels as levels_module
 from ease.methods.ease.levels import levels
@@ -167,13 +167,13 @@ def test_levels_equal_a_naive_loop(learnt, client, local_job, scope: str) -> Non
 def test_the_same_pairs_are_compared_under_every_state(learnt, client, local_job, monkeypatch) -> None:
     """In every round too: pool and captions hang on the seed and the client, not on what is measured or when."""
     seen: list[list[tuple[list[int], list[int]]]] = []
-    plain = levels_module.embedded
+    plain = levels_module.embedded_each
 
-    def watched(model, tensors, modality, examples, rows, captions):
-        seen[-1].append((rows.tolist(), captions.tolist()))
-        return plain(model, tensors, modality, examples, rows, captions)
+    def watched(model, tensors, modality, wanted):
+        seen[-1] += [(rows.tolist(), captions.tolist()) for _, rows, captions in wanted]
+        return plain(model, tensors, modality, wanted)
 
-    monkeypatch.setattr(levels_module, "embedded", watched)
+    monkeypatch.setattr(levels_module, "embedded_each", watched)
     monkeypatch.setattr(levels_module, "POOL", 10)
     job = local_job(request=SampleRequest(ids=client.shard.train_ids[:7]), objective="levels")
     for state, number in ((learnt.trained.initial, 1), (learnt.trained.final, 1), (learnt.trained.final, 5)):
@@ -185,6 +185,31 @@ def test_the_same_pairs_are_compared_under_every_state(learnt, client, local_job
     seen.append([])
     work(learnt.world.server.model, learnt.trained.final, client, replace(job, seed=1))
     assert seen[3][0] != seen[0][0]
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 512])
+@pytest.mark.parametrize("scope", ["sample", "class", "client"])
+def test_clients_that_share_passes_measure_what_each_measures_alone(learnt, local_job, monkeypatch, scope, at_once):
+    """One that holds nothing of it and one whose pairs are cut by the end of a pass are among them."""
+    model, clients = learnt.world.server.model, learnt.world.federation.data
+    ids = (*clients[1].shard.train_ids[:7], *clients[2].shard.train_ids[2:4])
+    request = {
+        "sample": SampleRequest(ids=ids),
+        "class": ClassRequest(classes=(2,)),
+        "client": ClientRequest(clients=(1,)),
+    }[scope]
+    job = local_job(request=request, objective="levels")
+    own = [(data, job.own(client, data.shard.train_ids)) for client, data in sorted(clients.items())]
+    alone = [work(model, learnt.trained.final, *each) for each in own]
+    monkeypatch.setattr(levels_module, "CHUNK_PAIRS", at_once)
+    together = measure_together(model, learnt.trained.final, own)
+    assert [each.client for each in together] == [each.client for each in alone]
+    for one, two in zip(alone, together, strict=True):
+        assert one.pairs == two.pairs and two.delta is None and one.values.keys() == two.values.keys()
+        for name, value in one.values.items():
+            assert two.values[name].dtype == value.dtype
+            torch.testing.assert_close(two.values[name], value, rtol=0, atol=1e-4)
+    assert sum(len(each.values["forget"]) for each in together) > 0
 
 
 def test_measuring_changes_nothing_and_repeats(learnt, client, local_job) -> None:

@@ -1,6 +1,8 @@
 """How strongly a model holds pairs: the measurement that tells when forget pairs stand where unseen ones do."""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,11 +27,71 @@ CHUNK_PAIRS = 512
 """Most pairs in one pass: measuring takes no more memory than a training step."""
 
 
-def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
-    """Log-odds of this client's forget pairs and of held-out pairs that resemble them, over all captions.
+Wanted = tuple[Examples, np.ndarray, np.ndarray]
+"""Some pairs, and which caption of each."""
 
-    They are held against pairs that the client keeps; one that withdraws keeps none and takes its own others. The same
-    pairs are drawn under every state, so that only the state makes a difference.
+
+@dataclass(frozen=True)
+class Queries:
+    """Pairs whose levels are wanted."""
+
+    examples: Examples
+    rows: np.ndarray
+    weights: Tensor
+    """What each pair that they are held against counts [rows, base]."""
+
+    @property
+    def pictures(self) -> Wanted:
+        """Each once, for all of its captions."""
+        return self.examples, self.rows, np.zeros_like(self.rows)
+
+    @property
+    def captions(self) -> Wanted:
+        """All of them, pair after pair."""
+        each = self.examples.captions
+        return self.examples, np.repeat(self.rows, each), np.tile(np.arange(each), len(self.rows))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a client compares: pairs to forget and held-out ones that resemble them, with a base of others."""
+
+    base: Wanted
+    queries: Mapping[str, Queries]
+
+    @property
+    def pictures(self) -> list[Wanted]:
+        return [self.base, *(each.pictures for each in self.queries.values())]
+
+    @property
+    def captions(self) -> list[Wanted]:
+        return [self.base, *(each.captions for each in self.queries.values())]
+
+
+def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
+    """Log-odds of this client's forget pairs and of held-out pairs that resemble them, over all captions."""
+    return levels_together(model, params, [(client, job)])[0]
+
+
+def levels_together(
+    model: DualEncoder, params: Params, asked: Sequence[tuple[ClientData, LocalJob]]
+) -> list[dict[str, Tensor]]:
+    """The same of several clients, whose pairs share passes through the model."""
+    compared = [compared_by(client, job) for client, job in asked]
+    images = iter(embedded_each(model, params.tensors, "image", [each for one in compared for each in one.pictures]))
+    texts = iter(embedded_each(model, params.tensors, "text", [each for one in compared for each in one.captions]))
+    found = []
+    for one, (_, job) in zip(compared, asked, strict=True):
+        base = next(images), next(texts)
+        levels = {name: _phi(each, next(images), next(texts), base, job) for name, each in one.queries.items()}
+        found.append({name: level.float().cpu() for name, level in levels.items()})
+    return found
+
+
+def compared_by(client: ClientData, job: LocalJob) -> Compared:
+    """Pairs are held against ones that the client keeps; one that withdraws keeps none and takes its own others.
+
+    The same are drawn under every state, so that only the state makes a difference.
     """
     assert job.request is not None  # levels are always about a request
     forget = np.flatnonzero(forget_mask(job.request, client.shard))
@@ -37,24 +99,20 @@ def levels(model: DualEncoder, params: Params, client: ClientData, job: LocalJob
     others = np.setdiff1d(np.arange(len(client.train)), forget)
     rng = generator(job.seed, job.stream, client.shard.client)
     pool = np.sort(rng.permutation(others if len(others) >= 2 else forget)[:POOL])
-    peers = forget if isinstance(job.request, ClassRequest) else forget[:0]
     if len(pool) < 2:
-        return {name: torch.zeros(len(rows)) for name, rows in (("forget", forget), ("kin", kin))}
+        pool = pool[:0]  # one pair alone says nothing
+    peers = forget if isinstance(job.request, ClassRequest) and len(pool) else forget[:0]
     base = np.concatenate([pool, peers])
-    drawn = base, rng.integers(client.train.captions, size=len(base))
-    against = (
-        embedded(model, params.tensors, "image", client.train, *drawn),
-        embedded(model, params.tensors, "text", client.train, *drawn),
-    )
-    found = {}
-    for name, examples, queries, classes in (
+    drawn = client.train, base, rng.integers(client.train.captions, size=len(base))
+    queries = {}
+    for name, examples, rows, classes in (
         ("forget", client.train, forget, client.shard.train_classes[forget]),
         ("kin", client.validation, kin, client.shard.validation_classes[kin]),
     ):
-        own = queries[:, None] == base if name == "forget" else np.zeros((len(queries), len(base)), dtype=bool)
-        weights = torch.from_numpy(_weights(own, len(pool), classes, client.shard.train_classes[peers])).float()
-        found[name] = _phi(model, params.tensors, examples, queries, against, weights, job).float().cpu()
-    return found
+        own = rows[:, None] == base if name == "forget" else np.zeros((len(rows), len(base)), dtype=bool)
+        weights = _weights(own, len(pool), classes, client.shard.train_classes[peers])
+        queries[name] = Queries(examples, rows, torch.from_numpy(weights).float())
+    return Compared(drawn, queries)
 
 
 def _weights(own: np.ndarray, pool: int, classes: np.ndarray, peer_classes: np.ndarray) -> np.ndarray:
@@ -71,28 +129,16 @@ def _weights(own: np.ndarray, pool: int, classes: np.ndarray, peer_classes: np.n
     return weights
 
 
-def _phi(
-    model: DualEncoder,
-    tensors: Tensors,
-    examples: Examples,
-    queries: np.ndarray,
-    against: tuple[Tensor, Tensor],
-    weights: Tensor,
-    job: LocalJob,
-) -> Tensor:
-    """Log-odds of pairs, mean over their captions [queries]."""
-    if not len(queries):
-        return torch.zeros(0)
-    each = examples.captions
-    every = np.repeat(queries, each), np.tile(np.arange(each), len(queries))
-    image = embedded(model, tensors, "image", examples, queries, np.zeros_like(queries))  # once for all captions
-    text = embedded(model, tensors, "text", examples, *every)
-    counted = weights.repeat_interleave(each, 0).to(text)
-    found = log_odds(image.repeat_interleave(each, 0), text, *against, counted, job.temperature)
-    return found.view(len(queries), each).mean(1)
+def _phi(each: Queries, image: Tensor, text: Tensor, base: tuple[Tensor, Tensor], job: LocalJob) -> Tensor:
+    """Log-odds of pairs, mean over their captions [queries]; 0 where there is nothing to hold them against."""
+    if not len(each.rows) or not len(base[0]):
+        return torch.zeros(len(each.rows))
+    captions = each.examples.captions
+    counted = each.weights.repeat_interleave(captions, 0).to(text)
+    found = log_odds(image.repeat_interleave(captions, 0), text, *base, counted, job.temperature)
+    return found.view(len(each.rows), captions).mean(1)
 
 
-@torch.no_grad()
 def embedded(
     model: DualEncoder,
     tensors: Tensors,
@@ -102,10 +148,32 @@ def embedded(
     captions: np.ndarray,
 ) -> Tensor:
     """One side of pairs, each with one of its captions."""
-    starts = range(0, max(len(rows), 1), CHUNK_PAIRS)
-    chunks = [(rows[start : start + CHUNK_PAIRS], captions[start : start + CHUNK_PAIRS]) for start in starts]
-    sides = ((image, None) if modality == "image" else (text, mask) for image, text, mask in examples.feed(chunks))
-    return torch.cat([model.embed(tensors, modality, states, mask) for states, mask in sides])
+    return embedded_each(model, tensors, modality, [(examples, rows, captions)])[0]
+
+
+@torch.no_grad()
+def embedded_each(model: DualEncoder, tensors: Tensors, modality: Modality, wanted: Sequence[Wanted]) -> list[Tensor]:
+    """One side of several lots of pairs, in as few passes as their size allows."""
+    found = []
+    for parts in _passes(wanted):
+        images, texts, masks = zip(*(examples.batch(*chosen) for examples, *chosen in parts), strict=True)
+        states = torch.cat(images if modality == "image" else texts)
+        masked = modality == "text" and masks[0] is not None
+        found.append(model.embed(tensors, modality, states, torch.cat(masks) if masked else None))
+    return list(torch.cat(found).split([len(rows) for _, rows, _ in wanted]))
+
+
+def _passes(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """The same pairs in the same order, `CHUNK_PAIRS` at a time; where there are none, one pass of none."""
+    parts, room = [(examples, rows[:0], captions[:0]) for examples, rows, captions in wanted[:1]], CHUNK_PAIRS
+    for examples, rows, captions in wanted:
+        while len(rows):
+            if not room:
+                yield parts
+                parts, room = [], CHUNK_PAIRS
+            parts.append((examples, rows[:room], captions[:room]))
+            rows, captions, room = rows[room:], captions[room:], room - len(rows[:room])
+    yield parts
 
 
 def named_pairs(job: LocalJob, client: int, held: int) -> int | None:
@@ -125,4 +193,13 @@ def measured(state: Params, job: LocalJob, client: int, held: int) -> Expected:
     return Expected(values={"forget": level((known,)), "kin": level((None,))}, abstains=False)
 
 
-register(LEVELS, Objective(measure=levels, expects=measured, reads=frozenset({"forget"}), passes=1 / 3))
+register(
+    LEVELS,
+    Objective(
+        measure=levels,
+        measure_together=levels_together,
+        expects=measured,
+        reads=frozenset({"forget"}),
+        passes=1 / 3,
+    ),
+)

@@ -19,6 +19,8 @@ from ease.audit.config import AuditConfig
 from ease.audit.shadows import train_federations
 from ease.errors import UserError
 from ease.methods import make_method
+from ease.model.backbones import load_backbone
+from ease.model.dual_encoder import DualEncoder
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import answer_of
 from ease.runs.attackers import (
@@ -78,6 +80,24 @@ def test_a_machine_that_cannot_tell_its_free_cores_has_workers_too(learnt, monke
     method = make_method("finetune")
     audit = Audit(learnt.run, learnt.world, answer_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())
     assert audit.workers == 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "short", "workers"), [(16, True, 8), (6, True, 3), (1, True, 1), (64, True, 8), (16, False, 1)]
+)
+def test_a_gpu_that_waits_for_the_host_is_shared(learnt, monkeypatch, cores: int, short: bool, workers: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    server = SimpleNamespace(device=torch.device("cuda"), model=SimpleNamespace(passes_are_short=short))
+    method, world = make_method("finetune"), SimpleNamespace(server=server)
+    audit = Audit(learnt.run, world, answer_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())  # type: ignore[arg-type]
+    assert audit.workers == workers
+
+
+def test_short_passes_are_those_through_one_block_of_each_tower(adapted, learnt) -> None:
+    model = adapted.world.server.model
+    assert model.passes_are_short and learnt.world.server.model.passes_are_short
+    deeper = DualEncoder(load_backbone("tiny"), model.config.model_copy(update={"lora_blocks": 2}), 0)
+    assert not deeper.passes_are_short
 
 
 def test_quick_attackers_remove_what_a_killed_process_left(learnt, tmp_path, monkeypatch) -> None:

@@ -151,6 +151,11 @@ class DualEncoder(nn.Module):
             tower.checkpointing = True
         return bool(saved)
 
+    @property
+    def passes_are_short(self) -> bool:
+        """Whether pairs go through one block of each tower at most: a GPU waits for the host then."""
+        return all(branch.tower.depth - branch.first <= 1 for branch in (self.image, self.text))
+
     def forward(self, modality: Modality, states: Tensor, mask: Tensor | None = None) -> Tensor:
         return getattr(self, modality)(states, mask)
 

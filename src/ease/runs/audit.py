@@ -127,7 +127,10 @@ class Audit:
     def workers(self) -> int:
         if self.config.workers is not None:
             return self.config.workers
-        return min(4, default_processes(self.world.server.device.type))
+        server, cores = self.world.server, default_processes("cpu")
+        if server.device.type != "cpu" and server.model.passes_are_short:
+            return max(1, min(8, cores // 2))  # the host bounds them, and the device has time for several
+        return min(4, default_processes(server.device.type))
 
     # The verdict
 

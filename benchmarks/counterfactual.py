@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--after", action="store_true", help="train ten rounds more, free and locked")
     parser.add_argument("--variant", action="append", help="settings of EASE, parted by commas; repeatable")
+    parser.add_argument("--beside", action="append", default=[], help="another method to answer it by; repeatable")
     parser.add_argument("--config", type=Path, help="TOML of the run")
     parser.add_argument("--set", action="append", default=[], dest="settings", help="a setting of the run; repeatable")
     parser.add_argument("--work", type=Path, default=Path("results/counterfactual"))
@@ -70,8 +71,9 @@ def main() -> None:
         print(f"two retrainings: {told(metrics[1], metrics[0])}  rho {rho:.3f}  KS {ks:.3f}", flush=True)
     mean = {key: (metrics[0][key] + metrics[1][key]) / 2 for key in KEYS}
     answers = []
-    for variant in asked.variant or [""]:
-        stored = answered(make_method("ease", tuple(part for part in variant.split(",") if part)))
+    variants = [("ease", variant) for variant in asked.variant or [""]]
+    for name, variant in (*variants, *((name, "") for name in asked.beside)):
+        stored = answered(make_method(name, tuple(part for part in variant.split(",") if part)))
         answers.append(stored)
         found, state = stored.record().metrics, held(stored.model())
         rho = sum(alignment_residual(state, before, goal) for goal in goals) / 2
@@ -79,7 +81,7 @@ def main() -> None:
         share = sum(found[key] for key in TRAFFIC) / sum(metrics[0][key] for key in TRAFFIC)
         seconds = found["cost/seconds"] / metrics[0]["cost/seconds"]
         print(
-            f"{variant or 'default'}: {told(found, mean)}  rho {rho:.3f}  KS {ks:.3f}  bytes {share:.0%}  "
+            f"{name} {variant or 'default'}: {told(found, mean)}  rho {rho:.3f}  KS {ks:.3f}  bytes {share:.0%}  "
             f"seconds {seconds:.0%}  {stored.record().rounds[-1].notes}",
             flush=True,
         )

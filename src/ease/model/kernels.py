@@ -1,8 +1,10 @@
 """Attention over few tokens as Triton kernels: all keys of a head in one tile, nothing but the output written.
 
 Libraries' kernels are made for long sequences: they cut them into tiles of 128, which 50 or 77 tokens leave half empty,
-and gather the gradient of queries in float32 in a kernel of its own. Here a program owns a head, so that every gradient
-is written once. Tensors are [batch, tokens, heads, width]; the width is contiguous, other strides are as they come.
+and gather the gradient of queries in float32 in a kernel of its own. Here every gradient is written once: up to 128
+tokens a program owns a head; beyond, what it would have to hold leaves no room for tiles that keep the card busy, and
+queries and keys have a kernel each. Tensors are [batch, tokens, heads, width]; the width is contiguous, other strides
+are as they come.
 """
 
 from typing import Any
@@ -20,8 +22,14 @@ FORWARD = {
     256: (64, 64, 4, 2),
 }
 """By keys in a tile of the backward pass: queries and keys in one of the forward pass, warps, loads under way."""
-BACKWARD = {16: (16, 4, 1), 32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 8, 2), 256: (16, 8, 2)}
+BACKWARD = {16: (16, 4, 1), 32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 8, 2)}
 """By keys in a tile: queries that are looked at together, warps, loads under way. More queries fill the registers."""
+MANY = 256
+"""Keys in the tile that has a kernel for queries and one for keys."""
+BACKWARD_QUERIES = (64, 8, 1)
+"""Of that tile: queries of a program, warps, loads under way."""
+BACKWARD_KEYS = (128, 64, 8, 2)
+"""Keys of a program, queries that are looked at together, warps, loads under way."""
 LOG2_E = 1.4426950408889634
 
 
@@ -166,6 +174,127 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(dv + last * out_token + feature, value_sum.to(dv.dtype.element_ty))
 
 
+@triton.jit
+def queries_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, grad, norms, means, dq, scale, sharpness, tokens, heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
+    out_batch, out_token, out_head,
+    CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of ROWS queries of one head from all its keys at once; `means` are kept for those of keys."""
+    tiles = tl.cdiv(tokens, ROWS)
+    program = tl.program_id(0)
+    head = (program // tiles) % heads
+    batch = (program // tiles // heads).to(tl.int64)
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    grad += batch * grad_batch + head * grad_head
+    dq += batch * out_batch + head * out_head
+    feature = tl.arange(0, WIDTH)
+    column = tl.arange(0, COLUMNS)
+    row = (program % tiles) * ROWS + tl.arange(0, ROWS)
+    inside = row < tokens
+    place = (batch * heads + head) * tokens + row
+    queries = tl.load(q + row[:, None] * q_token + feature[None, :], mask=inside[:, None], other=0.0)
+    grads = tl.load(grad + row[:, None] * grad_token + feature[None, :], mask=inside[:, None], other=0.0)
+    norm = tl.load(norms + place, mask=inside, other=0.0)
+    if FULL:
+        keys = tl.load(k + column[:, None] * k_token + feature[None, :])
+        values = tl.load(v + column[:, None] * v_token + feature[None, :])
+    else:
+        keys = tl.load(k + column[:, None] * k_token + feature[None, :], mask=(column < tokens)[:, None], other=0.0)
+        values = tl.load(v + column[:, None] * v_token + feature[None, :], mask=(column < tokens)[:, None], other=0.0)
+    scores = tl.dot(queries, tl.trans(keys)) * sharpness - norm[:, None]
+    if CAUSAL:
+        scores = tl.where(column[None, :] <= row[:, None], scores, float("-inf"))
+    elif not FULL:
+        scores = tl.where((column < tokens)[None, :], scores, float("-inf"))
+    weights = tl.exp2(scores)
+    slopes = tl.dot(grads, tl.trans(values))
+    mean = tl.sum(weights * slopes, 1)
+    if TAIL:
+        key = tl.load(k + (tokens - 1) * k_token + feature).to(tl.float32)
+        value = tl.load(v + (tokens - 1) * v_token + feature).to(tl.float32)
+        weight = tl.exp2(tl.sum(queries.to(tl.float32) * key[None, :], 1) * sharpness - norm)
+        slope = tl.sum(grads.to(tl.float32) * value[None, :], 1)
+        mean += weight * slope
+    sums = tl.dot((weights * (slopes - mean[:, None])).to(keys.dtype), keys)
+    if TAIL:
+        sums += (weight * (slope - mean))[:, None] * key[None, :]
+    tl.store(means + place, mean, inside)
+    tl.store(dq + row[:, None] * out_token + feature[None, :], (sums * scale).to(dq.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def keys_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, grad, norms, means, dk, dv, scale, sharpness, tokens, heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
+    out_batch, out_token, out_head,
+    CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of COLUMNS keys of one head and of their values; each has the one beside the tiles, too."""
+    tile = tl.program_id(0) % TILES
+    head = (tl.program_id(0) // TILES) % heads
+    batch = (tl.program_id(0) // TILES // heads).to(tl.int64)
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    grad += batch * grad_batch + head * grad_head
+    norms += (batch * heads + head) * tokens
+    means += (batch * heads + head) * tokens
+    dk += batch * out_batch + head * out_head
+    dv += batch * out_batch + head * out_head
+    feature = tl.arange(0, WIDTH)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    present = (column < tokens)[:, None]
+    if FULL:
+        keys = tl.load(k + column[:, None] * k_token + feature[None, :])
+        values = tl.load(v + column[:, None] * v_token + feature[None, :])
+    else:
+        keys = tl.load(k + column[:, None] * k_token + feature[None, :], mask=present, other=0.0)
+        values = tl.load(v + column[:, None] * v_token + feature[None, :], mask=present, other=0.0)
+    key_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    value_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    last = tokens - 1
+    if TAIL:
+        key = tl.load(k + last * k_token + feature).to(tl.float32)
+        value = tl.load(v + last * v_token + feature).to(tl.float32)
+        key_sum = tl.zeros([WIDTH], tl.float32)
+        value_sum = tl.zeros([WIDTH], tl.float32)
+    begin = 0
+    if CAUSAL:  # no query before a key sees it
+        begin = tile * COLUMNS
+    for first in range(begin, tokens, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = row < tokens
+        queries = tl.load(q + row[:, None] * q_token + feature[None, :], mask=inside[:, None], other=0.0)
+        grads = tl.load(grad + row[:, None] * grad_token + feature[None, :], mask=inside[:, None], other=0.0)
+        norm = tl.load(norms + row, mask=inside, other=0.0)
+        mean = tl.load(means + row, mask=inside, other=0.0)
+        scores = tl.dot(keys, tl.trans(queries)) * sharpness - norm[None, :]
+        if CAUSAL:
+            scores = tl.where(column[:, None] <= row[None, :], scores, float("-inf"))
+        weights = tl.exp2(scores)
+        value_sums = tl.dot(weights.to(grads.dtype), grads, value_sums)
+        slopes = tl.dot(values, tl.trans(grads))
+        key_sums = tl.dot((weights * (slopes - mean[None, :])).to(queries.dtype), queries, key_sums)
+        if TAIL:
+            weight = tl.exp2(tl.sum(queries.to(tl.float32) * key[None, :], 1) * sharpness - norm)
+            change = weight * (tl.sum(grads.to(tl.float32) * value[None, :], 1) - mean)
+            key_sum += tl.sum(change[:, None] * queries.to(tl.float32), 0)
+            value_sum += tl.sum(weight[:, None] * grads.to(tl.float32), 0)
+    place = column[:, None] * out_token + feature[None, :]
+    tl.store(dk + place, (key_sums * scale).to(dk.dtype.element_ty), present)
+    tl.store(dv + place, value_sums.to(dv.dtype.element_ty), present)
+    if TAIL:  # every tile has them, and the first one writes
+        first_tile = (tile == 0) & (feature < WIDTH)
+        tl.store(dk + last * out_token + feature, (key_sum * scale).to(dk.dtype.element_ty), first_tile)
+        tl.store(dv + last * out_token + feature, value_sum.to(dv.dtype.element_ty), first_tile)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Output, contiguous, and the norms [batch, heads, tokens] that the backward pass needs."""
     q, k, v = (_contiguous_width(each) for each in (q, k, v))
@@ -191,6 +320,9 @@ def backward(
     grad, q, k, v = (_contiguous_width(each) for each in (grad, q, k, v))
     batch, tokens, heads, width = q.shape
     columns = tile_of_keys(tokens, causal)
+    if columns == MANY:
+        _backward_of_many(grad, q, k, v, norms, dq, dk, dv, scale, causal)
+        return
     rows, warps, stages = BACKWARD[columns]
     backward_kernel[(batch * heads,)](
         q, k, v, grad, norms, dq, dk, dv, scale, scale * LOG2_E, tokens, heads, *_strides(q, k, v, grad, dq),
@@ -199,9 +331,31 @@ def backward(
     )  # fmt: skip
 
 
+def _backward_of_many(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool,
+) -> None:  # fmt: skip
+    """The same in two steps: queries first, whose means those of keys need."""
+    batch, tokens, heads, width = q.shape
+    means, strides = torch.empty_like(norms), _strides(q, k, v, grad, dq)
+    rows, warps, stages = BACKWARD_QUERIES
+    queries_kernel[(batch * heads * triton.cdiv(tokens, rows),)](
+        q, k, v, grad, norms, means, dq, scale, scale * LOG2_E, tokens, heads, *strides,
+        CAUSAL=causal, FULL=tokens >= MANY, TAIL=tokens > MANY, WIDTH=width, ROWS=rows, COLUMNS=MANY,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    columns, rows, warps, stages = BACKWARD_KEYS
+    tiles = triton.cdiv(min(tokens, MANY), columns)
+    keys_kernel[(batch * heads * tiles,)](
+        q, k, v, grad, norms, means, dk, dv, scale, scale * LOG2_E, tokens, heads, *strides,
+        CAUSAL=causal, FULL=tokens >= tiles * columns, TAIL=tokens > MANY,
+        WIDTH=width, ROWS=rows, COLUMNS=columns, TILES=tiles, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
 def tile_of_keys(tokens: int, causal: bool) -> int:
     """The power of two that holds all keys, but for one that goes beside the tile."""
-    rest = tokens - 1 if not causal and tokens - 1 in BACKWARD else tokens
+    rest = tokens - 1 if not causal and tokens - 1 in FORWARD else tokens
     return max(16, triton.next_power_of_2(rest))
 
 

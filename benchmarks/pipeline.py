@@ -62,15 +62,16 @@ def measure(folder: Path, device: str, shadows: int) -> dict[str, Any]:
             metrics = StoredAnswer(run / "requests" / request / method).record().metrics
             costs = {name: value for name, value in metrics.items() if name.startswith("cost/")}
             found["answers"][f"{request} {method}"] = {"command_seconds": took, **costs}
-    audit = ("audit", str(run), "--request", "client-3", "--shadows", str(shadows), "--quiet")
-    found["commands"][f"audit client-3, {shadows} shadows"] = ease(*audit)
+    if shadows:
+        audit = ("audit", str(run), "--request", "client-3", "--shadows", str(shadows), "--quiet")
+        found["commands"][f"audit client-3, {shadows} shadows"] = ease(*audit)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shadows", type=int, default=8)
+    parser.add_argument("--shadows", type=int, default=8, help="of the audit; 0: none")
     parser.add_argument("--keep", type=Path, help="folder for the checkpoint and the run; else they are deleted")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

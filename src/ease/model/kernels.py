@@ -26,10 +26,12 @@ BACKWARD = {16: (16, 4, 1), 32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 8, 2)}
 """By keys in a tile: queries that are looked at together, warps, loads under way. More queries fill the registers."""
 MANY = 256
 """Keys in the tile that has a kernel for queries and one for keys."""
-BACKWARD_QUERIES = (64, 8, 1)
+BACKWARD_QUERIES = (64, 4, 1)
 """Of that tile: queries of a program, warps, loads under way."""
-BACKWARD_KEYS = (128, 64, 8, 2)
+BACKWARD_KEYS = (64, 64, 4, 1)
 """Keys of a program, queries that are looked at together, warps, loads under way."""
+ROWS_BESIDE = 64
+"""Queries that are looked at together for the key beside the tile."""
 LOG2_E = 1.4426950408889634
 
 
@@ -94,7 +96,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, grad, norms, dq, dk, dv, scale, sharpness, tokens, heads,
+    q, k, v, grad, norms, weights_beside, slopes_beside, dq, dk, dv, scale, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     out_batch, out_token, out_head,
     CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
@@ -111,6 +113,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     v += batch * v_batch + head * v_head
     grad += batch * grad_batch + head * grad_head
     norms += (batch * heads + head) * tokens
+    weights_beside += (batch * heads + head) * tokens
+    slopes_beside += (batch * heads + head) * tokens
     dq += batch * out_batch + head * out_head
     dk += batch * out_batch + head * out_head
     dv += batch * out_batch + head * out_head
@@ -126,12 +130,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     turned_keys = tl.trans(keys)
     key_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     value_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    last = tokens - 1
     if TAIL:
-        key = tl.load(k + last * k_token + feature).to(tl.float32)
-        value = tl.load(v + last * v_token + feature).to(tl.float32)
-        key_sum = tl.zeros([WIDTH], tl.float32)
-        value_sum = tl.zeros([WIDTH], tl.float32)
+        key = tl.load(k + (tokens - 1) * k_token + feature).to(tl.float32)
     for first in range(0, tokens, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = row < tokens
@@ -148,14 +148,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         slopes = tl.dot(values, tl.trans(grads))
         mean = tl.sum(weights * slopes, 0)
         if TAIL:
-            wide_queries = queries.to(tl.float32)
-            wide_grads = grads.to(tl.float32)
-            weight = tl.exp2(tl.sum(wide_queries * key[None, :], 1) * sharpness - norm)
-            slope = tl.sum(wide_grads * value[None, :], 1)
+            weight = tl.load(weights_beside + row, mask=inside, other=0.0)
+            slope = tl.load(slopes_beside + row, mask=inside, other=0.0)
             mean += weight * slope
             change = weight * (slope - mean)
-            key_sum += tl.sum(change[:, None] * wide_queries, 0)
-            value_sum += tl.sum(weight[:, None] * wide_grads, 0)
+            tl.store(slopes_beside + row, change, inside)
         changes = (weights * (slopes - mean[None, :])).to(queries.dtype)
         key_sums = tl.dot(changes, queries, key_sums)
         query_sums = tl.dot(turned_keys, changes)
@@ -169,14 +166,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     place = column[:, None] * out_token + feature[None, :]
     tl.store(dk + place, (key_sums * scale).to(dk.dtype.element_ty), present)
     tl.store(dv + place, value_sums.to(dv.dtype.element_ty), present)
-    if TAIL:
-        tl.store(dk + last * out_token + feature, (key_sum * scale).to(dk.dtype.element_ty))
-        tl.store(dv + last * out_token + feature, value_sum.to(dv.dtype.element_ty))
 
 
 @triton.jit
 def queries_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, grad, norms, means, dq, scale, sharpness, tokens, heads,
+    q, k, v, grad, norms, weights_beside, slopes_beside, means, dq, scale, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     out_batch, out_token, out_head,
     CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
@@ -215,14 +209,15 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     slopes = tl.dot(grads, tl.trans(values))
     mean = tl.sum(weights * slopes, 1)
     if TAIL:
-        key = tl.load(k + (tokens - 1) * k_token + feature).to(tl.float32)
-        value = tl.load(v + (tokens - 1) * v_token + feature).to(tl.float32)
-        weight = tl.exp2(tl.sum(queries.to(tl.float32) * key[None, :], 1) * sharpness - norm)
-        slope = tl.sum(grads.to(tl.float32) * value[None, :], 1)
+        weight = tl.load(weights_beside + place, mask=inside, other=0.0)
+        slope = tl.load(slopes_beside + place, mask=inside, other=0.0)
         mean += weight * slope
     sums = tl.dot((weights * (slopes - mean[:, None])).to(keys.dtype), keys)
     if TAIL:
-        sums += (weight * (slope - mean))[:, None] * key[None, :]
+        key = tl.load(k + (tokens - 1) * k_token + feature).to(tl.float32)
+        change = weight * (slope - mean)
+        sums += change[:, None] * key[None, :]
+        tl.store(slopes_beside + place, change, inside)
     tl.store(means + place, mean, inside)
     tl.store(dq + row[:, None] * out_token + feature[None, :], (sums * scale).to(dq.dtype.element_ty), inside[:, None])
 
@@ -232,10 +227,10 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, norms, means, dk, dv, scale, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     out_batch, out_token, out_head,
-    CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    CAUSAL: tl.constexpr, FULL: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of COLUMNS keys of one head and of their values; each has the one beside the tiles, too."""
+    """Gradients of COLUMNS keys of one head and of their values."""
     tile = tl.program_id(0) % TILES
     head = (tl.program_id(0) // TILES) % heads
     batch = (tl.program_id(0) // TILES // heads).to(tl.int64)
@@ -258,12 +253,6 @@ def keys_kernel(  # type: ignore[no-untyped-def]
         values = tl.load(v + column[:, None] * v_token + feature[None, :], mask=present, other=0.0)
     key_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     value_sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    last = tokens - 1
-    if TAIL:
-        key = tl.load(k + last * k_token + feature).to(tl.float32)
-        value = tl.load(v + last * v_token + feature).to(tl.float32)
-        key_sum = tl.zeros([WIDTH], tl.float32)
-        value_sum = tl.zeros([WIDTH], tl.float32)
     begin = 0
     if CAUSAL:  # no query before a key sees it
         begin = tile * COLUMNS
@@ -281,18 +270,64 @@ def keys_kernel(  # type: ignore[no-untyped-def]
         value_sums = tl.dot(weights.to(grads.dtype), grads, value_sums)
         slopes = tl.dot(values, tl.trans(grads))
         key_sums = tl.dot((weights * (slopes - mean[None, :])).to(queries.dtype), queries, key_sums)
-        if TAIL:
-            weight = tl.exp2(tl.sum(queries.to(tl.float32) * key[None, :], 1) * sharpness - norm)
-            change = weight * (tl.sum(grads.to(tl.float32) * value[None, :], 1) - mean)
-            key_sum += tl.sum(change[:, None] * queries.to(tl.float32), 0)
-            value_sum += tl.sum(weight[:, None] * grads.to(tl.float32), 0)
     place = column[:, None] * out_token + feature[None, :]
     tl.store(dk + place, (key_sums * scale).to(dk.dtype.element_ty), present)
     tl.store(dv + place, value_sums.to(dv.dtype.element_ty), present)
-    if TAIL:  # every tile has them, and the first one writes
-        first_tile = (tile == 0) & (feature < WIDTH)
-        tl.store(dk + last * out_token + feature, (key_sum * scale).to(dk.dtype.element_ty), first_tile)
-        tl.store(dv + last * out_token + feature, value_sum.to(dv.dtype.element_ty), first_tile)
+
+
+@triton.jit
+def before_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, grad, norms, weights, slopes, sharpness, tokens, heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of the key beside the tile: its weight for each query, and the slope along it."""
+    tiles = tl.cdiv(tokens, ROWS)
+    program = tl.program_id(0)
+    head = (program // tiles) % heads
+    batch = (program // tiles // heads).to(tl.int64)
+    feature = tl.arange(0, WIDTH)
+    row = (program % tiles) * ROWS + tl.arange(0, ROWS)
+    inside = row < tokens
+    place = (batch * heads + head) * tokens + row
+    q += batch * q_batch + head * q_head
+    grad += batch * grad_batch + head * grad_head
+    key = tl.load(k + batch * k_batch + head * k_head + (tokens - 1) * k_token + feature).to(tl.float32)
+    value = tl.load(v + batch * v_batch + head * v_head + (tokens - 1) * v_token + feature).to(tl.float32)
+    queries = tl.load(q + row[:, None] * q_token + feature[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    grads = tl.load(grad + row[:, None] * grad_token + feature[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    norm = tl.load(norms + place, mask=inside, other=0.0)
+    tl.store(weights + place, tl.exp2(tl.sum(queries * key[None, :], 1) * sharpness - norm), inside)
+    tl.store(slopes + place, tl.sum(grads * value[None, :], 1), inside)
+
+
+@triton.jit
+def after_kernel(  # type: ignore[no-untyped-def]
+    q, grad, weights, changes, dk, dv, scale, tokens, heads,
+    q_batch, q_token, q_head, grad_batch, grad_token, grad_head, out_batch, out_token, out_head,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the key beside the tile and of its value."""
+    head = tl.program_id(0) % heads
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    feature = tl.arange(0, WIDTH)
+    q += batch * q_batch + head * q_head
+    grad += batch * grad_batch + head * grad_head
+    key_sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    value_sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, tokens, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = row < tokens
+        place = (batch * heads + head) * tokens + row
+        change = tl.load(changes + place, mask=inside, other=0.0)
+        weight = tl.load(weights + place, mask=inside, other=0.0)
+        queries = tl.load(q + row[:, None] * q_token + feature[None, :], mask=inside[:, None], other=0.0)
+        grads = tl.load(grad + row[:, None] * grad_token + feature[None, :], mask=inside[:, None], other=0.0)
+        key_sums += change[:, None] * queries.to(tl.float32)
+        value_sums += weight[:, None] * grads.to(tl.float32)
+    place = batch * out_batch + head * out_head + (tokens - 1) * out_token + feature
+    tl.store(dk + place, (tl.sum(key_sums, 0) * scale).to(dk.dtype.element_ty))
+    tl.store(dv + place, tl.sum(value_sums, 0).to(dv.dtype.element_ty))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -320,37 +355,39 @@ def backward(
     grad, q, k, v = (_contiguous_width(each) for each in (grad, q, k, v))
     batch, tokens, heads, width = q.shape
     columns = tile_of_keys(tokens, causal)
-    if columns == MANY:
-        _backward_of_many(grad, q, k, v, norms, dq, dk, dv, scale, causal)
-        return
-    rows, warps, stages = BACKWARD[columns]
-    backward_kernel[(batch * heads,)](
-        q, k, v, grad, norms, dq, dk, dv, scale, scale * LOG2_E, tokens, heads, *_strides(q, k, v, grad, dq),
-        CAUSAL=causal, FULL=tokens >= columns, TAIL=tokens > columns, WIDTH=width, ROWS=rows, COLUMNS=columns,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-
-
-def _backward_of_many(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool,
-) -> None:  # fmt: skip
-    """The same in two steps: queries first, whose means those of keys need."""
-    batch, tokens, heads, width = q.shape
-    means, strides = torch.empty_like(norms), _strides(q, k, v, grad, dq)
-    rows, warps, stages = BACKWARD_QUERIES
-    queries_kernel[(batch * heads * triton.cdiv(tokens, rows),)](
-        q, k, v, grad, norms, means, dq, scale, scale * LOG2_E, tokens, heads, *strides,
-        CAUSAL=causal, FULL=tokens >= MANY, TAIL=tokens > MANY, WIDTH=width, ROWS=rows, COLUMNS=MANY,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    columns, rows, warps, stages = BACKWARD_KEYS
-    tiles = triton.cdiv(min(tokens, MANY), columns)
-    keys_kernel[(batch * heads * tiles,)](
-        q, k, v, grad, norms, means, dk, dv, scale, scale * LOG2_E, tokens, heads, *strides,
-        CAUSAL=causal, FULL=tokens >= tiles * columns, TAIL=tokens > MANY,
-        WIDTH=width, ROWS=rows, COLUMNS=columns, TILES=tiles, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    sharpness, strides, beside = scale * LOG2_E, _strides(q, k, v, grad), tokens > columns
+    weights, slopes = (torch.empty_like(norms) if beside else norms for _ in range(2))
+    if beside:
+        before_kernel[(batch * heads * triton.cdiv(tokens, ROWS_BESIDE),)](
+            q, k, v, grad, norms, weights, slopes, sharpness, tokens, heads, *strides, WIDTH=width, ROWS=ROWS_BESIDE
+        )
+    common = scale, sharpness, tokens, heads, *strides, *_strides(dq)
+    kind = {"CAUSAL": causal, "TAIL": beside, "WIDTH": width}
+    if columns < MANY:
+        rows, warps, stages = BACKWARD[columns]
+        backward_kernel[(batch * heads,)](
+            q, k, v, grad, norms, weights, slopes, dq, dk, dv, *common,
+            **kind, FULL=tokens >= columns, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    else:
+        means = torch.empty_like(norms)
+        rows, warps, stages = BACKWARD_QUERIES
+        queries_kernel[(batch * heads * triton.cdiv(tokens, rows),)](
+            q, k, v, grad, norms, weights, slopes, means, dq, *common,
+            **kind, FULL=tokens >= columns, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        part, rows, warps, stages = BACKWARD_KEYS
+        tiles = triton.cdiv(min(tokens, columns), part)
+        keys_kernel[(batch * heads * tiles,)](
+            q, k, v, grad, norms, means, dk, dv, *common,
+            CAUSAL=causal, WIDTH=width, FULL=tokens >= tiles * part, ROWS=rows, COLUMNS=part, TILES=tiles,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if beside:
+        after_kernel[(batch * heads,)](
+            q, grad, weights, slopes, dk, dv, scale, tokens, heads, *_strides(q, grad, dq),
+            WIDTH=width, ROWS=ROWS_BESIDE,
+        )  # fmt: skip
 
 
 def tile_of_keys(tokens: int, causal: bool) -> int:

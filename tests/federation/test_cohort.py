@@ -180,6 +180,13 @@ def test_what_cannot_share_a_pass_runs_alone(adapted, local_job) -> None:
         assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())
 
 
+def test_a_job_for_nobody_is_answered_by_nobody(world, local_job) -> None:
+    """As where all who answer a round are leaving, or every answer is estimated."""
+    cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
+    for engine in (cohort, world.federation):
+        assert list(engine.run(world.server.initial(), local_job(), [])) == []
+
+
 def test_a_group_that_does_not_fit_is_halved_and_stays_so(monkeypatch) -> None:
     """Space for four, ten trainings: 10 and 5 fail, then 3 at a time; the next round begins with 3 at once."""
     tried: list[int] = []

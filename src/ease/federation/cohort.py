@@ -47,9 +47,8 @@ class Cohort(Loop):
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
-        first = next(iter(jobs.values()))
-        together = can_share(state, first) or measures_together(first, self.pool.examples.device)
-        if len(groups) == 1 and not together:
+        device = self.pool.examples.device
+        if len(groups) == 1 and not any(can_share(state, job) or measures_together(job, device) for job in jobs.values()):
             yield from super()._answered(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}
@@ -57,7 +56,7 @@ class Cohort(Loop):
             first = next(iter(own.values()))
             if can_share(state, first):
                 updates |= answers_together(self.model, self.pool, state, own, self.group_size)
-            elif measures_together(first, self.pool.examples.device):
+            elif measures_together(first, device):
                 asked = [(self.data[client], job) for client, job in own.items()]
                 updates |= {update.client: update for update in measure_together(self.model, state, asked)}
             else:

@@ -48,7 +48,9 @@ class Cohort(Loop):
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
         device = self.pool.examples.device
-        if len(groups) == 1 and not any(can_share(state, job) or measures_together(job, device) for job in jobs.values()):
+        if len(groups) == 1 and not any(
+            can_share(state, job) or measures_together(job, device) for job in jobs.values()
+        ):
             yield from super()._answered(state, jobs)  # each answer as soon as it is there
             return
         updates: dict[int, Update] = {}

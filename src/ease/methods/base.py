@@ -133,7 +133,11 @@ class Unlearner(Config, ABC):
 
     @abstractmethod
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        """How many steps `unlearn` yields."""
+        """How many steps `unlearn` yields, or usually yields."""
+
+    def fewest_rounds(self, training: TrainingConfig, request: Request) -> int:
+        """The same at least, of one that looks as it goes whether fewer do."""
+        return self.rounds(training, request)
 
     def most_rounds(self, training: TrainingConfig, request: Request) -> int:
         """The same at most, of one that looks as it goes whether more are needed."""

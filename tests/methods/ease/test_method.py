@@ -13,10 +13,11 @@ from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, average, fedavg
 from ease.federation.loop import Loop
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.protocol import LocalJob, Optimiser, Update
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.methods.ease import calibration, method
+from ease.methods.ease.calibration import Usual
 from ease.methods.ease.counterfactual import written_by
 from ease.methods.ease.method import Ease
 from ease.methods.finetune import Finetune
@@ -251,25 +252,52 @@ def test_without_held_out_pairs_the_usual_share_goes(learnt) -> None:
 class Longer(Ease):
     """With two rounds of recovery where this small run would have one."""
 
+    usual: int = 2
+
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return 3
+        return 1 + self.usual
 
 
-def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, monkeypatch) -> None:
-    def losses(goal: float | None) -> list[float]:
-        monkeypatch.setattr(method, "_settled_loss", lambda trained: goal)
-        steps = list(Longer().unlearn(learnt.trained, FIRST, learnt.world.federation))
-        assert [("share" in step.notes, step.bases is not None) for step in steps[1:-1]] == [(False, False)] * (
-            len(steps) - 2
-        )
-        assert "share" in steps[-1].notes and steps[-1].bases is not None  # corrected and locked once, at the end
-        return [step.loss for step in steps[1:]]
+@pytest.fixture
+def recovery(learnt, monkeypatch):
+    """The rounds of recovery with so many usual ones, after a training that settled at some loss."""
 
-    longest = losses(0.0)
+    def rounds(settled: float | None, usual: int) -> list[Step]:
+        monkeypatch.setattr(method, "_settled_loss", lambda trained: settled)
+        _, *steps = Longer(usual=usual).unlearn(learnt.trained, FIRST, learnt.world.federation)
+        *before, last = steps
+        assert not any("share" in step.notes or step.bases is not None for step in before)
+        assert "share" in last.notes and last.bases is not None  # corrected and locked once, at the end
+        return steps
+
+    return rounds
+
+
+def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, recovery) -> None:
+    longest = [step.loss for step in recovery(0.0, usual=2)]
     assert len(longest) == 4 and longest[0] > longest[1] > longest[2]
-    assert len(losses(None)) == len(losses(longest[0])) == 2
-    assert len(losses((longest[0] + longest[1]) / 2)) == 3
+    assert len(recovery(None, usual=2)) == len(recovery(longest[0], usual=2)) == 2
+    assert len(recovery((longest[0] + longest[1]) / 2, usual=2)) == 3
     assert Longer(recovery_share=0.4).most_rounds(learnt.trained.training, FIRST) == 3  # who names it gets just that
+
+
+def test_recovery_ends_with_the_round_after_one_whose_loss_is_that_of_training(learnt, recovery, monkeypatch) -> None:
+    """And the share to remove is the one that is usual after so many."""
+    lengths, rounds = [], learnt.trained.training.rounds
+
+    def usual_share(leaving: bool, optimiser: Optimiser, moved: float, recovery: float, concerned: float) -> Usual:
+        lengths.append(round(recovery * rounds))
+        return calibration.usual_share(leaving, optimiser, moved, recovery, concerned)
+
+    monkeypatch.setattr(method, "usual_share", usual_share)
+    whole = recovery(None, usual=4)
+    assert len(whole) == 4 and whole[0].loss > whole[1].loss
+    assert len(recovery(whole[0].loss, usual=4)) == 2  # the first has no loss to go by
+    assert len(recovery((whole[0].loss + whole[1].loss) / 2, usual=4)) == 3
+    assert len(recovery(0.0, usual=2)) == 4
+    assert lengths == [4, 2, 3, 2]  # rounds beyond the usual ones only make up for how much was taken
+    named = Longer(recovery_share=0.4, usual=4)  # who names it gets just that
+    assert named.fewest_rounds(learnt.trained.training, FIRST) == named.rounds(learnt.trained.training, FIRST) == 5
 
 
 def test_training_settled_at_the_loss_of_its_last_two_rounds(learnt) -> None:

@@ -69,8 +69,9 @@ class Ease(Unlearner):
     """Client requests: who tells what the leaving clients wrote where the server has not stored it, they themselves or,
     if they are gone or what they kept is lost, all the others. `nobody`: what is stored stands for the rest."""
     recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Rounds of recovery on retained data, as a share of the training rounds. `auto`: 0.15 when clients leave, 0.2 for
-    other requests, and up to twice as many while the loss of a round is above that of the last rounds of training."""
+    """Rounds of recovery on retained data, as a share of the training rounds. `auto`: until the loss of a round is that
+    of the last rounds of training, and one more; usually 0.15 when clients leave and 0.2 for other requests, at least
+    two rounds, at most twice as many as usual."""
     momentum: float = Field(0.3, ge=0, lt=1)
     """Of the server in recovery, but for the last round: what later rounds would have made up for comes sooner."""
     modalities: Literal["both", "image", "text"] = "both"
@@ -121,12 +122,18 @@ class Ease(Unlearner):
 
         lock, velocity, removed = self._client_lock(bases, state), state.zeros(), share
         held, loss, goal = state, None, _settled_loss(trained)
-        fewest, most = (each(trained.training, request) - 1 for each in (self.rounds, self.most_rounds))
+        usual, most = (each(trained.training, request) - 1 for each in (self.rounds, self.most_rounds))
+        fewest = self.fewest_rounds(trained.training, request) - 1
         for number in range(1, most + 1):
-            recovered = loss is None or goal is None or loss <= goal
-            last, told = number == most or (number >= fewest and recovered), dict[str, Any]()
+            # With the loss of the round before; what no one has told says nothing.
+            enough = number >= usual if loss is None or goal is None else number >= fewest and loss <= goal
+            last, told = number == most or enough, dict[str, Any]()
             if last and self._corrects:
-                removed, told = self._right_share(trained, request, federation, state, share, before, early, concerned)
+                # Rounds that the loss asks for beyond the usual ones only make up for how much was taken.
+                recovery = min(number, usual) / trained.training.rounds
+                removed, told = self._right_share(
+                    trained, request, federation, state, share, before, early, concerned, recovery
+                )
                 held = state = state - (removed - share) * whole
             job = trained.training.job(
                 number, trained.seed, trained.temperature, "ease", request=request, data="retain", lock=lock
@@ -152,10 +159,15 @@ class Ease(Unlearner):
         usual = LEAVING_RECOVERY if isinstance(request, ClientRequest) else REPLAYED_RECOVERY
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
+    def fewest_rounds(self, training: TrainingConfig, request: Request) -> int:
+        """Two rounds of recovery: the first has no loss to go by."""
+        usual = self.rounds(training, request) - 1
+        return 1 + (min(2, usual) if self.recovery_share == "auto" else usual)
+
     def most_rounds(self, training: TrainingConfig, request: Request) -> int:
         """Twice as much recovery; one round alone has no loss to go by."""
-        fewest = self.rounds(training, request) - 1
-        return 1 + (2 * fewest if self.recovery_share == "auto" and fewest > 1 else fewest)
+        usual = self.rounds(training, request) - 1
+        return 1 + (2 * usual if self.recovery_share == "auto" and usual > 1 else usual)
 
     def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
         """Of clients that leave their own alone: what the others did is in the states (`farewell`)."""
@@ -251,14 +263,16 @@ class Ease(Unlearner):
         before: Levels,
         early: Levels,
         concerned: float,
+        recovery: float,
     ) -> tuple[float, dict[str, Any]]:
-        """How much to subtract so that forget pairs come to the level of held-out ones after what recovery has done."""
+        """How much to subtract so that forget pairs come to the level of held-out ones after what recovery has done.
+
+        `recovery` is how long it was by then, as a share of the training rounds.
+        """
         now = membership_gap(self._look(trained, request, federation, state), early)
         first = membership_gap(before, early)
         slope = (first.gap - now.gap) / share if first is not None and now is not None else 0.0
         recipe, leaving = trained.training, isinstance(request, ClientRequest)
-        # Rounds that the loss asked for beyond the usual ones only make up for how much was taken.
-        recovery = (self.rounds(recipe, request) - 1) / recipe.rounds
         moved = rounds_moved(trained.history, recipe.rounds)
         usual = usual_share(leaving, recipe.optimiser, moved, recovery, concerned)
         why = disbelief(now, share, slope, usual)

@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(
 
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
 SHAPES = [(1, False), (2, True), (7, True), (17, False), (50, False), (64, False), (65, True), (77, True)]
-LONG = [(196, False), (256, True), (257, False)]
+LONG = [(129, False), (130, False), (150, True), (196, False), (256, True), (257, False)]
 
 
 def drawn(tokens: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, grad, norms, weights_beside, slopes_beside, dq, dk, dv, scale, sharpness, tokens, heads,
+    q, k, v, grad, norms, weights_beside, slopes_beside, changes_beside, dq, dk, dv, scale, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     out_batch, out_token, out_head,
     CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
@@ -115,6 +115,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     norms += (batch * heads + head) * tokens
     weights_beside += (batch * heads + head) * tokens
     slopes_beside += (batch * heads + head) * tokens
+    changes_beside += (batch * heads + head) * tokens
     dq += batch * out_batch + head * out_head
     dk += batch * out_batch + head * out_head
     dv += batch * out_batch + head * out_head
@@ -152,7 +153,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             slope = tl.load(slopes_beside + row, mask=inside, other=0.0)
             mean += weight * slope
             change = weight * (slope - mean)
-            tl.store(slopes_beside + row, change, inside)
+            tl.store(changes_beside + row, change, inside)
         changes = (weights * (slopes - mean[None, :])).to(queries.dtype)
         key_sums = tl.dot(changes, queries, key_sums)
         query_sums = tl.dot(turned_keys, changes)
@@ -170,7 +171,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def queries_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, grad, norms, weights_beside, slopes_beside, means, dq, scale, sharpness, tokens, heads,
+    q, k, v, grad, norms, weights_beside, slopes_beside, changes_beside, means, dq, scale, sharpness, tokens, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     out_batch, out_token, out_head,
     CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
@@ -217,7 +218,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         key = tl.load(k + (tokens - 1) * k_token + feature).to(tl.float32)
         change = weight * (slope - mean)
         sums += change[:, None] * key[None, :]
-        tl.store(slopes_beside + place, change, inside)
+        tl.store(changes_beside + place, change, inside)
     tl.store(means + place, mean, inside)
     tl.store(dq + row[:, None] * out_token + feature[None, :], (sums * scale).to(dq.dtype.element_ty), inside[:, None])
 
@@ -356,7 +357,7 @@ def backward(
     batch, tokens, heads, width = q.shape
     columns = tile_of_keys(tokens, causal)
     sharpness, strides, beside = scale * LOG2_E, _strides(q, k, v, grad), tokens > columns
-    weights, slopes = (torch.empty_like(norms) if beside else norms for _ in range(2))
+    weights, slopes, changes = (torch.empty_like(norms) if beside else norms for _ in range(3))
     if beside:
         before_kernel[(batch * heads * triton.cdiv(tokens, ROWS_BESIDE),)](
             q, k, v, grad, norms, weights, slopes, sharpness, tokens, heads, *strides, WIDTH=width, ROWS=ROWS_BESIDE
@@ -366,14 +367,14 @@ def backward(
     if columns < MANY:
         rows, warps, stages = BACKWARD[columns]
         backward_kernel[(batch * heads,)](
-            q, k, v, grad, norms, weights, slopes, dq, dk, dv, *common,
+            q, k, v, grad, norms, weights, slopes, changes, dq, dk, dv, *common,
             **kind, FULL=tokens >= columns, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     else:
         means = torch.empty_like(norms)
         rows, warps, stages = BACKWARD_QUERIES
         queries_kernel[(batch * heads * triton.cdiv(tokens, rows),)](
-            q, k, v, grad, norms, weights, slopes, means, dq, *common,
+            q, k, v, grad, norms, weights, slopes, changes, means, dq, *common,
             **kind, FULL=tokens >= columns, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         part, rows, warps, stages = BACKWARD_KEYS
@@ -385,7 +386,7 @@ def backward(
         )  # fmt: skip
     if beside:
         after_kernel[(batch * heads,)](
-            q, grad, weights, slopes, dk, dv, scale, tokens, heads, *_strides(q, grad, dq),
+            q, grad, weights, changes, dk, dv, scale, tokens, heads, *_strides(q, grad, dq),
             WIDTH=width, ROWS=ROWS_BESIDE,
         )  # fmt: skip
 

@@ -47,7 +47,7 @@ from ease.storage import (
     write_tensors,
 )
 
-FORMAT = 3
+FORMAT = 4
 """Of the stored shadows; raise it when the same settings give other numbers."""
 SHARES = (0.25, 0.5, 0.75)
 """Where the compute-matched retrainings stop."""

@@ -83,10 +83,14 @@ def test_a_machine_that_cannot_tell_its_free_cores_has_workers_too(learnt, monke
 
 
 @pytest.mark.parametrize(
-    ("cores", "short", "workers"), [(16, True, 8), (6, True, 3), (1, True, 1), (64, True, 8), (16, False, 1)]
+    ("cores", "short", "free", "workers"),
+    [(16, True, 80, 8), (6, True, 80, 3), (1, True, 80, 1), (64, True, 80, 8), (64, True, 12, 3), (16, False, 80, 1)],
 )
-def test_a_gpu_that_waits_for_the_host_is_shared(learnt, monkeypatch, cores: int, short: bool, workers: int) -> None:
+def test_a_gpu_that_waits_for_the_host_is_shared(
+    learnt, monkeypatch, cores: int, short: bool, free: int, workers: int
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 141 * 2**30))
     server = SimpleNamespace(device=torch.device("cuda"), model=SimpleNamespace(passes_are_short=short))
     method, world = make_method("finetune"), SimpleNamespace(server=server)
     audit = Audit(learnt.run, world, answer_of(learnt.run, CLIENT, method), CLIENT, method, AuditConfig())  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ class AuditConfig(Config):
     relearn_pairs: int = Field(16, ge=2)
     """Forget pairs that are shown again in the relearning test."""
     workers: int | None = Field(None, ge=1)
-    """Processes that train shadows; default: one for each core, up to 4, and one on a GPU."""
+    """Processes that train shadows; default: one for each core, up to 4; on a GPU one, or up to 8 of small models
+    while there is room for them."""
 
     @field_validator("shadows")
     @classmethod

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from ease.audit.attacks import Attacker
 from ease.audit.caveats import (
@@ -47,6 +48,9 @@ from ease.runs.sites import NOT_TESTED_THERE, AtSites, check_sites, instruments_
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
 from ease.storage import remove_leftovers, sha256
+
+WORKER_BYTES = 4 * 2**30
+"""Room on a GPU for one process that trains shadows of a small model."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class Audit:
             return self.config.workers
         server, cores = self.world.server, default_processes("cpu")
         if server.device.type != "cpu" and server.model.passes_are_short:
-            return max(1, min(8, cores // 2))  # the host bounds them, and the device has time for several
+            room = torch.cuda.mem_get_info(server.device)[0] // WORKER_BYTES
+            return max(1, min(8, cores // 2, room))  # the host bounds them, and the device has time for several
         return min(4, default_processes(server.device.type))
 
     # The verdict

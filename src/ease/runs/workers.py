@@ -19,7 +19,7 @@ WATCH_SECONDS = 1.0
 
 
 def default_processes(device: str) -> int:
-    """One for each core; a GPU is not shared."""
+    """One for each core, and one for a GPU, which large models fill."""
     if device != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

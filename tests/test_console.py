@@ -70,6 +70,16 @@ def test_the_last_round_leaves_no_time(shown: Console) -> None:
     assert shown.is_terminal or text(shown) == "grid 1/1  done EASE\n"
 
 
+def test_fewer_or_more_rounds_than_usual_end_as_all_of_them(shown: Console) -> None:
+    for rounds in (3, 6):
+        with rounds_bar("ease", 5) as bar:
+            for _ in range(rounds):
+                bar.step()
+            bar.end()
+    assert "6/6" in text(shown) and "6/5" not in text(shown)
+    assert "3/3" in text(shown) or not shown.is_terminal
+
+
 def test_quiet_shows_nothing(shown: Console) -> None:
     with rounds_bar("training", 5, quiet=True) as bar:
         bar.step(loss="0.5")

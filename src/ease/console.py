@@ -75,10 +75,11 @@ errors = stream(stderr=True)
 
 
 class RoundProgress:
-    """Rounds as they finish; `step` counts one and shows the latest figures."""
+    """Rounds as they finish; `step` counts one and shows the latest figures, `end` says that no more were needed."""
 
-    def __init__(self, show: Callable[[str], None]):
+    def __init__(self, show: Callable[[str], None], end: Callable[[], None] = lambda: None):
         self._show = show
+        self.end = end
 
     def step(self, **figures: str) -> None:
         self._show(plain("  ".join(f"{name} {value}" for name, value in figures.items())))
@@ -108,7 +109,12 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first
     with Progress(*_columns(), console=errors, transient=False, speed_estimate_period=ESTIMATE_SECONDS) as progress:
         try:
             task = progress.add_task(title, total=total, completed=done, note=first)
-            yield RoundProgress(lambda note: progress.update(task, advance=1, note=note))
+
+            def show(note: str) -> None:
+                finished = int(progress.tasks[task].completed) + 1
+                progress.update(task, completed=finished, total=max(total, finished), note=note)
+
+            yield RoundProgress(show, lambda: progress.update(task, total=progress.tasks[task].completed))
         except UserError:
             progress.live.transient = True  # the error alone stays on the screen, as one line
             raise

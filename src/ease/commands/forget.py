@@ -282,6 +282,7 @@ def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: b
         for step, metrics in forget(run, world, request, method):
             bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
             tell_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
+        bar.end()
 
 
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:

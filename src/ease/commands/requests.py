@@ -290,6 +290,7 @@ def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet
             for step, metrics in steps:
                 bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
                 tell_left_out(f"{request_id(request)}, {step.phase}", step.notes.get("rejected", {}), quiet)
+            bar.end()
 
     finished = tuple(work(run, policy, someone(by), together, follow))
     days = policy.purge.after_days

@@ -18,6 +18,7 @@ import torch
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
+from ease.methods.ease.calibration import LEAVING_RECOVERY, REPLAYED_RECOVERY
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
 from ease.runs.answers import open_world, trained_of
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=(0.84, 0.9, 0.96, 1.0))
     parser.add_argument("--of-clients", type=int, help="sample: pairs of so many clients of middle size alone")
     parser.add_argument("--part", type=float, default=0.5, help="share of the pairs of those clients")
+    parser.add_argument("--recovery", type=float, help="rounds of it as a share of the training's; default: as usual")
     parser.add_argument("--config", type=Path, help="TOML of the run")
     parser.add_argument("--set", action="append", default=[], dest="settings", help="a setting of the run; repeatable")
     parser.add_argument("--work", type=Path, default=Path("results/shares"))
@@ -84,10 +86,11 @@ def main() -> None:
         found = measure(world, state, sets)
         return np.array([found[key] for key in KEYS])
 
+    usual_recovery = LEAVING_RECOVERY if asked.scenario == "client" else REPLAYED_RECOVERY
     goal = np.mean([recalls(answer(make_method("retrain", (f"order={order}",)))[0]) for order in range(3)], axis=0)
     gaps = []
     for share in asked.shares:
-        state, notes = answer(Forced(last=share))
+        state, notes = answer(Forced(last=share, recovery_share=asked.recovery or usual_recovery))
         gaps.append(recalls(state) - goal)
         print(f"share {share:g}: {np.round(gaps[-1], 1).tolist()}, EASE by itself {notes['wanted']:.3f}", flush=True)
     slope, at_zero = np.polyfit(np.mean(np.array(gaps)[:, : len(FORGET)], axis=1), asked.shares, 1)

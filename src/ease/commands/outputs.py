@@ -613,7 +613,7 @@ class RoundFile(Config):
     """Client -> where in the file of updates its own lies, how long it is, and by which power of two it was shifted if
     it is halved; empty where clients keep them."""
     moved: float | None = None
-    """How far the round moved the model."""
+    """How far the round moved the model, before anything was held."""
     clipped: dict[str, float] = Field(default_factory=dict)
     """Client -> factor by which its update was shortened; absent where none was."""
     bytes_down: int

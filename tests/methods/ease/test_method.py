@@ -296,6 +296,8 @@ def test_recovery_ends_with_the_round_after_one_whose_loss_is_that_of_training(l
     assert len(recovery((whole[0].loss + whole[1].loss) / 2, usual=4)) == 3
     assert len(recovery(0.0, usual=2)) == 4
     assert lengths == [4, 2, 3, 2]  # rounds beyond the usual ones only make up for how much was taken
+    wary = learnt.trained.training.model_copy(update={"aggregation": "median"})
+    assert Longer(usual=4).fewest_rounds(wary, FIRST) == 5  # where clients may lie, their losses end nothing
     named = Longer(recovery_share=0.4, usual=4)  # who names it gets just that
     assert named.fewest_rounds(learnt.trained.training, FIRST) == named.rounds(learnt.trained.training, FIRST) == 5
 

@@ -70,8 +70,8 @@ class Ease(Unlearner):
     if they are gone or what they kept is lost, all the others. `nobody`: what is stored stands for the rest."""
     recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Rounds of recovery on retained data, as a share of the training rounds. `auto`: until the loss of a round is that
-    of the last rounds of training, and one more; usually 0.15 when clients leave and 0.2 for other requests, at least
-    two rounds, at most twice as many as usual."""
+    of the last rounds of training, and one more. Usually that is 0.15 when clients leave and 0.2 for other requests; it
+    is at most twice as many, at least two rounds, and one where that is the usual number."""
     momentum: float = Field(0.3, ge=0, lt=1)
     """Of the server in recovery, but for the last round: what later rounds would have made up for comes sooner."""
     modalities: Literal["both", "image", "text"] = "both"
@@ -160,9 +160,13 @@ class Ease(Unlearner):
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
     def fewest_rounds(self, training: TrainingConfig, request: Request) -> int:
-        """Two rounds of recovery: the first has no loss to go by."""
+        """Two rounds of recovery, if there are two: the first has no loss to go by.
+
+        Where clients are taken to lie, none may end it by the loss that it tells.
+        """
         usual = self.rounds(training, request) - 1
-        return 1 + (min(2, usual) if self.recovery_share == "auto" else usual)
+        by_loss = self.recovery_share == "auto" and training.aggregation == "mean"
+        return 1 + (min(2, usual) if by_loss else usual)
 
     def most_rounds(self, training: TrainingConfig, request: Request) -> int:
         """Twice as much recovery; one round alone has no loss to go by."""

@@ -47,7 +47,7 @@ class MethodsSummary:
             "Methods",
             ["name", "title", "needs", "source", "rounds"],
             rows,
-            caption=f"rounds: the usual after {TRAINING.rounds} of training, for client / class / sample if they differ",
+            caption=f"rounds: usually, after {TRAINING.rounds} of training, for client / class / sample",
             text_columns=4,
         )
         yield from (f"refused: {name}: {reason}" for name, reason in sorted(BROKEN.items()))

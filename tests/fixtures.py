@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+import signal
 import string
 import subprocess
 import sys
@@ -216,6 +217,13 @@ class Result(NamedTuple):
     code: int | str | None
     out: str
     err: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Ctrl-C is heard by whoever is tested for it, also where tests run in the background, which a shell deafens."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

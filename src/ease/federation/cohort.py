@@ -47,21 +47,20 @@ class Cohort(Loop):
         groups: dict[LocalJob, dict[int, LocalJob]] = {}
         for client, job in jobs.items():
             groups.setdefault(job.common, {})[client] = job
-        device = self.pool.examples.device
-        if len(groups) == 1 and not any(
-            can_share(state, job) or measures_together(job, device) for job in jobs.values()
-        ):
-            yield from super()._answered(state, jobs)  # each answer as soon as it is there
+        if len(groups) == 1:
+            yield from self._answered_alike(state, jobs)  # each answer as soon as it is there
             return
-        updates: dict[int, Update] = {}
-        for own in groups.values():
-            first = next(iter(own.values()))
-            if can_share(state, first):
-                updates |= answers_together(self.model, self.pool, state, own, self.group_size)
-            elif measures_together(first, device):
-                asked = [(self.data[client], job) for client, job in own.items()]
-                updates |= {update.client: update for update in measure_together(self.model, state, asked)}
-            else:
-                updates |= {update.client: update for update in super()._answered(state, own)}
+        updates = {each.client: each for own in groups.values() for each in self._answered_alike(state, own)}
         for client in jobs:
             yield updates[client]
+
+    def _answered_alike(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
+        """Jobs that differ only in what is a client's own, in passes that they share where they can."""
+        first = next(iter(jobs.values()))
+        if can_share(state, first):
+            updates = answers_together(self.model, self.pool, state, jobs, self.group_size)
+            yield from (updates[client] for client in jobs)
+        elif measures_together(first, self.pool.examples.device):
+            yield from measure_together(self.model, state, [(self.data[client], job) for client, job in jobs.items()])
+        else:
+            yield from super()._answered(state, jobs)

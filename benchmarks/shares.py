@@ -18,7 +18,7 @@ import torch
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease import Ease
-from ease.methods.ease.calibration import LEAVING_RECOVERY, REPLAYED_RECOVERY
+from ease.methods.ease.calibration import usual_recovery
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
 from ease.runs.answers import open_world, trained_of
@@ -86,11 +86,11 @@ def main() -> None:
         found = measure(world, state, sets)
         return np.array([found[key] for key in KEYS])
 
-    usual_recovery = LEAVING_RECOVERY if asked.scenario == "client" else REPLAYED_RECOVERY
+    recovery = asked.recovery or usual_recovery(asked.scenario == "client")
     goal = np.mean([recalls(answer(make_method("retrain", (f"order={order}",)))[0]) for order in range(3)], axis=0)
     gaps = []
     for share in asked.shares:
-        state, notes = answer(Forced(last=share, recovery_share=asked.recovery or usual_recovery))
+        state, notes = answer(Forced(last=share, recovery_share=recovery))
         gaps.append(recalls(state) - goal)
         print(f"share {share:g}: {np.round(gaps[-1], 1).tolist()}, EASE by itself {notes['wanted']:.3f}", flush=True)
     slope, at_zero = np.polyfit(np.mean(np.array(gaps)[:, : len(FORGET)], axis=1), asked.shares, 1)

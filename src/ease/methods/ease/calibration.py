@@ -180,6 +180,11 @@ def rounds_moved(history: History, rounds: int) -> float:
     return rounds * sum(steps) / (len(steps) * max(*steps, 1e-30))
 
 
+def usual_recovery(leaving: bool) -> float:
+    """How long recovery usually is, as a share of the training rounds."""
+    return LEAVING_RECOVERY if leaving else REPLAYED_RECOVERY
+
+
 def usual_share(leaving: bool, optimiser: str, moved: float, recovery: float, concerned: float = 1.0) -> Usual:
     """What requests of a kind need after so many rounds that `moved` the model, and a recovery of a share of all.
 

@@ -14,8 +14,6 @@ from ease.federation.lock import Lock
 from ease.federation.protocol import Federation, Precision
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, told_of
 from ease.methods.ease.calibration import (
-    LEAVING_RECOVERY,
-    REPLAYED_RECOVERY,
     Gap,
     Levels,
     disbelief,
@@ -24,6 +22,7 @@ from ease.methods.ease.calibration import (
     membership_gap,
     rounds_moved,
     share_to_remove,
+    usual_recovery,
     usual_share,
     without,
 )
@@ -122,8 +121,8 @@ class Ease(Unlearner):
 
         lock, velocity, removed = self._client_lock(bases, state), state.zeros(), share
         held, loss, goal = state, None, _settled_loss(trained)
-        usual, most = (each(trained.training, request) - 1 for each in (self.rounds, self.most_rounds))
-        fewest = self.fewest_rounds(trained.training, request) - 1
+        lengths = (each(trained.training, request) - 1 for each in (self.fewest_rounds, self.rounds, self.most_rounds))
+        fewest, usual, most = lengths
         for number in range(1, most + 1):
             # With the loss of the round before; what no one has told says nothing.
             enough = number >= usual if loss is None or goal is None else number >= fewest and loss <= goal
@@ -156,7 +155,7 @@ class Ease(Unlearner):
                 return
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        usual = LEAVING_RECOVERY if isinstance(request, ClientRequest) else REPLAYED_RECOVERY
+        usual = usual_recovery(isinstance(request, ClientRequest))
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
     def fewest_rounds(self, training: TrainingConfig, request: Request) -> int:

@@ -32,7 +32,6 @@ check: .venv/dev
 # Pages that are made from the code; a test says when they are stale.
 references: .venv/ready
 	$(BIN)/python recipes/references.py
-	$(BIN)/ease methods --markdown > docs/methods.md
 
 # All documents as a site in build/site, which opens from a disk; links are checked.
 docs: .venv-docs/ready

@@ -1,4 +1,4 @@
-"""Write the references: every setting, every command, every JSON output and stored file, every exit code.
+"""Write the references: every setting, every command, every JSON output and stored file, every exit code and method.
 
     PYTHONPATH=src python recipes/references.py
 
@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from ease.audit.config import AuditConfig
 from ease.cli import EXIT_CODES, commands
+from ease.commands.methods import methods_page
 from ease.commands.outputs import ELSEWHERE, FILES, OUTPUTS, UNSEALED
 from ease.ledger.policy import Policy
 from ease.methods import METHODS
@@ -283,6 +284,7 @@ def pages() -> dict[str, str]:
         "commands.md": commands_page(),
         "outputs.md": outputs_page(),
         "exit-codes.md": exit_codes_page(),
+        "methods.md": methods_page(),
     }
     return made | {f"schemas/{kind.__name__}.json": json.dumps(schema(kind), indent=1) + "\n" for kind in kinds()}
 

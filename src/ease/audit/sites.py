@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ease.audit.membership_scores import embedded, named_pairs
 from ease.audit.standing import standing
 from ease.audit.statistic import statistics
 from ease.data.examples import Examples
@@ -18,7 +19,6 @@ from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import LocalJob
-from ease.methods.ease.levels import embedded, named_pairs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.requests.request import forget_mask, validation_mask

@@ -16,7 +16,7 @@ from ease.storage import read_json, write_atomic, write_json
 
 ALTERNATIVES = (
     'restore it, use --method retrain or a run trained with training.history = "server", or, if it is this client that '
-    "leaves, let the others tell (--method ease --set farewell=others)"
+    "leaves, let the others report (--method ease --set contribution_source=remaining)"
 )
 
 

@@ -1,8 +1,8 @@
-"""The columns of a decomposition, read block by block, and the spectrum they have."""
+"""Updates as columns of a decomposition, and the entanglement spectrum of each block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ease.subspace import Basis, Column, Spectrum, decompose, displacement, gram
 TILE_BYTES = 1 << 29
 
 
-class Evidence(Protocol):
+class UpdateColumn(Protocol):
     """One update, read block by block."""
 
     def column(self, block: Block) -> Column: ...
@@ -48,7 +48,9 @@ class Change:
         return displacement(block, self.before + self.delta, self.before)
 
 
-def block_spectrum(block: Block, forget: Sequence[Evidence], retain: Sequence[Evidence], energy: float) -> Spectrum:
+def block_spectrum(
+    block: Block, forget: Sequence[UpdateColumn], retain: Sequence[UpdateColumn], energy: float
+) -> Spectrum:
     """Decompose one block, with at most a tile of columns in memory."""
     everything = [*forget, *retain]
     first = everything[0].column(block)
@@ -57,17 +59,41 @@ def block_spectrum(block: Block, forget: Sequence[Evidence], retain: Sequence[Ev
     tiles = [everything[start : start + tile] for start in range(0, len(everything), tile)]
     rows: list[list[Tensor]] = []
     for i, left_tile in enumerate(tiles):
-        left = [evidence.column(block) for evidence in left_tile]
+        left = [update.column(block) for update in left_tile]
         row = [rows[j][i].T for j in range(i)]
         row += [gram(left, left)]
-        row += [gram(left, [evidence.column(block) for evidence in right_tile]) for right_tile in tiles[i + 1 :]]
+        row += [gram(left, [update.column(block) for update in right_tile]) for right_tile in tiles[i + 1 :]]
         rows.append(row)
     square = torch.cat([torch.cat(row, dim=1) for row in rows])
     f = len(forget)
     return decompose(square[:f, :f], square[:f, f:], square[f:, f:], energy)
 
 
-def canonical_basis(block: Block, forget: Sequence[Evidence], spectrum: Spectrum) -> Basis:
+def canonical_basis(block: Block, forget: Sequence[UpdateColumn], spectrum: Spectrum) -> Basis:
     """All canonical directions of the forget subspace, from coefficient vectors over the forget columns."""
-    columns = [evidence.column(block) for evidence in forget]
+    columns = [update.column(block) for update in forget]
     return make_basis(columns, spectrum.coefficients, torch.ones_like(spectrum.cosines))
+
+
+def single_direction(column: Column) -> Basis:
+    """A basis of one direction, that of a column; empty if the column is zero."""
+    length = gram([column], [column]).sqrt()
+    coefficients = torch.where(length > 0, 1 / length.clamp_min(1e-300), torch.zeros_like(length))
+    return make_basis([column], coefficients, (length[0] > 0).double())
+
+
+def describe(spectra: Mapping[str, Spectrum], weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Describe each block's spectrum for reports, with the weight that a method gives each direction."""
+    return [
+        {
+            "block": name,
+            "forget_directions": spectrum.forget_rank,
+            "retain_directions": spectrum.retain_rank,
+            "excised": int((weights[name] > 0).sum()),
+            "cosines": [round(cosine, 6) for cosine in spectrum.cosines.tolist()],
+            "energies": [round(energy, 6) for energy in spectrum.energies.tolist()],
+            "forget_energy": float((weights[name] * spectrum.energies).sum()),
+            "retain_damage": max((weights[name] * spectrum.cosines**2).tolist(), default=0.0),
+        }
+        for name, spectrum in spectra.items()
+    ]

@@ -12,6 +12,9 @@ from ease.params import Block, Params
 from ease.subspace import Basis, Column, Spectrum, decompose, displacement, gram, make_basis
 
 TILE_BYTES = 1 << 29
+"""Columns of one block in memory at a time."""
+WHOLE_BYTES = 1 << 30
+"""Updates up to this total size are read once; larger ones are read, and hashed, anew for every block."""
 
 
 class UpdateColumn(Protocol):
@@ -32,7 +35,7 @@ class StoredUpdate:
         delta = self.history.update_block(self.round, self.client, block)
         if not block.factored:
             return torch.cat([delta[name].flatten() for name in block.tensors])
-        before = read_block(self.history.state_path(self.round - 1), block)
+        before = read_block(self.history.start_path(self.round), block)
         after = {name: before[name] + delta[name] for name in block.tensors}
         return displacement(block, Params(after, (block,)), Params(before, (block,)))
 
@@ -46,6 +49,15 @@ class Change:
 
     def column(self, block: Block) -> Column:
         return displacement(block, self.before + self.delta, self.before)
+
+
+def stored_columns(history: History, keys: Sequence[tuple[int, int]]) -> list[UpdateColumn]:
+    """The stored updates of these rounds and clients."""
+    each = sum(tensor.numel() * 4 for tensor in history.initial().tensors.values())
+    if each * len(keys) > WHOLE_BYTES:
+        return [StoredUpdate(history, number, client) for number, client in keys]
+    starts = {number: history.start(number) for number in sorted({number for number, _ in keys})}
+    return [Change(starts[number], history.update(number, client).change) for number, client in keys]
 
 
 def block_spectrum(

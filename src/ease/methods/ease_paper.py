@@ -1,6 +1,6 @@
 """The paper's EASE, as its Algorithm 1 prints it. Equation numbers are the paper's."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +10,7 @@ from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.lock import Lock, pack_directions
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, told_of
-from ease.methods.columns import Change, StoredUpdate, UpdateColumn, block_spectrum, canonical_basis, describe
+from ease.methods.columns import Change, UpdateColumn, block_spectrum, canonical_basis, describe, stored_columns
 from ease.params import Block
 from ease.requests.request import ClientRequest, Request
 from ease.subspace import Basis, Spectrum, excise
@@ -116,14 +116,15 @@ class EasePaper(Unlearner):
         if isinstance(request, ClientRequest):
             history, retained = trained.history, set(retained_clients(request, federation))
             history.require_updates()
-            stored = [
-                StoredUpdate(history, number, client) for number, client in history.columns(trained.training.rounds)
-            ]
-            forget = [each for each in stored if each.client in request.clients]
+            keys = history.columns(trained.training.rounds)
+            forget, retain = (
+                stored_columns(history, [key for key in keys if key[1] in clients])
+                for clients in (request.clients, retained)
+            )
             if not forget:
                 names = ", ".join(map(str, request.clients))
                 raise UserError(f"client {names}: no stored update, so there is nothing to decompose")
-            return forget, [each for each in stored if each.client in retained], {}
+            return forget, retain, {}
         state = trained.start if self.probe_round is None else trained.stored_state(self.probe_round)
         columns, rejected = dict[str, Sequence[UpdateColumn]](), dict[int, str]()
         for data in ("forget", "retain"):

@@ -21,6 +21,7 @@ from ease.requests.request import ClientRequest, Request, in_words
 from ease.runs.answers import (
     StoredAnswer,
     answer_of,
+    check_method,
     check_named,
     continuation,
     find_answer,
@@ -191,7 +192,7 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> 
     """Answer a request on a finished run."""
     run = Run.load(folder)
     trained_of(run)  # refuses an unfinished training before the long work begins
-    method.check(run.config.training)
+    check_method(run, method)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
     check_wanted(run, wanted)
     tell_threads(run)

@@ -35,8 +35,8 @@ class TrainOutput(Config):
     run: str
     """Its folder."""
     rounds: int
-    loss: float
-    """Mean training loss of the last round."""
+    loss: float | None
+    """Mean training loss of the last round; a closed-form head has none."""
     parameters: int
     """Trained values."""
     metrics: Metrics

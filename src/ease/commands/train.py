@@ -29,7 +29,8 @@ class TrainSummary:
 
     folder: Path
     rounds: int
-    loss: float
+    loss: float | None
+    """Of the last round; a closed-form head has none."""
     recalls: dict[str, GalleryRecall]
     before: dict[str, GalleryRecall]
     bytes_down: int
@@ -76,7 +77,8 @@ class TrainSummary:
         )
         yield (
             f"{self.parameters:,} trained values; {megabytes(self.bytes_down)} sent to clients, "
-            f"{megabytes(self.bytes_up)} received; loss {self.loss:.3f}"
+            f"{megabytes(self.bytes_up)} received; "
+            + ("solved from sums" if self.loss is None else f"loss {self.loss:.3f}")
             + (f"; run kept in {self.folder}" if self.folder.exists() else "")
         )
         if self.prospects:
@@ -132,7 +134,7 @@ def _data_report(world: World) -> DataReport | None:
 
 def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
     """A round in a few words, with the recall on pairs no client trained on."""
-    figures = {"clients": str(len(record["pairs"])), "loss": f"{record['loss']:.3f}"}
+    figures = {"clients": str(len(record["pairs"])), "loss": "-" if record["loss"] is None else f"{record['loss']:.3f}"}
     held_out = np.concatenate([shard.validation for shard in world.shards])
     if len(held_out) > 1:
         state = run.history.state(record["round"])

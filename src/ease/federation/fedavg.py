@@ -12,6 +12,7 @@ from ease.config import Config
 from ease.errors import Diverged
 from ease.federation.aggregation import Aggregation, aggregated, clipped
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
+from ease.model.closed_form import Ridge
 from ease.params import Params
 from ease.requests.request import Request
 from ease.seeding import generator
@@ -126,6 +127,10 @@ class Round:
     """Client -> norm of its update as it was averaged, where someone looked."""
     moved: float | None = None
     """Norm of what the updates became; absent: nobody looked."""
+    sums: Params | None = None
+    """Of a closed-form head: the sums that the state was solved from."""
+    ridge: Ridge | None = None
+    """Of a closed-form head: how strongly it is regularised."""
 
     @property
     def loss(self) -> float | None:

@@ -22,6 +22,7 @@ from ease.runs.answers import (
     StoredAnswer,
     answer_of,
     check_current,
+    check_method,
     continuation,
     find_answer,
     start_hash,
@@ -43,7 +44,7 @@ def forget(
     """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was."""
     run.check_frozen(world.server.backbone, world.server.device)
     check_request(world, request)
-    method.check(run.config.training)
+    check_method(run, method)
     trained = trained_of(run, request)
     stored = answer_of(run, request, method)
     with run.locked():

@@ -197,7 +197,7 @@ def _kind(request: Request) -> str:
 
 def _announced(request: Request, remedy: str, most: Mapping[str, int]) -> int:
     """The bytes that a body will have, if it is of a known kind and not too large."""
-    taken = next((bytes_ for kind, bytes_ in most.items() if _kind(request).startswith(kind)), None)
+    taken = next((size for kind, size in most.items() if _kind(request).startswith(kind)), None)
     if taken is None:
         raise HTTPException(415, remedy)
     if "transfer-encoding" in request.headers:

@@ -89,14 +89,14 @@ class ServedRun:
     def __init__(self, folder: Path, request: str | None) -> None:
         self._folder, self._request = folder, request
         self._opening = threading.Lock()
-        self._stamp = self._told()
+        self._stamp = self._read_stamp()
         self._opened = self._open()
 
     @property
     def compares(self) -> bool:
         return self._request is not None
 
-    def _told(self) -> tuple[bytes | None, ...]:
+    def _read_stamp(self) -> tuple[bytes | None, ...]:
         paths = [self._folder / name for name in FOLLOWED]
         return tuple(read_bytes(path, most=SMALL_JSON) if path.is_file() else None for path in paths)
 
@@ -126,7 +126,7 @@ class ServedRun:
     def _now(self) -> tuple[Compared, Facts]:
         """What is served, opened again if the run has forgotten something since."""
         with self._opening:
-            stamp = self._told()
+            stamp = self._read_stamp()
             if stamp != self._stamp:
                 try:
                     self._opened = self._open()

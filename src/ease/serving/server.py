@@ -23,10 +23,8 @@ CLOSING_SECONDS = 2
 LARGEST_HEAD = 1 << 16
 """Bytes of the request line and headers."""
 TURNED_AWAY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
-
-
 ANSWERED = 2
-"""The patience with a connection that has asked a whole question."""
+"""The rank of a connection whose question is being answered."""
 
 
 def most_connections() -> int:
@@ -71,15 +69,15 @@ class BoundedProtocol(H11Protocol):
         others = [each for each in others if not each._is_cut]
         if len(others) < most_connections():
             return
-        oldest = min(others, key=lambda each: (each._patience(), each._opened))
-        if oldest._patience() < ANSWERED:
+        oldest = min(others, key=lambda each: (each._rank(), each._opened))
+        if oldest._rank() < ANSWERED:
             oldest._cut()
         else:
             self.transport.write(TURNED_AWAY)
             self.transport.close()
 
-    def _patience(self) -> int:
-        """How much a connection has done to be kept: nothing, sent or read a part, or asked a whole question."""
+    def _rank(self) -> int:
+        """The higher, the later a connection is cut: 0 before its head is whole, 1 while it sends a body or reads."""
         if self.cycle is None:
             return 0
         return 1 if self.cycle.more_body or self.cycle.response_complete else ANSWERED

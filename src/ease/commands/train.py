@@ -17,6 +17,7 @@ from ease.errors import UserError
 from ease.params import Params
 from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
+from ease.runs.forget import check_trains_on
 from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -114,6 +115,7 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
 def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
     """Go on with a run until it has so many rounds; the same call again finds them there."""
     config = Run.load(folder).config
+    check_trains_on(Run.load(folder), f"--until {until}")
     if until < config.training.rounds:
         raise UserError(f"--until {until}: {folder} has {config.training.rounds} rounds; name more")
     grown = config.training.model_copy(update={"rounds": until})

@@ -35,7 +35,7 @@ class Journal(Wrapped):
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         self._keep_refusals()
         call, self._calls = self._calls, self._calls + 1
-        device = next((tensor.device for tensor in params.tensors.values()), torch.device("cpu"))
+        device = next(iter(params.tensors.values())).device
         paths = {client: self.folder / f"{call:05d}-{client:05d}{SUFFIX}" for client in clients}
         refused = {client: path.with_suffix(REFUSED) for client, path in paths.items()}
         missing = []

@@ -15,6 +15,7 @@ from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRe
 from ease.requests.tombstones import read_tombstones
 from ease.runs.head import Head
 from ease.runs.run import Run
+from ease.trainers import trainer_of
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,15 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
 
 def answering(run: Run, request: Request, method: Unlearner, policy: Policy) -> Unlearner:
     """The method that was asked for, or a training from the start that later requests go on from: once much is gone,
-    what is subtracted is no longer true. Where clients keep the history, a second one would overwrite the first."""
-    at_clients = run.config.training.history == "client"
-    if isinstance(method, Retrain) or at_clients or outlook(run, request, method).worn <= policy.retrain.gone_share:
+    what is subtracted is no longer true. Exact subtractions stay true. Where clients keep the history, a second training
+    would overwrite the first."""
+    at_clients, exact = run.config.training.history == "client", trainer_of(run.config.model) == "sums"
+    if (
+        isinstance(method, Retrain)
+        or at_clients
+        or exact
+        or outlook(run, request, method).worn <= policy.retrain.gone_share
+    ):
         return method
     return Retrain(keep=True)
 

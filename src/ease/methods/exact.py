@@ -40,8 +40,8 @@ class Exact(Unlearner):
         stay = [client for client in history.clients(1) if client not in leaving]
         if leaving and not history.updates:
             return sum_and_solve(*recipe, stay, request, history)
-        job = sums_job(trained.initial, trained.training, trained.seed, trained.temperature, request, "forget")
-        forgotten = {} if isinstance(request, ClientRequest) else all_asked(federation, job, stay)
+        job = sums_job(trained.training, trained.seed, trained.temperature, request, "forget")
+        forgotten = {} if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
         left = _each_left(history, stay, forgotten) if history.updates else _total_left(history, stay, forgotten)
         if left.total is not None and (fault := left.total.fault(*widths(trained.initial))):
             raise UserError(

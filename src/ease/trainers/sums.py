@@ -36,8 +36,6 @@ from ease.requests.request import ClientRequest, Request, SampleRequest
 
 SUMS = "sums"
 RANKS = "ranks"
-NO_STATE = Params({}, ())
-"""Sums depend on frozen features only, so that no state needs to be sent."""
 RANK_GRID = 1 << 20
 """Steps of the grid on which reciprocal ranks are added, in any order to the same total."""
 
@@ -58,8 +56,8 @@ def sum_and_solve(
     """
     took_part = set(clients) if again is None else set(again.clients(1)).intersection(clients)
     check_count(params, sum(len(federation.held.get(client, ())) for client in took_part))
-    job = sums_job(params, config, seed, temperature, request, "all" if request is None else "retain")
-    found = Collected.of(asked(federation, job, sorted(took_part)), kept=config.history == "server")
+    job = sums_job(config, seed, temperature, request, "all" if request is None else "retain")
+    found = Collected.of(asked(federation, params, job, sorted(took_part)), kept=config.history == "server")
     ridge = choose(params, federation, job, found) if again is None else again.ridge(1)
     return found.solved(params, ridge)
 
@@ -112,28 +110,27 @@ def check_count(params: Params, pairs: int) -> None:
 
 
 def sums_job(
-    params: Params,
     config: TrainingConfig,
     seed: int,
     temperature: float,
     request: Request | None,
     data: Literal["all", "retain", "forget"],
 ) -> LocalJob:
-    """The job that asks clients for sums over all, retained or forget pairs."""
-    image, text = widths(params)
-    job = config.job(1, seed, temperature, SUMS, request=request, data=data, objective=SUMS, epochs=1)
-    return replace(job, settings={"image": image, "text": text})
+    """The job that asks clients for sums over all, retained or forget pairs; of the state it needs the widths only."""
+    return config.job(1, seed, temperature, SUMS, request=request, data=data, objective=SUMS, epochs=1)
 
 
-def asked(federation: Federation, job: LocalJob, clients: Sequence[int]) -> Iterator[tuple[int, Sums | str]]:
+def asked(
+    federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]
+) -> Iterator[tuple[int, Sums | str]]:
     """The sums of each client, or why it sent none that can be used."""
-    for update in federation.run(NO_STATE, job, clients):
+    for update in federation.run(state, job, clients):
         yield update.client, update.refused or Sums(update.values[SUMS])
 
 
-def all_asked(federation: Federation, job: LocalJob, clients: Sequence[int]) -> dict[int, Sums]:
+def all_asked(federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Sums]:
     """Client -> its sums, where no one may be missing."""
-    found = dict(asked(federation, job, clients))
+    found = dict(asked(federation, state, job, clients))
     sums = {client: each for client, each in found.items() if isinstance(each, Sums)}
     silent = {client: str(found.get(client, "no sound answer")) for client in clients if client not in sums}
     if silent:
@@ -147,7 +144,7 @@ def all_asked(federation: Federation, job: LocalJob, clients: Sequence[int]) -> 
 def measure_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """Sums over the pairs that a job speaks of, from the frozen features."""
     positions = client.select(job)
-    total = Sums.none(int(job.settings["image"]) + int(job.settings["text"]) + 1)
+    total = Sums.none(sum(widths(params)) + 1)
     for start in range(0, len(positions), ROWS):
         image, text = features(model, client.train, positions[start : start + ROWS])
         total += Sums.of(on_grid(image), on_grid(text))
@@ -166,7 +163,7 @@ def features(model: DualEncoder, examples: Examples, positions: np.ndarray) -> t
 
 def sums_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
     """Sums of the right size and count that some pairs could have."""
-    image, text = int(job.settings["image"]), int(job.settings["text"])
+    image, text = widths(state)
     exact = pairs_expected(job, client, held)
 
     def fault(update: Update) -> str | None:
@@ -195,7 +192,7 @@ def pairs_expected(job: LocalJob, client: int, held: int) -> int | None:
     return named if job.data == "forget" else held - named
 
 
-register(SUMS, Objective(measure=measure_sums, expects=sums_expected, reads=frozenset(), passes=0.0))
+register(SUMS, Objective(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
 
 
 # --- the choice of ridge strengths ---
@@ -203,7 +200,7 @@ register(SUMS, Objective(measure=measure_sums, expects=sums_expected, reads=froz
 
 def choose(params: Params, federation: Federation, job: LocalJob, found: Collected) -> Ridge:
     """The strengths under which clients find their own held-out pairs best."""
-    ranks = replace(job, objective=RANKS, settings={})
+    ranks = replace(job, objective=RANKS)
     scores = []
     for ridge in CHOICES:
         answers = federation.run(found.solved(params, ridge).state, ranks, sorted(found.updates))

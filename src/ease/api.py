@@ -37,7 +37,7 @@ from ease.errors import UserError
 from ease.methods import make_method
 from ease.params import Params
 from ease.runs import using
-from ease.runs.answers import StoredAnswer, finished_answers, open_world, trained_of, usual_method
+from ease.runs.answers import StoredAnswer, finished_answers, open_world, trained_of
 from ease.runs.config import RunConfig, anchor_paths
 from ease.runs.records import PairRecord
 from ease.runs.resolve import Wanted, find_clients, request_id
@@ -207,10 +207,9 @@ class TrainedRun(_Uses, _Shows):
             ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
         """
         clients, concepts, ids = _clients(client, self.folder), _words(concept), _ids(samples)
-        method = usual_method(self.folder) if method is None else method
-        if not isinstance(method, str):
+        if not isinstance(method, str | None):
             raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
-        unlearner = make_method(method, table=_settings(settings))
+        unlearner = make_method(method or "ease", table=_settings(settings)) if method or settings else None
         wanted = Wanted(clients, (), concepts, ids or None, name=name, threshold=threshold)
         return Answer(self.folder, forget_run(self.folder, wanted, unlearner, quiet))
 

@@ -272,10 +272,9 @@ def forget(
     `ease forget runs/first --client 3 --samples ids.txt --name farewell`
     """
     from ease.methods import make_method
-    from ease.runs.answers import usual_method
     from ease.runs.resolve import Wanted
 
-    unlearner = make_method(method or usual_method(run), tuple(settings or ()))
+    unlearner = make_method(method or "ease", tuple(settings or ())) if method or settings else None
     wanted = Wanted(client or [], class_ or [], concept or [], samples, canaries, name, threshold)
     if dry_run:
         from ease.commands.preview import preview_run
@@ -338,10 +337,9 @@ def request_add(
     """
     from ease.commands.requests import add_request
     from ease.methods import make_method
-    from ease.runs.answers import usual_method
     from ease.runs.resolve import Wanted
 
-    unlearner = make_method(method or usual_method(run), tuple(settings or ()))
+    unlearner = make_method(method or "ease", tuple(settings or ())) if method or settings else None
     wanted = Wanted(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
     told = (by, ground, reason, priority, due, id, approve)
     _finish(add_request(run, wanted, unlearner, *told, quiet or as_json), as_json)

@@ -324,7 +324,7 @@ def test_strengths_are_recorded_and_kept(kept: Site) -> None:
 
 def test_a_run_forgets_exactly_by_default_and_no_other_way(kept: Site, ease) -> None:
     folder = kept.run.folder
-    assert usual_method(folder) == "exact"
+    assert usual_method(kept.run) == Exact()
     told = ease("forget", folder, "--client", "1", "--quiet")
     assert told.code == 0 and (folder / "requests" / "client-1" / "exact" / "record.json").is_file()
     for name in sorted(set(METHODS) - {"exact", "retrain"}):

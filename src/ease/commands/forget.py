@@ -28,6 +28,7 @@ from ease.runs.answers import (
     open_world,
     release,
     trained_of,
+    usual_method,
 )
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
@@ -194,9 +195,10 @@ def bars(cosines: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
 
 
-def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> ForgetSummary:
-    """Answer a request on a finished run."""
+def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bool) -> ForgetSummary:
+    """Answer a request on a finished run, by its usual method where none is given."""
     run = Run.load(folder)
+    method = method or usual_method(run)
     trained_of(run)  # refuses an unfinished training before the long work begins
     check_method(run, method)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")

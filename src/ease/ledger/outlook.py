@@ -104,16 +104,14 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
 
 
 def answering(run: Run, request: Request, method: Unlearner, policy: Policy) -> Unlearner:
-    """The method that was asked for, or a training from the start that later requests go on from: once much is gone,
-    what is subtracted is no longer true. Exact subtractions stay true. Where clients keep the history, a second training
-    would overwrite the first."""
-    at_clients, exact = run.config.training.history == "client", trainer_of(run.config.model) == "sums"
-    if (
-        isinstance(method, Retrain)
-        or at_clients
-        or exact
-        or outlook(run, request, method).worn <= policy.retrain.gone_share
-    ):
+    """The method that was asked for, or a training from the start that later requests go on from.
+
+    Once much is gone, what is subtracted is no longer true; exact subtractions stay true. Where clients keep the
+    history, a second training would overwrite the first.
+    """
+    stays = isinstance(method, Retrain) or trainer_of(run.config.model) == "sums"
+    at_clients = run.config.training.history == "client"
+    if stays or at_clients or outlook(run, request, method).worn <= policy.retrain.gone_share:
         return method
     return Retrain(keep=True)
 

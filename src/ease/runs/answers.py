@@ -147,10 +147,9 @@ def check_method(run: Run, method: Unlearner) -> None:
     method.check(run.config.training)
 
 
-def usual_method(run: Run | Path) -> str:
+def usual_method(run: Run) -> Unlearner:
     """The method by which requests of a run are answered where none is named."""
-    config = (run if isinstance(run, Run) else Run.load(run, purging=True)).config
-    return "exact" if trainer_of(config.model) == "sums" else "ease"
+    return make_method("exact" if trainer_of(run.config.model) == "sums" else "ease")
 
 
 def start_hash(run: Run, request: Request | None = None) -> str:
@@ -275,7 +274,7 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     request_name, _, label = name.partition("/")
     if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
         raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
-    stored = StoredAnswer(run.folder / "requests" / request_name / (label or usual_method(run)))
+    stored = StoredAnswer(run.folder / "requests" / request_name / (label or usual_method(run).name))
     if not label and not stored.done:  # the queue may have answered by another method
         released = [each.answer for each in run.head.releases if each.answer.startswith(f"{request_name}/")]
         stored = StoredAnswer(run.folder / "requests" / released[-1]) if released else stored

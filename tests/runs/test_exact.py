@@ -11,7 +11,9 @@ import pytest
 import torch
 from tests.federation.test_node import node_of
 
+import ease as ease_package
 from ease.audit.config import AuditConfig
+from ease.audit.evaluate import embed_pairs
 from ease.commands.audit import audit_run
 from ease.commands.forget import forget_run
 from ease.errors import UserError
@@ -23,7 +25,7 @@ from ease.federation.remote import node_socket
 from ease.methods import METHODS, make_method
 from ease.methods.exact import Exact
 from ease.methods.retrain import Retrain
-from ease.model.closed_form import GRID, Sums
+from ease.model.closed_form import GRID, POWERS, TEXT_STRENGTHS, Ridge, Sums, solve
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import StoredAnswer, answer_of, find_answer, open_world, release, trained_of, usual_method
@@ -39,7 +41,7 @@ from ease.runs.using import Source, encode_text
 from ease.runs.world import World
 from ease.seeding import generator
 from ease.storage import sha256
-from ease.trainers.sums import SUMS, sums_expected, sums_job
+from ease.trainers.sums import RANK_GRID, SUMS, sums_expected, sums_job
 
 CLOSED_FORM = (
     "data.train=90",
@@ -292,7 +294,9 @@ def test_forget_sums_of_other_pairs_are_refused_by_what_would_be_left(kept: Site
     other = Sums.of(*((each * GRID / 2).round() for each in drawn))
     request = SampleRequest(ids=kept.world.shards[1].train_ids[:1])
     lying = checked(Lying(kept.world.federation, lambda packed: other.packed), kept.run.config.training)
-    with pytest.raises(UserError, match=r"retained pairs.*(semi-definite|negative)"):
+    with pytest.raises(
+        UserError, match=r"client 1: without the sums of its forget pairs sums .*(semi-definite|negative)"
+    ):
         list(Exact().unlearn(trained_of(kept.run), request, lying))
 
 
@@ -309,6 +313,31 @@ def test_of_single_pairs_the_server_knows_the_count(kept: Site) -> None:
 
 
 # --- the choice of strengths ---
+
+
+def test_the_strengths_are_those_that_find_held_out_pairs_best(kept: Site) -> None:
+    """Against a search by hand over the pairs that each client holds out."""
+    run, world = kept.run, kept.world
+    sums, initial = Sums.from_state(run.history.sums(1)), trained_of(run).initial
+
+    def score(ridge: Ridge) -> int:
+        maps, seen, total = solve(sums, ridge, initial), world.evaluator, 0
+        for shard in world.shards:
+            image, text = embed_pairs(seen.model, maps, seen.activations, shard.validation, seen.device)
+            similar = (image @ text.flatten(0, 1).T).view(len(image), *text.shape[:2]).tolist()
+            everyone = range(len(image))
+            for pair in everyone:
+                best = max(similar[pair][pair])
+                found = [sum(each > best for captions in similar[pair] for each in captions)]
+                for caption, own in enumerate(similar[pair][pair]):
+                    found.append(sum(similar[other][pair][caption] > own for other in everyone))
+                total += sum(round(RANK_GRID / (1 + others)) for others in found)
+        return total
+
+    power = max(POWERS, key=lambda power: score(Ridge(power=power)))
+    text = max(TEXT_STRENGTHS, key=lambda text: score(Ridge(text=text, power=power)))
+    assert run.history.ridge(1) == Ridge(text=text, power=power)
+    assert len({score(Ridge(power=power)) for power in POWERS}) > 1, "there was something to choose"
 
 
 def test_strengths_are_recorded_and_kept(kept: Site) -> None:
@@ -478,6 +507,26 @@ def test_hashes_of_a_round_are_those_of_its_files(kept: Site) -> None:
     assert step.round is not None and hashes_of(step.round) == answered(kept.run, request, "exact")
     with pytest.raises(UserError, match="closed-form"):
         list(go_on(kept.run, kept.world, "client-1", 2, locked=False))
+
+
+def test_python_forgets_and_audits_exactly(kept: Site) -> None:
+    answer = ease_package.open_run(kept.run.folder).forget(client=1, quiet=True)
+    assert answer.name == "client-1/exact"
+    verdict = answer.audit(quiet=True)
+    assert verdict.passed and verdict.words.startswith("Identical to retraining")
+
+
+def test_nobody_joins_a_head_that_is_solved_once(kept: Site, ease) -> None:
+    refused = ease("join", kept.run.folder, "--consent", "they agreed", "--by", "someone")
+    assert refused.code == 2 and "into another folder" in refused.err
+
+
+def test_most_of_the_data_may_go_without_training_anew(kept: Site, ease) -> None:
+    """A queue trains from the start once much is gone, since approximate subtractions wear out; these do not."""
+    folder = kept.run.folder
+    assert ease("request", "add", folder, "--client", "0", "--client", "1", "--client", "2", "--approve").code == 0
+    assert ease("work", folder, "--quiet", "--set", "hold.retain_points=100").code == 0
+    assert [each.answer for each in Run.load(folder).head.releases] == ["client-0-1-2/exact"]
 
 
 # --- clients as processes ---

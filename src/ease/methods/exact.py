@@ -42,31 +42,43 @@ class Exact(Unlearner):
             return sum_and_solve(*recipe, stay, request, history)
         job = sums_job(trained.training, trained.seed, trained.temperature, request, "forget")
         forgotten = {} if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
-        left = _each_left(history, stay, forgotten) if history.updates else _total_left(history, stay, forgotten)
-        if left.total is not None and (fault := left.total.fault(*widths(trained.initial))):
-            raise UserError(
-                f"the sums of the retained pairs are not sound ({fault}); run the same request by retraining"
-            )
+        left = (_each_left if history.updates else _total_left)(history, stay, forgotten, widths(trained.start))
         return left.solved(trained.initial, history.ridge(1))
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return 1
 
 
-def _each_left(history: History, clients: Sequence[int], forgotten: Mapping[int, Sums]) -> Collected:
+def _each_left(
+    history: History, clients: Sequence[int], forgotten: Mapping[int, Sums], sides: tuple[int, int]
+) -> Collected:
     """What the server keeps of each client, less the client's forget pairs."""
 
     def left() -> Iterator[tuple[int, Sums]]:
         for client in clients:
             stored = Sums.from_state(history.update(1, client).change)
-            yield client, stored - forgotten[client] if client in forgotten else stored
+            touched = client in forgotten and forgotten[client].count
+            yield client, _sound(stored - forgotten[client], f"client {client}", sides) if touched else stored
 
     return Collected.of(left(), kept=True)
 
 
-def _total_left(history: History, clients: Sequence[int], forgotten: Mapping[int, Sums]) -> Collected:
+def _total_left(
+    history: History, clients: Sequence[int], forgotten: Mapping[int, Sums], sides: tuple[int, int]
+) -> Collected:
     """The total less all forget pairs, where the server knows of each client how many pairs it has."""
     total, pairs = Sums.from_state(history.sums(1)), history.pairs(1)
-    for client in clients:
-        total, pairs[client] = total - forgotten[client], pairs[client] - pairs_in(forgotten[client])
-    return Collected(total, {client: Update(client, pairs[client], None) for client in clients if pairs[client]})
+    for client, sums in forgotten.items():
+        total, pairs[client] = total - sums, pairs[client] - pairs_in(sums)
+    updates = {client: Update(client, pairs[client], None) for client in clients if pairs[client]}
+    return Collected(_sound(total, "the total", sides), updates)
+
+
+def _sound(left: Sums, whose: str, sides: tuple[int, int]) -> Sums:
+    """What is left, refused where no pairs could have it."""
+    if fault := left.fault(*sides):
+        raise UserError(
+            f"{whose}: without the sums of its forget pairs {fault.removeprefix('its ')}: other pairs were subtracted "
+            "than it trained on; answer the request with --method retrain"
+        )
+    return left

@@ -44,8 +44,9 @@ class Ridge(Config):
     """Exponent of the canonical correlation by which each direction is weighted."""
 
 
-CHOICES = tuple(Ridge(text=text) for text in (0.3, 0.1, 1.0))
-"""What training chooses from; the first one wins a tie and is taken where no client holds out a pair."""
+POWERS = (0.5, 1.0, 2.0)
+TEXT_STRENGTHS = (0.3, 0.1, 1.0)
+"""What training chooses from, one after the other: the power, then the strength for text. The first wins a tie."""
 
 
 @dataclass(frozen=True)

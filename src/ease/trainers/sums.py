@@ -19,9 +19,10 @@ from ease.federation.history import History
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.model.closed_form import (
-    CHOICES,
     LARGEST_SUM,
+    POWERS,
     ROWS,
+    TEXT_STRENGTHS,
     Ridge,
     Sums,
     most_pairs,
@@ -199,13 +200,20 @@ register(SUMS, Objective(measure=measure_sums, expects=sums_expected, all_forget
 
 
 def choose(params: Params, federation: Federation, job: LocalJob, found: Collected) -> Ridge:
-    """The strengths under which clients find their own held-out pairs best."""
+    """The strengths under which clients find their own held-out pairs best: first the power, then that for text."""
     ranks = replace(job, objective=RANKS)
-    scores = []
-    for ridge in CHOICES:
-        answers = federation.run(found.solved(params, ridge).state, ranks, sorted(found.updates))
-        scores.append(sum(int(update.values[RANKS]) for update in answers if not update.refused))
-    return CHOICES[scores.index(max(scores))]
+    scores: dict[Ridge, int] = {}
+
+    def best(choices: Iterable[Ridge]) -> Ridge:
+        tried = list(choices)
+        for ridge in tried:
+            if ridge not in scores:
+                answers = federation.run(found.solved(params, ridge).state, ranks, sorted(found.updates))
+                scores[ridge] = sum(int(update.values[RANKS]) for update in answers if not update.refused)
+        return max(tried, key=scores.__getitem__)
+
+    power = best(Ridge(power=power) for power in POWERS).power
+    return best(Ridge(text=text, power=power) for text in TEXT_STRENGTHS)
 
 
 def measure_ranks(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:

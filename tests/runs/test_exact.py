@@ -25,7 +25,7 @@ from ease.federation.remote import node_socket
 from ease.methods import METHODS, make_method
 from ease.methods.exact import Exact
 from ease.methods.retrain import Retrain
-from ease.model.closed_form import GRID, POWERS, TEXT_STRENGTHS, Ridge, Sums, solve
+from ease.model.closed_form import GRID, POWERS, TEXT_STRENGTHS, Ridge, Sums, on_grid, solve
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import StoredAnswer, answer_of, find_answer, open_world, release, trained_of, usual_method
@@ -41,7 +41,7 @@ from ease.runs.using import Source, encode_text
 from ease.runs.world import World
 from ease.seeding import generator
 from ease.storage import sha256
-from ease.trainers.sums import RANK_GRID, SUMS, sums_expected, sums_job
+from ease.trainers.sums import RANK_GRID, SUMS, Collected, sums_expected, sums_job
 
 CLOSED_FORM = (
     "data.train=90",
@@ -310,6 +310,15 @@ def test_of_single_pairs_the_server_knows_the_count(kept: Site) -> None:
     assert fault is not None and fault(update) is None
     fewer = sums_expected(state, replace(job, request=SampleRequest(ids=request.ids[:2])), 1, held).fault
     assert fewer is not None and "of 3 pairs, and 2 are expected" in str(fewer(update))
+
+
+def test_memory_does_not_grow_with_clients_where_only_the_total_is_kept() -> None:
+    """10,000 clients of 100 pairs: the server holds one total and a number for each."""
+    one = Sums.of(on_grid(torch.randn(100, 6)), on_grid(torch.randn(100, 5, 4)))
+    found = Collected.of(((client, one) for client in range(10_000)), kept=False)
+    assert found.total is not None and torch.equal(found.total.packed, one.packed * 10_000)
+    assert found.total.count == 5 * 1_000_000
+    assert all(update.delta is None and update.pairs == 100 for update in found.updates.values())
 
 
 # --- the choice of strengths ---

@@ -93,6 +93,7 @@ FORGET = (
     *_recalls("F", "forget"),
     Column("MIA %", "mia", r"MIA \%", scale=100),
     Column("LiRA AUC", "lira/auc", "LiRA", digits=2),
+    Column("LiRA TPR %", "lira/tpr", r"TPR@1\% FPR", scale=100),
     Column("rho", "rho", r"$\rho$", digits=2, judged="low"),
 )
 RETAIN = (
@@ -110,7 +111,7 @@ PRINTED = {
     for name, titles in (
         ("Forgetting", ("F-R@1", "F-R@5", "F-R@10", "MIA %")),
         ("Keeping, and what it costs", ("R-R@1", "R-R@5", "R-R@10", "up MB", "down MB")),
-        ("The rest", ("T-R@1", "LiRA AUC", "rho", "time s", "sum of gaps")),
+        ("The rest", ("T-R@1", "LiRA AUC", "LiRA TPR %", "rho", "time s", "sum of gaps")),
     )
 }
 """The parts of a table on a page: the paper's two, then what it does not tell. More columns, or three scenarios of them

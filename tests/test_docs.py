@@ -175,7 +175,8 @@ def test_shown_settings_are_valid(page: Path) -> None:
     for text in blocks(str(page.relative_to(ROOT)), "toml"):
         table = tomllib.loads(text)
         if "title" in table:
-            table.pop("tuned", None)  # a path from the folder of experiments
+            for name in ("tuned", "base"):  # paths from the folder of experiments
+                table.pop(name, None)
             validate(Experiment, table, page.name)
         elif table.keys() <= Policy.model_fields.keys():
             validate(Policy, table, page.name)

@@ -380,7 +380,8 @@ def baselines(results: BenchResults) -> Figure:
             spread = [_deviation(list(line.values(f"{part}/recall@1").values())) for line in shown]
             where = places + width * (number - (len(found) - 1) / 2)
             style: dict[str, Any] = {"color": _scenario_colour(sheet.scenario), "label": f"{sheet.scenario} request"}
-            panel.bar(where, np.nan_to_num(means), 0.9 * width, yerr=spread, capsize=2, **style)
+            errors: dict[str, Any] = {"yerr": spread, "capsize": 2} if any(spread) else {}
+            panel.bar(where, np.nan_to_num(means), 0.9 * width, **errors, **style)
         panel.set_xticks(places, [line.label for line in lines])
         panel.set(title=f"{part} pairs", ylim=(0, 103))
     panels[0].set_ylabel(RECALL)

@@ -111,6 +111,14 @@ def test_true_positives_are_means_in_percent_beside_one_percent(drawable, bench)
     assert panel.get_title() == "client request"
 
 
+def test_a_panel_without_any_rate_says_why(drawable, bench) -> None:
+    rows = drawable["bars"]["rows"]
+    (panel,) = draw(bench({**drawable["tpr"], "rows": rows}))["tpr"].axes
+    assert [text.get_text() for text in panel.texts] == ["too few non-members"]
+    (measured,) = draw(bench(drawable["tpr"]))["tpr"].axes
+    assert not measured.texts
+
+
 def test_three_experiments_with_three_backbones_make_nine_panels(drawable, bench, header) -> None:
     """Rows: experiments, columns: backbones, in each panel a mark for every method and kind of request."""
     grid = drawable["tpr"]

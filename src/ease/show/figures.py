@@ -353,6 +353,8 @@ def _tprs(panel: Axes, shown: TprPanel) -> None:
         spread = [_deviation(each) for each in values]
         style: dict[str, Any] = {"color": _scenario_colour(sheet.scenario), "marker": _scenario_marker(sheet.scenario)}
         panel.errorbar(means, places, xerr=spread, linestyle="", capsize=1.5, **style)
+    if not any(line.values("lira/tpr") for sheet in shown.found for line in sheet.lines):
+        panel.text(0.5, 0.5, "too few non-members", transform=panel.transAxes, ha="center", color=SOFT, fontsize=7)
     panel.axvline(1, color=SOFT, linestyle=":", linewidth=1)
     panel.set(ylim=(len(shown.methods) - 0.5, -0.5), xlim=(-2, 102))
     panel.tick_params(axis="y", length=0)

@@ -74,7 +74,7 @@ class Kept:
         return decode_state(data, str(path))
 
     def _lost(self, path: Path, what: str) -> UserError:
-        return UserError(f"{path}: {what}, so client {self.client} cannot tell what it wrote; {ALTERNATIVES}")
+        return UserError(f"{path}: {what}, so client {self.client} cannot report its updates; {ALTERNATIVES}")
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"

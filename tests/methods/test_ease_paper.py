@@ -397,7 +397,7 @@ def test_drift_stays_below_its_bound(learnt) -> None:
     """sup ||d|| <= sup ||g_u|| / (2 alpha): locked rounds from the reference drift less than free ones."""
     drift = {}
     for alpha in (0.0, 0.2):
-        sent, steps = broadcast(learnt, reference="initial", alpha=alpha, excision_share=0.1, stabilisation_share=0.5)
+        _, steps = broadcast(learnt, reference="initial", alpha=alpha, excision_share=0.1, stabilisation_share=0.5)
         assert steps[-1].bases is not None and len(steps) == 4
         drift[alpha] = sum(along(steps[-1].bases, steps[-1].state, learnt.trained.initial).values())
     assert 0 < drift[0.2] < 0.8 * drift[0.0]

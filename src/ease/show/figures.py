@@ -26,7 +26,7 @@ MARKERS = "os^Dv<>Pp*hXd8H"
 PARTS = ("forget", "retain", "test")
 SYMBOLS = {
     "delta": "entanglement threshold δ",
-    "lock_strength": "lock strength α",
+    "alpha": "lock strength α",
     "partition.clients": "clients K",
     "partition.beta": "Dirichlet concentration β",
 }

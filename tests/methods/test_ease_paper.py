@@ -187,7 +187,7 @@ def test_class_and_sample_requests_decompose_one_epoch_of_every_client(world: Le
 
 def test_a_request_whose_clients_hold_one_pair_each_has_no_gradient(learnt) -> None:
     request = SampleRequest(ids=tuple(shard.train_ids[0] for shard in learnt.world.shards))
-    with pytest.raises(UserError, match="no client holds two of the forget pairs.*--method ease"):
+    with pytest.raises(UserError, match=r"no client holds two of the forget pairs.*--method ease"):
         run(learnt, request)
 
 

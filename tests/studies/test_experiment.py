@@ -105,11 +105,11 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ('kind = "pie"', "kind"),
         ("rows = 1", "rows: unknown key"),
         ('methods = ["magic"]', "magic: unknown method"),
-        ('methods = [{ method = "ease", settings = { delta = 7 } }]', "delta"),
+        ('methods = [{ method = "ease_paper", settings = { delta = 7 } }]', "delta"),
         ('vary = { "training.epoch" = [1] }', "training.epoch: unknown key"),
         ("vary = { seed = [1] }", "vary: seed: write it as `seeds`"),
         (
-            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease", vary = { delta = [1] } }]',
+            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease_paper", vary = { delta = [1] } }]',
             "vary one setting",
         ),
     ],
@@ -145,7 +145,7 @@ def test_a_varied_run_setting_makes_a_run_for_each_value(small_experiment, tmp_p
 def test_tuned_settings_are_used_and_marked(small_experiment, tmp_path) -> None:
     (tmp_path / "tuned.toml").write_text(
         "[finetune.client]\nscore = 0.5\ndefault_score = 1.0\nbudget = 8\nsettings = { share = 0.4 }\n"
-        "[ease.client]\nscore = 0.5\ndefault_score = 1.0\nbudget = 8\nsettings = { delta = 0.9, energy = 0.8 }\n"
+        "[ease_paper.client]\nscore = 0.5\ndefault_score = 1.0\nbudget = 8\nsettings = { delta = 0.9, energy = 0.8 }\n"
     )
     small_experiment.write_text('tuned = "tuned.toml"\n' + small_experiment.read_text())
     cells = [cell for job in plan(load_experiment(small_experiment), tmp_path) for cell in job.cells]

@@ -1,6 +1,6 @@
 """How near EASE comes to retraining on one request, now and ten rounds later, beside how near two retrainings come.
 
-    python benchmarks/counterfactual.py sample --seed 0 --after --variant "" --variant momentum=0 --set engine=cohort
+    python benchmarks/counterfactual.py sample --seed 0 --after --variant "" --variant share=0.8 --set engine=cohort
 
 Gaps are to the mean of two retrainings, in points of recall; rho and KS are means over both.
 """

@@ -148,14 +148,14 @@ def test_a_later_request_does_not_bring_an_earlier_one_back(learnt, tmp_path: Pa
     run = Run.load(Path(shutil.copytree(learnt.run.folder, tmp_path / "run")))
     first = ClientRequest(clients=(1,))
     pairs = SampleRequest(ids=tuple(sorted(learnt.world.shards[0].train_ids[:12])))
-    levels = {name: [learnt.level(learnt.trained.final, each)] for name, each in (("client", first), ("pairs", pairs))}
+    scores = {name: [learnt.level(learnt.trained.final, each)] for name, each in (("client", first), ("pairs", pairs))}
     for request in (first, pairs, ClientRequest(clients=(2,))):
         list(forget(run, open_world(run), request, Ease(), observe=False))
         made = release(run, request_id(request))
         state = Params.load(run.model_path(made))
-        levels["client"].append(learnt.level(state, first))
-        levels["pairs"].append(learnt.level(state, pairs))
-    held, fallen, *later = levels["client"]
-    assert held - fallen > 0.5 and max(later) - fallen < 0.25 * (held - fallen), levels
-    held, _, fallen, end = levels["pairs"]
-    assert held - fallen > 0.5 and end - fallen < 0.25 * (held - fallen), levels
+        scores["client"].append(learnt.level(state, first))
+        scores["pairs"].append(learnt.level(state, pairs))
+    held, fallen, *later = scores["client"]
+    assert held - fallen > 0.5 and max(later) - fallen < 0.25 * (held - fallen), scores
+    held, _, fallen, end = scores["pairs"]
+    assert held - fallen > 0.5 and end - fallen < 0.25 * (held - fallen), scores

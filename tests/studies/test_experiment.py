@@ -131,11 +131,11 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ('kind = "pie"', "kind"),
         ("rows = 1", "rows: unknown key"),
         ('methods = ["magic"]', "magic: unknown method"),
-        ('methods = [{ method = "ease", settings = { delta = 7 } }]', "delta"),
+        ('methods = [{ method = "ease_paper", settings = { delta = 7 } }]', "delta"),
         ('vary = { "training.epoch" = [1] }', "training.epoch: unknown key"),
         ("vary = { seed = [1] }", "vary: seed: write it as `seeds`"),
         (
-            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease", vary = { delta = [1] } }]',
+            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease_paper", vary = { delta = [1] } }]',
             "vary one setting",
         ),
     ],

@@ -142,13 +142,15 @@ def _stored(
     """
     history, total, missing = trained.history, zeros(trained), list[MissingUpdate]()
     by_scale: dict[float, list[int]] = {}
-    excluded = frozenset[int]() if source == "leaving" else leaving_clients(request)
+    able = able_to_repeat(trained, federation)
+    if source == "remaining":
+        able -= leaving_clients(request)
     for each in rounds:
         stored = round_weights(trained, each.round)
         weights: Mapping[int, float] = _differences(stored, each)
         from_mean = len(weights) < len(each.weights)
-        if source == "remaining" and any(not history.stores(each.round, client) for client in weights):
-            from_mean = False
+        if any(not history.stores(each.round, client) and client not in able for client in weights):
+            from_mean = False  # nobody can tell what these clients added to the mean
         if trained.training.aggregation == "mean" and from_mean:
             by_scale.setdefault(_rounded(each.scale * sum(stored.values())), []).append(each.round)
         else:
@@ -163,7 +165,6 @@ def _stored(
         total = total + scale * history.moved_over(numbers)
     if not missing:
         return UpdateSum(total)
-    able = able_to_repeat(trained, federation) - excluded
     rest, repeated = repeated_sum(trained, federation, missing, able)
     return UpdateSum(total + rest, repeated)
 

@@ -38,7 +38,8 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("free", [40, 120])
 def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Path, small_disk, free: int) -> None:
-    """So many kilobytes are left: one line, the request given back, nothing half done; then there is space again."""
+    """So many kilobytes are left: one line, the request given back (or left to the next worker, if not even that can
+    be written), nothing half done; then there is space again."""
     add(ease, run, "--client", 1, id="c")
     disk = small_disk(8192)
     here = Path(shutil.copytree(run, disk / "run"))
@@ -49,8 +50,9 @@ def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Pat
     result = ease("work", here, "--quiet")
     assert result.code == 2 and result.err.count("\n") == 1 and "Traceback" not in result.err, result.err
     assert files(here / "rounds") == before and not list(here.rglob(f"{LEFTOVER}*"))
+    assert "free some space" in result.err or "free space" in result.err
     filler.unlink()
-    assert states(here) == {"c": "approved"} and not Run.load(here).head.releases
+    assert states(here)["c"] in ("approved", "running") and not Run.load(here).head.releases
     assert told(ease, "work", here)["finished"][0]["state"] == "done"
     told(ease, "work", run)
     model = "requests/client-1/ease/model.safetensors"

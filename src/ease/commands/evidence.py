@@ -11,11 +11,12 @@ from rich.text import Text
 from ease.console import labelled, plain, status
 from ease.errors import UserError
 from ease.evidence.canonical import hashed
-from ease.evidence.certificates import answer_named, issue, read_certificate
+from ease.evidence.certificates import answer_named, read_certificate
 from ease.evidence.checks import Verification, verify
 from ease.evidence.envelope import Envelope, countersigned
 from ease.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
 from ease.evidence.page import certificate_page
+from ease.evidence.standing import issue
 from ease.runs.run import Run
 from ease.storage import write_atomic
 

@@ -6,6 +6,7 @@ objectives it knows, in the one encoding, after its own policy has agreed. Whate
 
 import os
 import queue
+import re
 import shutil
 import socket
 import stat
@@ -65,7 +66,7 @@ from ease.params import Params, layout_of
 from ease.requests.request import Request, named_in, redealt, without
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json
-from ease.storage import digest, read_json, write_json
+from ease.storage import digest, read_json, write_atomic, write_json
 
 HOUR = 3600.0
 PATIENCE = 60.0
@@ -75,6 +76,10 @@ REMEMBERED = 1 << 16
 LONGEST_REASON = 300
 
 
+MOST_CLOSED = 1 << 23
+"""Bytes of the closed requests of a run, as JSON."""
+PATHS = re.compile(r"""(^|[\s'"(=:])(?:[A-Za-z]:)?(?:[/\\][^/\\'"]*?)*[/\\]([^/\\\s'":;,)]*)""")
+"""A path from the root: what stands before it, and its last part."""
 GROUPS = "classes"
 """What a policy calls the search for common classes, which is no objective."""
 PURGE = "purge"
@@ -96,6 +101,12 @@ class Policy(Config):
     """Of one job, replayed rounds included."""
     largest_message: int = Field(1 << 30, ge=1 << 12)
     """In bytes; a longer one is not even read."""
+    most_rounds: int = Field(10_000, ge=1)
+    """Rounds of one run that the node keeps; larger round numbers are refused."""
+    most_runs: int = Field(1000, ge=1)
+    """Runs that the node takes part in."""
+    largest_folder: int = Field(1 << 36, ge=1 << 20)
+    """Bytes that the node's folder may hold before a job that would add a round is refused."""
 
     def objection(self, job: LocalJob, cohort: int, times: Collection[float], now: float) -> str:
         """Why a job is not done, or nothing; `times` are those of the jobs before it."""
@@ -177,7 +188,8 @@ class Node:
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
         except Exception as error:  # a job that cannot be done is the asker's fault; the worker stays up
-            return self.refusal(f"the work failed with {type(error).__name__}: {error}", ask.nonce)
+            self._say(f"{type(error).__name__}: {error}")  # for the site alone: it may quote what is here
+            return self.refusal(f"the work failed with {type(error).__name__}; its log says more", ask.nonce)
 
     def _done(self, ask: Ask, encoded: bytes, parts: dict[str, bytes]) -> bytes:
         self._once(ask.nonce)
@@ -196,9 +208,12 @@ class Node:
         if objection := self.policy.objection(job, ask.cohort, self._times, now):
             raise UserError(objection)
         self._check_layout(job, state)
+        self._check_room(ask.run, job)
+        self._check_gone(ask.run, ask.gone)
         engine = self._engine(ask.run, ask.gone, ask.renewed)
         self._times.append(now)
         (update,) = engine.perform(state, {self.shard.client: job})
+        self._close(ask.run, ask.gone)  # after the work: a job that is refused or fails changes nothing here
         self._say(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
         return encode(Answer(client=self.shard.client, nonce=ask.nonce), {UPDATE: encode_update(update)})
 
@@ -240,6 +255,7 @@ class Node:
         if known is not None and known != told:
             raise UserError("it takes part in this run already, with other pairs")
         if not deal.only_told:
+            self._check_room(run)
             write_json(self._membership_path(run), told.model_dump(mode="json"))
         return told.clients[0]
 
@@ -258,10 +274,15 @@ class Node:
         if before is not None and before.salt != ask.burial.salt:
             raise UserError("its marks of this run were made with another salt; the run is not the one it knows")
         marks = frozenset(ask.burial.marks) | (before.ids if before is not None else frozenset())
+        if len(marks) > (pairs := len(self.activations.pooled_image)):
+            raise UserError(f"it is sent {len(marks)} marks, and there are {pairs} pairs")
         stones = Tombstones(salt=ask.burial.salt, ids=marks)
         gone = tuple(map(stones.renamed, ask.gone))
         self._check_closed(tuple(map(stones.renamed, self._closed(ask.run))), gone)
+        if sum(len(each.model_dump_json()) for each in gone) > MOST_CLOSED:
+            raise UserError(f"its closed requests take more than {MOST_CLOSED} bytes")
         answer = Dropped(client=self.shard.client, nonce=ask.nonce)
+        self._check_room(ask.run)
         if ask.burial.only_asked:
             return encode(answer)
         folder = self.folder / "runs" / ask.run
@@ -367,6 +388,31 @@ class Node:
         if lost := [each for each in closed if each not in gone]:
             raise UserError(f"the job would touch what a closed request took away ({lost[0].scope})")
 
+    def _check_gone(self, run: str, gone: Sequence[Request]) -> None:
+        """Refuse to reopen what was closed, and lists that are too long to be requests of one client."""
+        self._check_closed(self._closed(run), gone)
+        length = sum(len(each.model_dump_json()) for each in gone)
+        if length > MOST_CLOSED:
+            raise UserError(f"its closed requests take {length} bytes, and a client keeps {MOST_CLOSED} at most")
+
+    def _close(self, run: str, gone: tuple[Request, ...]) -> None:
+        """Remember closed requests: what was closed once stays closed."""
+        if gone != self._closed(run):
+            write_json(self._gone_path(run), Gone(requests=gone).model_dump(mode="json"))
+
+    def _check_room(self, run: str, job: LocalJob | None = None) -> None:
+        """Refuse what would make this site store more than its policy allows."""
+        runs = self.folder / "runs"
+        if not (runs / run).is_dir() and runs.is_dir() and sum(1 for _ in runs.iterdir()) >= self.policy.most_runs:
+            raise UserError(f"its policy allows {self.policy.most_runs} runs, and this would be one more")
+        if job is None or not job.keep:
+            return
+        if not 1 <= job.round <= self.policy.most_rounds:
+            raise UserError(f"its policy allows {self.policy.most_rounds} kept rounds, and this is round {job.round}")
+        stored = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        if stored > self.policy.largest_folder:
+            raise UserError(f"its policy allows {self.policy.largest_folder} bytes on its disk, and they are in use")
+
     def _once(self, nonce: str) -> None:
         """Refuse a message that came before, since whenever this node was first started."""
         if nonce in self._nonces:
@@ -377,6 +423,9 @@ class Node:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
         with self._seen.open("a") as file:
             file.write(f"{nonce}\n")
+            grown = file.tell() > 2 * REMEMBERED * (len(nonce) + 1)
+        if grown:
+            write_atomic(self._seen, "".join(f"{each}\n" for each in self._nonces).encode())
 
     def _check_layout(self, job: LocalJob, state: Params) -> None:
         """Refuse a state of another model before it meets the data."""
@@ -386,17 +435,13 @@ class Node:
             raise UserError("the state is not one of this client's model; give server and nodes the same configuration")
 
     def _engine(self, run: str, gone: tuple[Request, ...], renewed: int) -> Loop:
-        """The client's data without what closed requests named; what was closed once stays closed."""
-        path, closed = self._gone_path(run), self._closed(run)
-        self._check_closed(closed, gone)
-        if gone != closed:
-            write_json(path, Gone(requests=gone).model_dump(mode="json"))
+        """The client's data without what closed requests named."""
         if self._ready is None or self._ready[0] != (run, gone, renewed):
             here = without((self._shard(run, gone),), gone)
             left = redealt(here, {self.shard.client: self._at_first(run)}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
-            kept = Kept(self.shard.client, path.parent)
+            kept = Kept(self.shard.client, self._gone_path(run).parent)
             data = replace(ClientData.of(left[0], self.activations, self.device), kept=kept)
             self._ready = (run, gone, renewed), Loop(self.model, {self.shard.client: data})
         return self._ready[1]
@@ -417,15 +462,23 @@ class Node:
         )
 
     def refusal(self, reason: str, nonce: str = "0" * 32) -> bytes:
-        """No, and why."""
+        """No, and why: the whole reason in the node's own log, and without paths of this site to the server."""
         self._refused += 1
-        line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())[:LONGEST_REASON]
+        line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
         self._say(f"refused: {line}")
+        line = without_paths(line, self.folder)[:LONGEST_REASON]
         return encode(Answer(client=self.shard.client, nonce=nonce, refused=line))
 
     def _say(self, line: str) -> None:
         if self.log is not None:
             print(f"{time.strftime('%H:%M:%S')} client {self.shard.client}: {line}", file=self.log, flush=True)
+
+
+def without_paths(line: str, folder: Path) -> str:
+    """The same words with names of files in place of their paths."""
+    for each in (folder, folder.absolute(), folder.resolve(), Path.home()):
+        line = line.replace(f"{each}{os.sep}", "")
+    return PATHS.sub(lambda found: f"{found[1]}{found[2]}", line)
 
 
 class Gone(Config):

@@ -131,7 +131,7 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
     took_part: dict[int, set[int]] = {}
     for number in range(1, 6):
         mine, theirs = (run.history.record(number) for run in (runs.server, runs.client))
-        own = dict.fromkeys(("sha256", "updates", "bytes_down"))  # jobs say whether to keep
+        own = dict.fromkeys(("sha256", "updates", "bytes_down", "seen"))  # jobs say whether to keep
         assert {**mine, **own} == {**theirs, **own}
         assert list(mine["updates"]) == list(mine["pairs"]) and theirs["updates"] == {}
         for client in runs.server.history.clients(number):

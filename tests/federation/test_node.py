@@ -676,6 +676,7 @@ def processes(small: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[[int]
     def start(client: int) -> "subprocess.Popen[bytes]":
         path = node_socket(tmp_path / "federation", client)
         settings = [part for each in (*small, *UNEQUAL) for part in ("--set", each)]
+        settings += ["--policy", str(Path(__file__).parent / "small_jobs.toml")]
         run = [sys.executable, "-c", "from ease.cli import main; main()", "node", "--quiet", *settings]
         started.append(subprocess.Popen([*run, "--id", str(client), "--socket", str(path)]))
         hello = encode(Ask(kind="hello", client=client, nonce="0" * 32, run=RUN))

@@ -67,7 +67,7 @@ bench-quick: .venv/ready
 	touch $@
 
 .venv/dev: .venv/ready
-	$(BIN)/$(INSTALL) --no-build-isolation -e ".[dev]"
+	$(BIN)/$(INSTALL) --no-build-isolation -e ".[dev,serve]"
 	touch $@
 
 .venv/photos: .venv/ready

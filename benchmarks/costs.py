@@ -130,6 +130,7 @@ def round_seconds(clients: int, pairs: int, threads: int) -> float:
 def request_seconds(clients: int, rounds: int, threads: int) -> float:
     """What a client wrote, summed from a history in which it took part in every round."""
     import torch
+    from ease.methods.ease.counterfactual import written_by
     from synthetic import Setting
 
     from ease.federation.engines import make_engine
@@ -137,7 +138,6 @@ def request_seconds(clients: int, rounds: int, threads: int) -> float:
     from ease.federation.history import History
     from ease.federation.protocol import Update
     from ease.methods.base import Trained
-    from ease.methods.ease.counterfactual import written_by
     from ease.requests.request import ClientRequest
 
     torch.set_num_threads(threads)

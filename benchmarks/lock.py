@@ -35,8 +35,9 @@ def in_turns(ways: Sequence[Callable[[], object]], repeats: int) -> list[list[fl
 
 def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """Train the default model, decompose a client request, and time the lock on both sides."""
-    from ease.federation.local import train
     from ease.methods.ease.lock import client_lock
+
+    from ease.federation.local import train
     from ease.methods.ease.method import Ease
     from ease.requests.request import ClientRequest
     from ease.runs.answers import trained_of

@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from ease.methods.ease.counterfactual import written_by
 from marked import write_section
 from matplotlib.figure import Figure
 from synthetic import Setting
@@ -30,7 +31,6 @@ from ease.federation.history import History
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Trained
-from ease.methods.ease.counterfactual import written_by
 from ease.requests.request import ClientRequest
 from ease.show.figures import FIXED, INK, STYLE, encode
 from ease.storage import write_atomic

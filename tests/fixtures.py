@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 import ease as package
 from ease.audit.config import AuditConfig
+from ease.audit.membership_scores import measure_scores
 from ease.cli import main
 from ease.commands.outputs import OUTPUTS
 from ease.commands.train import train_run
@@ -33,7 +34,6 @@ from ease.federation.loop import Loop
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
-from ease.methods.ease.calibration import Usual, measure_levels, rounds_moved, usual_share
 from ease.methods.retrain import Retrain
 from ease.model import hub
 from ease.model.hub import quiet_transformers
@@ -96,7 +96,7 @@ shadows = 0
 seeds = [3, 1]
 band_retrains = 1
 scenarios = ["client", "class"]
-methods = ["finetune", { method = "ease", label = "hard", vary = { delta = [0.3, 0.6] } }]
+methods = ["finetune", { method = "ease_paper", label = "hard", vary = { delta = [0.3, 0.6] } }]
 
 [run]
 gallery = 20
@@ -157,14 +157,8 @@ class Learnt:
     def level(self, state: Params, request: Request) -> float:
         """Mean log-odds of the pairs a request names."""
         clients = forget_holders(request, self.world.federation)
-        levels = measure_levels(self.trained, state, request, self.world.federation, clients)
-        return float(torch.cat([values["forget"] for values in levels.values()]).mean())
-
-    def usual(self, leaving: bool, steps: Sequence[Step], concerned: float = 1.0) -> Usual:
-        """What EASE takes for usual here, after all steps of an answer but the first."""
-        rounds = self.trained.training.rounds
-        moved = rounds_moved(self.trained.history, rounds)
-        return usual_share(leaving, self.trained.training.optimiser, moved, (len(steps) - 1) / rounds, concerned)
+        scores = measure_scores(self.trained, state, request, self.world.federation, clients)
+        return float(torch.cat([values["forget"] for values in scores.values()]).mean())
 
 
 class Nothing(Unlearner):

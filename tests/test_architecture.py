@@ -110,6 +110,21 @@ def test_every_module_opens_with_its_purpose(module: Path) -> None:
         assert text and text.split("\n\n")[0].endswith("."), module
 
 
+def test_only_the_command_that_serves_loads_a_web_server() -> None:
+    """Others must start without the extra, and without waiting for it."""
+    web = {module for module in MODULES if {name.split(".")[0] for name in imports(module)} & {"starlette", "uvicorn"}}
+    names = {"ease." + ".".join(module.with_suffix("").parts) for module in web}
+    assert names == {"ease.serving.app", "ease.serving.guard", "ease.serving.server"}
+    for module in set(MODULES) - web:
+        loaded = {
+            f"{node.module}.{name.name}" if node.module == "ease.serving" else node.module
+            for node in parsed(module).body
+            if isinstance(node, ast.ImportFrom)
+            for name in node.names
+        }
+        assert not names & loaded, module
+
+
 def test_nothing_is_called_by_a_name_that_says_nothing() -> None:
     assert not {"utils", "common", "helpers", "misc"} & {path.stem for path in MODULES}
 

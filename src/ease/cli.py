@@ -692,10 +692,10 @@ def serve(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Serve a model over HTTP until Ctrl-C: a page to search by words, /search, /encode and /health.
+    """Serve a model over HTTP until Ctrl-C: a page to search by words, /search, /encode, /health and /openapi.json.
 
-    A run is served as its last release left it: what is forgotten is never found. It listens on this machine alone, and
-    answers whoever has the key that it tells.
+    A run is served as its last release left it: what is forgotten is never found. The server listens on this machine
+    only, and answers whoever has the key that it prints. It needs the serve extra.
 
     Example: `ease serve runs/first --request client-3`
     """

@@ -216,6 +216,8 @@ def excise(
             continue
         drift = displacement(block, params if drifted is None else drifted, reference)
         amounts = share * basis.weights * basis.components(drift)
+        if not amounts.any():  # nothing to remove: factors keep their values, not only their product
+            continue
         if isinstance(basis.directions, Tensor):
             whole = basis.directions @ amounts.to(basis.directions)
             sizes = [params[name].numel() for name in block.tensors]

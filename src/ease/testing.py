@@ -336,7 +336,7 @@ def every_round_gives_a_finite_state(stage: Stage, kind: type[Unlearner], scope:
 def _announced(stage: Stage, kind: type[Unlearner], scope: str) -> range:
     """How many steps there may be."""
     training, request = stage.trained.training, stage.requests[scope]
-    return range(kind().fewest_rounds(training, request), kind().most_rounds(training, request) + 1)
+    return range(kind().rounds(training, request), kind().most_rounds(training, request) + 1)
 
 
 def _rounds(announced: range) -> str:

@@ -223,22 +223,22 @@ def test_a_reason_is_one_short_line(world, local_job) -> None:
 
 # --- measurements and replays ---
 
-LEVELS = {
+SCORES = {
     "nan": ("forget", lambda t: t * math.nan, "forget has non-finite"),
     "fewer": ("forget", lambda t: t[1:], r"forget has shape \(\d+,\), expected \(\d+,\)"),
-    "square": ("kin", lambda t: t[None], "kin has shape"),
+    "square": ("held_out", lambda t: t[None], "held_out has shape"),
     "too low": ("forget", lambda t: t - 50, "forget has values outside of -"),
-    "too high": ("kin", lambda t: t + 50, "kin has values outside of -"),
-    "missing": ("kin", lambda t: None, "lack 'kin'"),
+    "too high": ("held_out", lambda t: t + 50, "held_out has values outside of -"),
+    "missing": ("held_out", lambda t: None, "lack 'held_out'"),
 }
 
 
 @pytest.mark.parametrize("request_of", [ClientRequest(clients=(0,)), None], ids=["client", "sample"])
-@pytest.mark.parametrize("name", LEVELS)
-def test_levels_that_cannot_be_are_refused(world, local_job, name: str, request_of) -> None:
-    value, change, reason = LEVELS[name]
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_that_cannot_be_are_refused(world, local_job, name: str, request_of) -> None:
+    value, change, reason = SCORES[name]
     request = request_of or SampleRequest(ids=world.shards[0].train_ids[:4])
-    job = local_job(objective="levels", request=request, temperature=0.07)
+    job = local_job(objective="membership scores", request=request, temperature=0.07)
     state = world.server.initial()
     honest = list(world.federation.run(state, job, [0, 1]))
     sound = checked(world.federation, TRAINING)

@@ -71,7 +71,6 @@ def jobs(toy_params, local_job) -> dict[str, tuple[LocalJob, Params]]:
         "sample": (local_job(request=sample, settings={"a": 3, "b": 0.1}), nan),
         "lock": (local_job(lock=lock_of(state), optimiser=sophia), state.map(torch.Tensor.double)),
         "factors": (local_job(lock=lock_of(factored())), factored()),
-        "importance": (local_job(lock=Lock(1.0, state, importance=toy_params(0.5))), state),
         "reference": (local_job(reference=toy_params(2.0)), state),
         "sparse": (local_job(sparse=sparse), sparse.zeros()),
         "replays": (local_job(replays=(Replay(1, toy_params(2.0), 0.5, 0), Replay(2, "ab" * 32, -3.0, 1))), state),
@@ -87,7 +86,6 @@ NAMES = (
     "sample",
     "lock",
     "factors",
-    "importance",
     "reference",
     "sparse",
     "replays",
@@ -335,7 +333,7 @@ def test_a_client_gets_its_own_pairs(local_job) -> None:
 def test_what_was_narrowed_changes_no_byte_of_an_answer(world, local_job) -> None:
     """Each client does the whole job and its own part of it: the numbers it draws are the same."""
     ids = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[:4])
-    for objective, data in (("align", "retain"), ("align", "forget"), ("levels", "all")):
+    for objective, data in (("align", "retain"), ("align", "forget"), ("membership scores", "all")):
         job = local_job(request=SampleRequest(ids=ids), objective=objective, data=data)
         whole = list(world.federation.perform(world.server.initial(), dict.fromkeys((0, 1), job)))
         assert list(world.federation.run(world.server.initial(), job, [0, 1])) == whole

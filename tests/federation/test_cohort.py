@@ -113,7 +113,6 @@ def jobs(adapted, local_job) -> dict[str, LocalJob]:
         bases[block.name] = Basis(
             torch.linalg.qr(torch.randn(size, 2, generator=rng)).Q, torch.eye(2), torch.tensor([1.0, 0.5])
         )
-    importance = final.map(lambda tensor: torch.rand(tensor.shape, generator=rng))
     reference = final.map(lambda tensor: tensor + 0.1)
     lock = Lock(0.2, reference, pack_directions(bases))
     common = {"request": request, "data": "retain"}
@@ -123,7 +122,6 @@ def jobs(adapted, local_job) -> dict[str, LocalJob]:
         ),
         "unlearning": local_job(objective="unlearning cross-entropy", request=request, data="forget", radius=0.05),
         "lock": local_job(lock=lock, **common),
-        "importance": local_job(lock=Lock(0.2, reference, importance=importance), **common),
         "replay": local_job(
             objective="replay",
             request=request,
@@ -131,11 +129,11 @@ def jobs(adapted, local_job) -> dict[str, LocalJob]:
         ),
         "ternary": local_job(objective="ternary", settings={"threshold": 0.5, "noise": 0.3}, **common),
         "streamed": local_job(**common),
-        "levels": local_job(objective="levels", request=request),
+        "scores": local_job(objective="membership scores", request=request),
     }
 
 
-NAMES = ("difference", "unlearning", "lock", "importance", "replay", "ternary", "streamed", "levels")
+NAMES = ("difference", "unlearning", "lock", "replay", "ternary", "streamed", "scores")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,7 +142,7 @@ def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, 
     world, job = adapted.world, replace(jobs(adapted, local_job)[name], epochs=2)
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
-    if name == "levels":  # as on a GPU, where each would leave it idle
+    if name == "scores":  # as on a GPU, where each would leave it idle
         monkeypatch.setattr(cohort_module, "measures_together", lambda job, device: True)
     cohort = Cohort.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     assert isinstance(cohort.pool.examples.image, Streamed) is (name == "streamed")
@@ -165,7 +163,7 @@ def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, 
     assert any(update.delta is not None and update.delta.norm() > 0.01 for update in apart) or name in (
         "replay",
         "ternary",
-        "levels",
+        "scores",
     )
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from ease.federation.codec import encode_job, encode_state, encode_update, parts_of
-from ease.federation.lock import Lock, rounded
+from ease.federation.lock import Lock, pack_directions, rounded
 from ease.federation.metered import Metered
 from ease.federation.protocol import LocalJob, Replay, Update, Wrapped
 from ease.methods import make_method
 from ease.params import Block, Params
 from ease.requests.request import Request, SampleRequest
+from ease.subspace import Basis
 from ease.testing import Stage, make_stage
 
 
@@ -91,7 +92,8 @@ def test_shape_type_and_name_decide_the_size(toy_params, local_job) -> None:
 
 
 def test_a_lock_is_sent_to_each_client_once(toy_params, local_job) -> None:
-    lock = Lock(1.0, toy_params(0.0), importance=toy_params(1.0))
+    direction = Basis(torch.tensor([[1.0], [0.0]]), torch.eye(1), torch.ones(1).double())
+    lock = Lock(1.0, toy_params(0.0), pack_directions({"image.layer": direction}))
     named = 64  # the job names it by 64 letters in quotes, instead of null
 
     def spent(metered: Metered, clients: list[int], lock: Lock | None) -> int:
@@ -176,8 +178,7 @@ def stage(shared_cache, tmp_path_factory) -> Stage:
     [
         ("finetune", ()),
         ("ease", ()),
-        ("ease", ("lock=subspace", "lock_side=client")),
-        ("ease", ("lock=importance",)),
+        ("ease_paper", ()),
         ("fused", ()),
         ("ffmu", ()),
         ("multi_delete", ("share=0.4",)),
@@ -192,20 +193,20 @@ def test_every_message_of_a_method_is_counted_as_long_as_it_is(stage: Stage, nam
 
 
 def test_replays_and_measurements_are_not_free(world, local_job) -> None:
-    """A replay passes the pairs that stay once a round; levels pass forward alone, which counts 1/3; epochs count."""
+    """A replay passes the pairs that stay once a round; membership scores pass forward alone, which counts 1/3; epochs count."""
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
     pairs = len(world.shards[0].train)
     passed = {}
     start = world.server.initial()
     replays = (Replay(1, start, 1.0, 0), Replay(2, start, 1.0, 1))
-    for objective, epochs in (("replay", 3), ("levels", 1), ("align", 3)):
+    for objective, epochs in (("replay", 3), ("membership scores", 1), ("align", 3)):
         metered = Metered(world.federation)
         job = local_job(
             request=request, objective=objective, epochs=epochs, replays=replays if objective == "replay" else ()
         )
         list(metered.run(world.server.initial(), job, [world.shards[0].client]))
         passed[objective] = metered.cost.pairs_passed
-    assert passed == {"replay": 2 * 3 * (pairs - 4), "levels": pytest.approx(pairs / 3), "align": 3 * pairs}
+    assert passed == {"replay": 2 * 3 * (pairs - 4), "membership scores": pytest.approx(pairs / 3), "align": 3 * pairs}
 
 
 def test_no_state_is_kept_alive_whoever_it_was_sent_to(toy_params, local_job) -> None:

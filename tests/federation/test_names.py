@@ -48,8 +48,9 @@ def test_every_loss_of_a_method_lies_beside_it() -> None:
     names = {
         "align",
         AUDIT,  # which belongs to no method
-        "levels",
-        "farewell",
+        "membership scores",
+        "number of forget pairs",
+        "sum of own updates",
         "replay",
         "replayed round",
         "difference",

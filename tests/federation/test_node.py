@@ -733,6 +733,30 @@ def test_a_node_that_is_killed_is_named_and_its_request_waits_for_it(
     assert found["here"] == found["there"] and found["here"]
 
 
+@pytest.mark.slow
+def test_the_papers_lock_reaches_node_processes(
+    processes: Callable[[int], "subprocess.Popen[bytes]"],
+    small_config: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    """Directions and reference are sent to other processes, and every step has the bytes of one process."""
+    folder = tmp_path / "federation"
+    configs = small_config(*UNEQUAL, "engine=loop"), small_config(*UNEQUAL, "engine=nodes", f"federation={folder}")
+    for client in (0, 1, 2):
+        processes(client)
+    method, found = make_method("ease_paper", ("reference=initial", "excision_share=0.5")), []
+    for config in configs:
+        run = Run.create(tmp_path / config.engine, config)
+        list(run.train(open_world(run)))
+        states = []
+        for request in (ClientRequest(clients=(1,)), ClassRequest(classes=(0,))):
+            steps = list(forget(run, open_world(run), request, method, False))
+            states += [hashed(step.state) for step, _ in steps]
+            assert steps[-1][0].bases
+        found.append(states)
+    assert found[0] == found[1] and len(found[0]) == len(set(found[0])) >= 6
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 def test_another_user_reaches_neither_the_node_nor_what_it_keeps(site: Callable[..., Site]) -> None:
     """What an app bundle can do at worst, when Flower runs as a user of its own and the socket is not for its group."""

@@ -13,13 +13,14 @@ from ease.federation import together
 from ease.federation.client import ClientData
 from ease.federation.cohort import Cohort
 from ease.federation.local import train
-from ease.federation.lock import Lock
+from ease.federation.lock import Lock, pack_directions
 from ease.federation.loop import Loop
 from ease.federation.objectives import align_slopes, align_stack
 from ease.federation.projectors import Factors, Projected
 from ease.federation.protocol import Optimiser
 from ease.model.dual_encoder import LEAST_NORM, DualEncoder, ModelConfig
 from ease.requests.request import SampleRequest
+from ease.subspace import Basis
 
 CPU = torch.device("cpu")
 SIZES = (9, 14, 6, 20, 11)
@@ -95,14 +96,17 @@ def test_slopes_of_the_contrastive_loss_are_those_of_autograd(local_job, padded:
 def jobs(model, local_job) -> dict:
     start = model.initial()
     reference = start.map(lambda tensor: tensor + 0.1)
-    importance = start.map(lambda tensor: torch.linspace(0, 1, tensor.numel(), dtype=tensor.dtype).view_as(tensor))
+    bases = {}
+    for block in start.blocks:
+        ramp = torch.linspace(0.1, 1, sum(start[name].numel() for name in block.tensors))[:, None]
+        bases[block.name] = Basis(ramp / ramp.norm(), torch.eye(1), torch.ones(1).double())
     request = SampleRequest(ids=tuple(map(str, range(0, sum(SIZES), 4))))
     unlearning = {"request": request, "data": "forget", "settings": {"retain": 0.5, "forget": 0.5}}
     return {
         "plain": local_job(epochs=2),
         "clip": local_job(clip=0.1),
         "radius": local_job(radius=0.05),
-        "lock": local_job(lock=Lock(0.2, reference, importance=importance)),
+        "lock": local_job(lock=Lock(0.2, reference, pack_directions(bases))),
         "adam": local_job(optimiser=Optimiser(kind="adam", learning_rate=0.01)),
         "another loss": local_job(objective="difference", **unlearning),
     }
@@ -126,11 +130,12 @@ def test_engines_learn_what_autograd_teaches(model, activations, shards, local_j
     finally:
         torch.set_num_threads(before)
     assert any(update.change.norm() > 0.01 for update in graph)
-    tolerance = 1e-6 if name == "adam" else 1e-11  # Adam divides by the size of tiny gradients
+    # Adam divides by the size of tiny gradients; directions are sent in 8 bit and computed with in single precision.
+    tolerance, loss = {"adam": 1e-6, "lock": 1e-7}.get(name, 1e-11), 1e-7 if name == "lock" else 1e-11
     for found in answers.values():
         for one, other in zip(found, graph, strict=True):
             assert (one.client, one.pairs) == (other.client, other.pairs)
-            torch.testing.assert_close(one.values["loss"], other.values["loss"], rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(one.values["loss"], other.values["loss"], rtol=loss, atol=loss)
             for key, tensor in other.change.tensors.items():
                 torch.testing.assert_close(one.change[key], tensor, rtol=0, atol=tolerance)
 

@@ -80,7 +80,7 @@ def naive(world: World, state: Params, request: Request, client: int) -> dict[st
     chosen = {
         "forget": shard.train[named],
         "retain": shard.train[~named],
-        "kin": shard.validation[np.array(alike, bool)],
+        "held_out": shard.validation[np.array(alike, bool)],
         "unseen": shard.validation[~np.array(alike, bool)],
     }
     seen, found = world.evaluator, {}
@@ -216,8 +216,8 @@ NONSENSE = {
     "no number": (lambda v: v | {"forget/rank": v["forget/rank"] * float("nan")}, "non-finite"),
     "a cosine of three": (lambda v: v | {"forget/cosine": v["forget/cosine"] * 0 + 3}, "which no model gives"),
     "a pair too few": (lambda v: v | {"forget/cosine": v["forget/cosine"][1:]}, "expected"),
-    "fewer held-out pairs": (lambda v: {k: e[1:] if "kin" in k else e for k, e in v.items()}, "the run knows of"),
-    "nothing of the kind": (lambda v: {k: e for k, e in v.items() if k != "kin/rank"}, "lack 'kin/rank'"),
+    "fewer held-out pairs": (lambda v: {k: e[1:] if "held_out" in k else e for k, e in v.items()}, "the run knows of"),
+    "nothing of the kind": (lambda v: {k: e for k, e in v.items() if k != "held_out/rank"}, "lack 'held_out/rank'"),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_node_that_tells_nonsense_is_named(there: Trained, monkeypatch, lie: s
 
 
 def test_a_site_may_refuse_to_be_audited(there: Trained, monkeypatch) -> None:
-    monkeypatch.setattr(there.sites.nodes[0], "policy", Policy(objectives=("align", "levels")))
+    monkeypatch.setattr(there.sites.nodes[0], "policy", Policy(objectives=("align", "membership scores")))
     audit = there.audit(CLIENT)
     sound = checked(audit.engine, there.run.config.training, everyone=True)
     with pytest.raises(UserError, match=f"its policy does not allow the objective '{AUDIT}'"):

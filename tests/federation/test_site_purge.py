@@ -181,7 +181,7 @@ def test_a_node_that_answers_nonsense_is_named(closed: Run, sites: Sites, monkey
 
 def test_a_site_may_refuse_to_purge(closed: Run, sites: Sites, monkeypatch) -> None:
     run = closed
-    monkeypatch.setattr(sites.nodes[0], "policy", Policy(objectives=("align", "levels", "replay")))
+    monkeypatch.setattr(sites.nodes[0], "policy", Policy(objectives=("align", "membership scores", "replay")))
     with pytest.raises(UserError, match="client 0: its node refuses: its policy does not allow the objective 'purge'"):
         list(purge_released(run.folder))
 

@@ -385,7 +385,7 @@ def test_a_vanished_client_is_refused_and_leaves_the_run_as_it_was(copied) -> No
     run, world = copied
     shutil.rmtree(run.folder / "clients" / "00001")
     before = files(run.folder)
-    with pytest.raises(UserError, match=r"client 1 cannot tell what it wrote.*--method retrain"):
+    with pytest.raises(UserError, match=r"client 1 cannot report its updates.*--method retrain"):
         list(forget(run, world, CLIENT, Ease(), observe=False))
     assert files(run.folder) == before
     list(forget(run, world, CLIENT, Ease(farewell="others"), observe=False))
@@ -396,7 +396,7 @@ def test_a_holder_that_lost_a_state_cannot_replay_and_is_named(copied) -> None:
     run, world = copied
     (run.folder / "clients/00000/rounds/00002/start.state").unlink()
     request = SampleRequest(ids=world.shards[0].train_ids[:5])
-    with pytest.raises(UserError, match=r"00002/start\.state: missing, so client 0 cannot tell what it wrote"):
+    with pytest.raises(UserError, match=r"00002/start\.state: missing, so client 0 cannot report its updates"):
         list(forget(run, world, request, Ease(), observe=False))
 
 

@@ -26,9 +26,9 @@ def drawn(rng: np.random.Generator, counts: dict[int, tuple[int, int]], gap: flo
     """Levels at the start and later: clients differ, pairs that were easy stay easy, members stand `gap` higher."""
     start, later = {}, {}
     for client, sides in counts.items():
-        for name, count in zip(("forget", "kin"), sides, strict=True):
+        for name, count in zip(("forget", "held_out"), sides, strict=True):
             first = rng.normal(size=count)
-            last = 0.7 * first + rng.normal(size=count) * (1.0 if name == "kin" else 0.6) + 3 * client
+            last = 0.7 * first + rng.normal(size=count) * (1.0 if name == "held_out" else 0.6) + 3 * client
             start.setdefault(client, {})[name] = torch.tensor(first)
             later.setdefault(client, {})[name] = torch.tensor(last + gap * (name == "forget"))
     return start, later
@@ -52,8 +52,8 @@ def test_what_is_not_there_is_found_in_less_than_one_of_twenty_looks(counts: dic
 def test_the_gap_of_one_client_without_covariate_is_a_difference_of_means() -> None:
     """All pairs stood alike at the start: nothing is adjusted, and Welch's error is widened for the four fits."""
     forget, kin = torch.tensor([3.0, 4.0, 5.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])
-    start = {0: {"forget": torch.ones(4), "kin": torch.ones(3)}}
-    found = compare({0: {"forget": forget, "kin": kin}}, start)
+    start = {0: {"forget": torch.ones(4), "held_out": torch.ones(3)}}
+    found = compare({0: {"forget": forget, "held_out": kin}}, start)
     error = (float(forget.var()) / 4 + 1.0 / 3) ** 0.5 * (7 / 4) ** 0.5
     assert (found.forget, found.held_out, found.expected) == pytest.approx((4.0, 2.0, 2.0))
     assert found.gap.value == pytest.approx(2.0)
@@ -62,14 +62,14 @@ def test_the_gap_of_one_client_without_covariate_is_a_difference_of_means() -> N
 
 def test_pairs_that_were_easy_at_the_start_are_expected_to_be_easy() -> None:
     """Levels are twice those of the start plus one, for members and others: there is no gap, and means say there is."""
-    first = {"forget": torch.tensor([4.0, 5.0, 6.0]), "kin": torch.tensor([0.0, 1.0, 2.0, 4.0])}
+    first = {"forget": torch.tensor([4.0, 5.0, 6.0]), "held_out": torch.tensor([0.0, 1.0, 2.0, 4.0])}
     found = compare({3: {name: 2 * each + 1 for name, each in first.items()}}, {3: first})
     assert found.forget - found.held_out == pytest.approx(11 - 4.5)
     assert found.gap.value == pytest.approx(0, abs=1e-6) and found.expected == pytest.approx(11)
 
 
 def test_too_few_pairs_are_refused() -> None:
-    few = {0: {"forget": torch.ones(9), "kin": torch.ones(2)}}
+    few = {0: {"forget": torch.ones(9), "held_out": torch.ones(2)}}
     with pytest.raises(UserError, match=r"9 forget pairs and 2 held-out pairs .* 3 at least"):
         compare(few, few)
     with pytest.raises(UserError, match="no client holds a forget pair any more"):
@@ -128,13 +128,13 @@ def test_clients_are_asked_once_and_only_those_concerned(learnt, copied: Run, mo
     request, method = REQUESTS["client"], make_method("finetune")
     list(forget(copied, learnt.world, request, method, observe=False))
     asked: list[tuple[int, ...]] = []
-    real = ease.runs.quick.measure_levels
+    real = ease.runs.quick.measure_scores
 
     def spy(trained, state, request, federation, clients):
         asked.append(tuple(clients))
         return real(trained, state, request, federation, clients)
 
-    monkeypatch.setattr(ease.runs.quick, "measure_levels", spy)
+    monkeypatch.setattr(ease.runs.quick, "measure_scores", spy)
     first = quick_check(copied, learnt.world, "client-1/finetune")
     assert asked == [(1,)] * 3, "a leaving client compares its own pairs with its own"
     assert quick_check(copied, learnt.world, "client-1/finetune") == first and len(asked) == 3

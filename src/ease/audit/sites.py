@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ease.audit.membership_scores import embedded, named_pairs
 from ease.audit.standing import standing
 from ease.audit.statistic import statistics
 from ease.data.examples import Examples
@@ -18,14 +19,13 @@ from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import LocalJob
-from ease.methods.ease.levels import embedded, named_pairs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.requests.request import forget_mask, validation_mask
 from ease.seeding import generator
 
 AUDIT = "audit"
-KINDS = ("forget", "kin", "retain", "unseen")
+KINDS = ("forget", "held_out", "retain", "unseen")
 """Pairs to forget, held-out ones that resemble them, some retained ones, and held-out ones that resemble those."""
 TOLD = ("log_odds", "cosine", "rank", "margin")
 """Of each pair: two-way log-odds, similarity of picture and captions, and where it stands in its gallery."""
@@ -53,7 +53,7 @@ def told(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     pool = some(np.arange(len(alike)), MOST_UNSEEN)
     rows = {
         "forget": np.flatnonzero(named),
-        "kin": some(np.flatnonzero(alike), MOST_UNSEEN),
+        "held_out": some(np.flatnonzero(alike), MOST_UNSEEN),
         "retain": some(np.flatnonzero(~named), int(job.settings[RETAINED])),
         "unseen": some(np.flatnonzero(~alike), MOST_UNSEEN),
     }
@@ -62,7 +62,7 @@ def told(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
         return found
     against = _embedded(model, params, client.validation, pool)
     for kind, chosen in ((kind, chosen) for kind, chosen in rows.items() if len(chosen)):
-        held_out = kind in ("kin", "unseen")
+        held_out = kind in ("held_out", "unseen")
         pairs = _embedded(model, params, client.validation if held_out else client.train, chosen)
         read = _left_out(pairs, chosen, against, pool, job) if held_out else stands(pairs, against, job.temperature)
         found |= {f"{kind}/{name}": torch.from_numpy(read[name]).float() for name in TOLD}
@@ -121,7 +121,7 @@ def expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
         "rank": (0.999, 1.001 * (MOST_UNSEEN + 1)),
         "margin": (-2.001, 2.001),
     }
-    lengths = {"forget": named, "kin": None, "retain": None, "unseen": None}
+    lengths = {"forget": named, "held_out": None, "retain": None, "unseen": None}
     values = {
         f"{kind}/{name}": Value((length,), least=ends[name][0], most=ends[name][1])
         for kind, length in lengths.items()

@@ -34,7 +34,7 @@ from ease.runs.forget import forget, go_on
 from ease.runs.head import Release
 from ease.runs.prospects import audit_prospects
 from ease.runs.quick import QuickCheck, check_answer
-from ease.runs.records import AnswerRecord, SpectrumNotes
+from ease.runs.records import AnswerRecord, ContributionNotes, SpectrumNotes
 from ease.runs.resolve import Wanted, check_request, check_wanted, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -81,6 +81,8 @@ class ForgetSummary:
     def render(self) -> Iterator[RenderableType]:
         if self.record.spectrum is not None:
             yield spectrum_table(self.record.spectrum)
+        if self.record.contribution is not None:
+            yield contribution_line(self.record.contribution)
         metrics, method = self.record.metrics, self.record.method_name
         rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
         if self.answered:
@@ -111,14 +113,14 @@ class Comparison:
     """Several methods on one request, with the trained model first and retraining as the reference."""
 
     rows: tuple[dict[str, Any], ...]
-    spectrum: SpectrumNotes | None
+    contribution: ContributionNotes | None
 
     def as_json(self) -> dict[str, Any]:
         return {"rows": list(self.rows)}
 
     def render(self) -> Iterator[RenderableType]:
-        if self.spectrum is not None:
-            yield spectrum_table(self.spectrum)
+        if self.contribution is not None:
+            yield contribution_line(self.contribution)
         retrain = next(row["metrics"] for row in self.rows if row["method"] == "retrain")
         first = self.rows[0]
         yield table(
@@ -165,17 +167,18 @@ def spectrum_table(found: SpectrumNotes) -> RenderableType:
         ]
         for block in found.blocks
     ]
+    columns = ["block", "directions", "unique", "cosines", "eta_f", "eta_r"]
     caption = f"reference: {found.reference}, delta: {found.delta}"
+    return table("Entanglement of forget updates with retained updates", columns, rows, caption=caption)
+
+
+def contribution_line(found: ContributionNotes) -> RenderableType:
+    """The share of the contribution that was subtracted, and who replayed for it."""
+    text = f"{found.share:.0%} of the forget contribution"
     if found.replaying_clients:
         who = "client" if found.replaying_clients == 1 else "clients"
-        caption += f"; {found.replaying_clients} {who} replayed {found.replayed_rounds} rounds"
-    if found.gap_before is not None:
-        gap, error = found.gap_before.gap, found.gap_before.standard_error
-        caption += f"; membership gap before {gap:+.2f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{error:.2f}"
-    if found.why:
-        caption += f"; {found.why}"
-    columns = ["block", "directions", "locked", "cosines", "eta_f", "eta_r"]
-    return table("Entanglement of what the forget pairs wrote with what the others did", columns, rows, caption=caption)
+        text += f"; {found.replaying_clients} {who} replayed {found.replayed_rounds} rounds"
+    return labelled("subtracted", text)
 
 
 def bars(cosines: Sequence[float]) -> str:
@@ -328,7 +331,7 @@ def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlear
         rho = alignment_residual(similarities(world, stored.model(), sets["forget"]), before, goal)
         rows.append({**common, "method": method.name, "metrics": {**stored.record().metrics, "rho": rho}})
     ease = next(stored for method, stored in answers.items() if method.name == "ease")
-    return Comparison(tuple(rows), ease.record().spectrum)
+    return Comparison(tuple(rows), ease.record().contribution)
 
 
 def demo_methods() -> list[Unlearner]:

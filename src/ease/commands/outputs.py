@@ -26,6 +26,7 @@ from ease.runs.records import (
     OverlapRecord,
     TrialRecord,
 )
+from ease.serving.messages import Facts, FoundPair
 from ease.studies.experiment import Chosen
 
 
@@ -242,48 +243,23 @@ class PreviewOutput(Config):
     files: tuple[str, ...]
 
 
-class HitOutput(Config):
-    """A pair whose picture some words found."""
-
-    id: str
-    score: float
-    """Cosine of the picture with the words."""
-    caption: str
-    whose: str
-    """`client 3`, or `test` and `validation` for pairs of no client."""
-    forgotten: bool
-    """Whether the request that is looked at named it."""
-
-
 class SearchOutput(Config):
     """`ease search`."""
 
     words: str
-    found: dict[str, tuple[HitOutput, ...]]
+    found: dict[str, tuple[FoundPair, ...]]
     """Model -> the nearest pairs."""
     page: str | None
 
 
-class ServeOutput(Config):
-    """`ease serve`: the line that it begins with; the fields from `model` on are also what `/health` tells."""
+class ServeOutput(Facts):
+    """`ease serve`: its first line. `/health` answers with the fields from `model` to `version`."""
 
     address: str
     key: str | None
     """To be sent as `Authorization: Bearer KEY`; none with `--no-key`."""
     page: str
-    """What to open in a browser."""
-    model: str
-    """SHA-256 of the file of the served model."""
-    release: str | None
-    """The release that it is; none: as trained, of an open request or of an export."""
-    request: str | None
-    """The request whose model it is, where it is not the run's own."""
-    releases: int
-    """Requests that are closed."""
-    pairs: int
-    """Pairs that are searched among; an export has none."""
-    backbone: str
-    version: str
+    """The address to open in a browser."""
 
 
 class AuditOutput(AuditRecord):

@@ -13,7 +13,6 @@ from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, plain, status, table
 from ease.ledger.outlook import Outlook, outlook
 from ease.methods.base import Unlearner
-from ease.methods.ease.method import Ease
 from ease.requests.request import ClassRequest, Request, in_words
 from ease.runs.answers import StoredAnswer, answer_of, open_world, trained_of
 from ease.runs.concepts import Match, class_words
@@ -29,8 +28,6 @@ SHOWN = 3
 """Example captions on the terminal."""
 MOST_CARDS = 60
 LONGEST_CAPTION = 72
-LARGE_REQUEST = 0.25
-"""Share of all training pairs from which on EASE no longer keeps the others as retraining does (counterfactual.md)."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +154,8 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
         meaning=meaning,
         captions=captions,
         answered=when_answered(answer_of(run, request, method)),
-        advice=advised(expected, method),
+        advice=method.advice(expected.fresh / expected.left),
     )
-
-
-def advised(expected: Outlook, method: Unlearner) -> str:
-    """What to do instead of EASE where a request takes much of all there is."""
-    if not isinstance(method, Ease) or expected.fresh <= LARGE_REQUEST * expected.left:
-        return ""
-    return f"this is {expected.fresh / expected.left:.0%} of all pairs: --method retrain keeps the others better"
 
 
 def when_answered(stored: StoredAnswer) -> str:

@@ -1,10 +1,11 @@
-"""What `ease serve` does: open a run or an export, say where it is met, and answer until stopped."""
+"""What `ease serve` does: open a run or an export, print its address, and answer until stopped."""
 
 import json
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from rich.console import RenderableType
 
 from ease.console import labelled, show, status
 from ease.errors import UserError
-from ease.serving.http import Server, is_loopback, new_key
-from ease.serving.served import Facts, open_served
+from ease.serving.messages import Facts
+from ease.serving.served import open_served
 
 
 @dataclass(frozen=True)
 class ServeSummary:
-    """Where a model is met, and which one."""
+    """The address of a served model, and which model it is."""
 
     address: str
     key: str | None
@@ -30,7 +31,7 @@ class ServeSummary:
         return f"{self.address}/" if self.key is None else f"{self.address}/?key={self.key}"
 
     def as_json(self) -> dict[str, Any]:
-        return {"address": self.address, "key": self.key, "page": self.page, **asdict(self.facts)}
+        return {"address": self.address, "key": self.key, "page": self.page, **self.facts.model_dump()}
 
     def render(self) -> Iterator[RenderableType]:
         yield self.facts.in_words()
@@ -43,11 +44,14 @@ class ServeSummary:
 def serve_model(
     folder: Path, request: str | None, host: str, port: int, public: bool, keyless: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, both of which are a good end."""
+    """Serve until Ctrl-C or SIGTERM."""
+    _check_installed()
+    from ease.serving.server import Server, is_loopback, new_key
+
     if not is_loopback(host) and not public:
         raise UserError(
-            f"--host {host}: others could reach captions of the run's data there; say --public if that is meant, "
-            "and put a proxy with TLS before it"
+            f"--host {host}: others could reach captions of the run's data there; add --public if that is meant, "
+            "and put a proxy with TLS in front of it"
         )
     if keyless and not is_loopback(host):
         raise UserError(f"--no-key: not at {host}, which others can reach; leave the option out")
@@ -61,21 +65,18 @@ def serve_model(
             f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another port, "
             "or 0 for any that is free"
         ) from error
-    for each in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has the first one ignored
-        signal.signal(each, _stop)
-    with server:
-        started = ServeSummary(server.address, server.key, served.facts())
-        if as_json:
-            print(json.dumps(started.as_json()), flush=True)
-        else:
-            show(started)
-            sys.stdout.flush()
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            if not quiet:
-                print("\nstopped", file=sys.stderr)
+    # A shell that starts this in the background has SIGINT ignored; uvicorn raises both again once it has stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    started = ServeSummary(server.address, server.key, served.facts())
+    if as_json:
+        print(json.dumps(started.as_json()), flush=True)
+    else:
+        show(started)
+        sys.stdout.flush()
+    server.run()
 
 
-def _stop(*_: object) -> None:
-    raise KeyboardInterrupt
+def _check_installed() -> None:
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise UserError('ease serve needs the serve extra: pip install "ease-unlearning[serve]"')

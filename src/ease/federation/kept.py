@@ -16,7 +16,7 @@ from ease.storage import read_json, write_atomic, write_json
 
 ALTERNATIVES = (
     'restore it, use --method retrain or a run trained with training.history = "server", or, if it is this client that '
-    "leaves, let the others tell (--method ease --set farewell=others)"
+    "leaves, let the others report (--method ease --set contribution_source=remaining)"
 )
 
 
@@ -74,7 +74,7 @@ class Kept:
         return decode_state(data, str(path))
 
     def _lost(self, path: Path, what: str) -> UserError:
-        return UserError(f"{path}: {what}, so client {self.client} cannot tell what it wrote; {ALTERNATIVES}")
+        return UserError(f"{path}: {what}, so client {self.client} cannot report its updates; {ALTERNATIVES}")
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"

@@ -36,7 +36,6 @@ class LockHeader(Config):
     kind: Literal["lock"] = "lock"
     strength: float
     blocks: tuple[Block, ...]
-    axis_aligned: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,19 +46,17 @@ class Lock:
     reference: Params
     packed: Mapping[str, Tensor] = field(default_factory=dict)
     """Directions of each block in 8 bit with a scale each, their weights and, for trained factors, coefficients."""
-    importance: Params | None = None
-    """Axis-aligned alternative: weights per value instead of directions."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lock):
             return NotImplemented
         return self is other or (
-            (self.strength, self.reference, self.importance) == (other.strength, other.reference, other.importance)
+            (self.strength, self.reference) == (other.strength, other.reference)
             and same_tensors(dict(sorted(self.packed.items())), dict(sorted(other.packed.items())))
         )
 
     def __hash__(self) -> int:
-        return hash((self.strength, self.reference, self.importance, frozenset(self.packed)))
+        return hash((self.strength, self.reference, frozenset(self.packed)))
 
     @cached_property
     def key(self) -> str:
@@ -78,13 +75,8 @@ class Lock:
         return packed_length(*self._content())
 
     def _content(self) -> tuple[LockHeader, dict[str, Tensor]]:
-        header = LockHeader(
-            strength=self.strength, blocks=self.reference.blocks, axis_aligned=self.importance is not None
-        )
-        weighed = {} if self.importance is None else self.importance.tensors
-        return header, {
+        return LockHeader(strength=self.strength, blocks=self.reference.blocks), {
             **{f"reference/{name}": tensor for name, tensor in self.reference.tensors.items()},
-            **{f"importance/{name}": tensor for name, tensor in weighed.items()},
             **{f"packed/{name}": tensor for name, tensor in self.packed.items()},
         }
 
@@ -92,20 +84,14 @@ class Lock:
     def decode(cls, data: bytes, what: str = "lock", limits: Limits = LIMITS) -> "Lock":
         """The lock that was sent, checked: each of its blocks has directions of the right size."""
         header, tensors = unpack(data, LockHeader, what, limits)
-        sections: dict[str, dict[str, Tensor]] = {"reference": {}, "importance": {}, "packed": {}}
+        sections: dict[str, dict[str, Tensor]] = {"reference": {}, "packed": {}}
         for name, tensor in tensors.items():
             section, _, rest = name.partition("/")
             require(section in sections, what, f"{name!r} belongs to no lock")
             sections[section][rest] = tensor
         reference = state_of(header.blocks, sections["reference"], what)
-        importance = state_of(header.blocks, sections["importance"], what) if header.axis_aligned else None
-        if importance is not None:
-            shapes = [{name: tensor.shape for name, tensor in each.tensors.items()} for each in (reference, importance)]
-            require(shapes[0] == shapes[1], what, "its weights are not those of its reference")
-        else:
-            require(not sections["importance"], what, "it has weights that it does not speak of")
         packed = _ordered(sections["packed"], reference, what)
-        return cls(header.strength, reference, packed, importance)
+        return cls(header.strength, reference, packed)
 
     @cached_property
     def _bases(self) -> dict[str, Basis]:
@@ -116,8 +102,7 @@ class Lock:
     def on(self, device: torch.device | str) -> "Hold":
         """What a client computes with, derived from what it was sent, on its device."""
         bases = {name: basis.to(torch.device(device)) for name, basis in self._bases.items()}
-        importance = None if self.importance is None else self.importance.to(device)
-        return Hold(self.strength, bases, self.reference.to(device), importance)
+        return Hold(self.strength, bases, self.reference.to(device))
 
 
 @dataclass(frozen=True)
@@ -128,7 +113,6 @@ class Hold:
     bases: Mapping[str, Basis]
     """Block name -> directions."""
     reference: Params
-    importance: Params | None = None
 
 
 def pack_directions(bases: Mapping[str, Basis]) -> dict[str, Tensor]:
@@ -209,9 +193,7 @@ def add_lock_gradient(tensors: Mapping[str, Tensor], hold: Hold) -> None:
 
 
 def lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
-    """Pi_u (w - w_ref) of every locked tensor; an axis-aligned lock weighs each value instead."""
-    if hold.importance is not None:
-        return {name: hold.importance[name] * (tensors[name] - hold.reference[name]) for name in tensors}
+    """Pi_u (w - w_ref) of every locked tensor."""
     pulls: dict[str, Tensor] = {}
     for block in hold.reference.blocks:
         if block.name in hold.bases:

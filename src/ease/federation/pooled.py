@@ -98,5 +98,5 @@ def can_share(state: Params, job: LocalJob) -> bool:
     asked = objective(job.objective)
     if asked.parts is not None:
         return all(can_share(start, part) for start, part in asked.parts(state, job).values())
-    plain = job.lock is None or job.lock.importance is not None or job.lock.dense
+    plain = job.lock is None or job.lock.dense
     return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

@@ -10,8 +10,6 @@ from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.ledger.policy import Policy
 from ease.methods.base import Unlearner
-from ease.methods.ease import Ease
-from ease.methods.ease.counterfactual import replay_count
 from ease.methods.retrain import Retrain
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.requests.tombstones import read_tombstones
@@ -87,7 +85,7 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
     history = run.history
     rounds = tuple(number for number in range(1, history.rounds() + 1) if clients.keys() & set(history.clients(number)))
     here = sum(bool(ids - gone.get(holding.client, set())) for holding, ids in _held(members))
-    cost = _rounds_of_work(run, request, method, len(clients) / max(1, here))
+    cost = method.estimated_work(run.config.training, request, len(clients) / max(1, here))
     each = seconds_per_round(run)
     return Outlook(
         named=sum(map(len, wanted.values())),
@@ -153,16 +151,3 @@ def seconds_per_round(run: Run) -> float | None:
     written = [path.stat().st_mtime for path in paths]
     steps = [later - earlier for earlier, later in pairwise(written) if later > earlier]
     return median(steps) if steps else None
-
-
-def _rounds_of_work(run: Run, request: Request, method: Unlearner, concerned: float) -> float:
-    """How many rounds of training an answer is worth: a method's own rounds, and for EASE the replayed ones."""
-    training = run.config.training
-    work = float(method.rounds(training, request))
-    if not isinstance(method, Ease):
-        return work
-    if not isinstance(request, ClientRequest):
-        work += concerned * replay_count(training.rounds, concerned, method.replay)
-    elif method.farewell == "leaving":  # who leaves repeats what is not stored
-        work += concerned * training.rounds * (1 - training.history_share / training.history_every)
-    return work

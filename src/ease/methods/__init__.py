@@ -14,6 +14,7 @@ from ease.config import override, validate
 from ease.errors import UserError, did_you_mean
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
+from ease.methods.ease_paper import EasePaper
 from ease.methods.fed_eraser import FedEraser
 from ease.methods.fed_osd import FedOsd
 from ease.methods.fed_recover import FedRecover
@@ -36,6 +37,7 @@ GROUP = "ease.methods"
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 BUILT_IN: tuple[type[Unlearner], ...] = (
     Ease,
+    EasePaper,
     FedEraser,
     FedOsd,
     FedRecover,

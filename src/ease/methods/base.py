@@ -11,7 +11,7 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
 from ease.federation.history import THINNED, History
 from ease.federation.protocol import Federation, LocalJob
-from ease.methods.foundation import Foundation, Told
+from ease.methods.unlearning_base import ClientReport, UnlearningBase
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, leaving_clients
 from ease.subspace import Basis
@@ -42,8 +42,8 @@ class Trained:
     """Requests that are closed already."""
     locked: Mapping[str, Basis] = field(default_factory=dict)
     """Directions that they keep locked."""
-    foundation: Foundation | None = None
-    """What the answer that `answered` came from left to build on; absent: it left nothing, or none was closed."""
+    base: UnlearningBase | None = None
+    """What the last closed request's answer left for the next one, if anything."""
 
     @cached_property
     def initial(self) -> Params:
@@ -54,23 +54,27 @@ class Trained:
     @cached_property
     def final(self) -> Params:
         """w_n."""
-        self.history.verify_state(self.training.rounds)
-        return self.history.state(self.training.rounds)
+        return self.stored_state(self.training.rounds)
 
     @cached_property
     def start(self) -> Params:
         """The model to unlearn: the trained one, or what earlier requests have left of it."""
         return self.final if self.answered is None else self.answered
 
-    @property
-    def ground(self) -> Params:
-        """What to subtract from: the model, before the recovery that followed when the last request was closed."""
-        return self.start if self.foundation is None else self.foundation.state
+    def stored_state(self, number: int) -> Params:
+        """The global state after a training round, checked against its hash."""
+        self.history.verify_state(number)
+        return self.history.state(number)
 
     @property
-    def told(self) -> Mapping[int, Told]:
-        """Client -> what it has told of its rounds without what is gone."""
-        return {} if self.foundation is None else self.foundation.told
+    def base_state(self) -> Params:
+        """The state to subtract from: the model before the recovery of the last closed request."""
+        return self.start if self.base is None else self.base.state
+
+    @property
+    def reports(self) -> Mapping[int, ClientReport]:
+        """Client -> the sum that it reported of its rounds without forgotten pairs."""
+        return {} if self.base is None else self.base.reports
 
     @property
     def order(self) -> Order:
@@ -91,8 +95,8 @@ class Step:
     notes: dict[str, Any] = field(default_factory=dict)
     bases: dict[str, Basis] | None = None
     """Directions to keep locked in later training, on the step whose state says where they are held."""
-    foundation: Foundation | None = None
-    """What the next answer can build on, on the last step."""
+    base: UnlearningBase | None = None
+    """On the last step: what the next answer starts from."""
     round: Round | None = None
     """The round as a whole, where the answer is a training that later requests are to go on from."""
 
@@ -133,30 +137,34 @@ class Unlearner(Config, ABC):
 
     @abstractmethod
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        """How many steps `unlearn` yields, or usually yields."""
-
-    def fewest_rounds(self, training: TrainingConfig, request: Request) -> int:
-        """The same at least, of one that looks as it goes whether fewer do."""
-        return self.rounds(training, request)
+        """Number of steps that `unlearn` yields, or the least number for methods that may take more."""
 
     def most_rounds(self, training: TrainingConfig, request: Request) -> int:
-        """The same at most, of one that looks as it goes whether more are needed."""
+        """Upper bound on the number of steps."""
         return self.rounds(training, request)
+
+    def estimated_work(self, training: TrainingConfig, request: Request, holders: float) -> float:
+        """Estimated cost in rounds of training, if this share of the clients holds forget pairs."""
+        return float(self.rounds(training, request))
+
+    def advice(self, forget_share: float) -> str:
+        """What to do instead if a request removes this share of all pairs; empty if the method suits it."""
+        return ""
 
 
 def retained_clients(request: Request, federation: Federation) -> Sequence[int]:
-    """Clients that go on: all but those who withdraw."""
+    """All clients except those that withdraw."""
     leaving = leaving_clients(request)
     return [client for client in federation.clients if client not in leaving]
 
 
 def forget_holders(request: Request, federation: Federation) -> Sequence[int]:
-    """Clients to ask about forget pairs: those who withdraw, or else all, of whom those without such pairs abstain."""
+    """Clients to ask about forget pairs: those that withdraw, else all. Clients without forget pairs abstain."""
     return sorted(request.clients) if isinstance(request, ClientRequest) else federation.clients
 
 
 def share_of(training: TrainingConfig, share: float) -> int:
-    """A share of the training rounds, at least one; no share is no round."""
+    """A share of the training rounds: at least one round, or none for a share of 0."""
     return max(1, round(share * training.rounds)) if share > 0 else 0
 
 

@@ -9,7 +9,7 @@ from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import ROUNDS
 from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
-from ease.methods.foundation import Foundation
+from ease.methods.unlearning_base import UnlearningBase
 from ease.params import Params
 from ease.requests.request import REQUESTS, Request, SampleRequest, in_words
 from ease.requests.tombstones import Tombstones, read_tombstones
@@ -20,7 +20,7 @@ from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
 
-FOUNDATION = "foundation.safetensors"
+BASE = "base.safetensors"
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class StoredAnswer:
         return self.folder / "held.safetensors"
 
     @property
-    def foundation_path(self) -> Path:
+    def base_path(self) -> Path:
         """What the next answer builds on."""
-        return self.folder / FOUNDATION
+        return self.folder / BASE
 
     @property
     def rounds_path(self) -> Path:
@@ -75,13 +75,13 @@ class StoredAnswer:
         check_answer_file(self.record(), self.model_path)
         return Params.load(self.model_path)
 
-    def foundation(self) -> Foundation | None:
+    def base(self) -> UnlearningBase | None:
         """None: its method leaves nothing for the next one to build on."""
         record = self.record()
-        if FOUNDATION not in record.files:
+        if BASE not in record.files:
             return None
-        check_answer_file(record, self.foundation_path)
-        return Foundation.load(self.foundation_path)
+        check_answer_file(record, self.base_path)
+        return UnlearningBase.load(self.base_path)
 
     def record(self) -> AnswerRecord:
         if not self.done:
@@ -126,7 +126,7 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
         answered=start,
         gone=head.gone,
         locked={} if held is None else held.bases,
-        foundation=None if answer is None else answer.foundation(),
+        base=None if answer is None else answer.base(),
     )
 
 

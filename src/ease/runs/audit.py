@@ -216,7 +216,7 @@ class Audit:
             phases=phase_seconds(ours),
             compute_matched_retrain=matched,
             training_rounds=self.trained.training.rounds,
-            replayed_rounds=record.spectrum.replayed_rounds if record.spectrum else 0,
+            replayed_rounds=record.contribution.replayed_rounds if record.contribution else 0,
         )
 
     def _caveats(self, found: Measured) -> Iterator[str]:

@@ -137,9 +137,9 @@ def _follow(
             step.state.save(stored.held_path)
             save_bases(stored.bases_path, step.bases)
             kept = (stored.held_path, stored.bases_path)
-        if step.foundation is not None:
-            step.foundation.save(stored.foundation_path)
-            kept = (*kept, stored.foundation_path)
+        if step.base is not None:
+            step.base.save(stored.base_path)
+            kept = (*kept, stored.base_path)
         if step.round is not None and history is not None:
             sent = {"bytes_down": metered.cost.bytes_down - down, "bytes_up": metered.cost.bytes_up - up}
             history.append(step.round, sent)

@@ -2,8 +2,8 @@
 
 A client's update that is merely deleted follows from the states around its round, the other updates and the counts of
 pairs. So every state it had a part in is made again from what stays: round by round the mean of the updates that are
-left, those of clients that hold forgotten pairs repeated without them. This is the state that EASE's counterfactual
-speaks of, w_t less what the forget pairs wrote until then, and it knows nothing of what is gone. Updates that are not
+left, those of clients that hold forgotten pairs repeated without them. This is w_t without the forget contribution of
+the rounds so far, and it contains nothing of what is gone. Updates that are not
 stored are made from the new states instead, for whoever asks for them later will begin there.
 
 One release is purged at a time, oldest first. Everything new is written beside the run; `plan.json`, written last, says
@@ -34,7 +34,7 @@ from ease.params import Params
 from ease.requests.request import Request, SampleRequest, forget_mask, leaving_clients
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json, read_tombstones
-from ease.runs.answers import FOUNDATION, open_world, start_hash, trained_of
+from ease.runs.answers import BASE, open_world, start_hash, trained_of
 from ease.runs.head import Head, Release
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import PURGING, Run
@@ -384,7 +384,7 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
     for older in head.releases[:place]:  # the newest purged one stays: later ones began from it
         for name in (
             "model.safetensors",
-            FOUNDATION,
+            BASE,
             *(("bases.safetensors", "held.safetensors") if older != locking else ()),
         ):
             if (folder / "requests" / older.answer / name).is_file():
@@ -440,9 +440,9 @@ def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
             what=f"requests/{release.answer}/bases.safetensors",
             why="directions, without lengths, of what the pairs wrote: the lock needs them",
         )
-    if (run.folder / "requests" / release.answer / FOUNDATION).is_file():
+    if (run.folder / "requests" / release.answer / BASE).is_file():
         yield Line(
-            what=f"requests/{release.answer}/{FOUNDATION}",
+            what=f"requests/{release.answer}/{BASE}",
             why="the model before recovery, without the pairs, and sums of what others would have sent without them",
         )
     if not run.history.updates:

@@ -1,6 +1,6 @@
-"""A quick look at an answer: how strongly it holds the forget pairs beside unseen ones, asked of the clients alone.
+"""A quick look at a result: how strongly it remembers the forget pairs, by scores that clients measure.
 
-No model is trained and no pair leaves its client. It is no verdict: it looks at one statistic, in one way.
+No model is trained and no pair leaves its client. It is not a verdict, because it looks at one statistic only.
 """
 
 from typing import ClassVar, Literal
@@ -10,12 +10,12 @@ from pydantic import computed_field
 from scipy.special import stdtrit
 
 from ease.audit.membership import Estimate
+from ease.audit.membership_scores import FEWEST, Scores, adjusted_gap, comparable, measure_scores
 from ease.audit.verdict import Judged
 from ease.config import Config
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.methods.base import Unlearner, forget_holders
-from ease.methods.ease.calibration import FEWEST, Levels, adjusted_gap, comparable, measure_levels
 from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, find_answer, trained_of
 from ease.runs.records import MethodRecord, read_record, write_record
@@ -30,8 +30,7 @@ RULE = (
     "something is found where the 98 % interval of the gap to own held-out pairs excludes 0, on either side; by chance "
     "that happens in less than one of twenty looks"
 )
-NO_VERDICT = "This is no verdict: `ease audit` without --quick gives one"
-SELF_SET = "EASE chooses how much it takes by these very levels, so this look says less of it than of other methods"
+NO_VERDICT = "This is not a verdict. `ease audit` without --quick gives one"
 
 
 class Level(Config):
@@ -93,7 +92,6 @@ class QuickCheck(MethodRecord, Judged):
         nothing_before = self.before.gap.low <= 0
         return (
             *(["Before, nothing could be seen either: this look is blind here"] if nothing_before else []),
-            *([SELF_SET] if self.method_name == "ease" and self.method.get("share") == "auto" else []),
             NO_VERDICT,
         )
 
@@ -116,17 +114,17 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
     trained = trained_of(run, request)
     sound = checked(run.hosted(world).federation, world.config.training)
     start, before, after = (
-        measure_levels(trained, state, request, sound, forget_holders(request, sound))
+        measure_scores(trained, state, request, sound, forget_holders(request, sound))
         for state in (trained.initial, trained.start, answer)
     )
     concerned = {client: values for client, values in start.items() if len(values["forget"])}
-    first, last = (compare(levels, concerned) for levels in (before, after))
+    first, last = (compare(scores, concerned) for scores in (before, after))
     found = QuickCheck(
         request=request,
         method=method.model_dump(mode="json"),
         model_sha256=sha256(stored.model_path),
         forget_pairs=sum(len(values["forget"]) for values in concerned.values()),
-        held_out_pairs=sum(len(values["kin"]) for values in concerned.values()),
+        held_out_pairs=sum(len(values["held_out"]) for values in concerned.values()),
         before=first,
         after=last,
     )
@@ -144,19 +142,21 @@ def current_check(stored: StoredAnswer) -> QuickCheck | None:
     return found if found.model_sha256 == sha256(stored.model_path) else None
 
 
-def compare(levels: Levels, start: Levels) -> Level:
-    """Forget pairs beside held-out ones of the same clients, given what they stood at when nobody was a member.
+def compare(scores: Scores, start: Scores) -> Level:
+    """Forget pairs and held-out pairs of the same clients, given their scores when nobody was a member.
 
-    Each client compares with pairs of its own, so that only levels of one client can be compared with each other.
+    Each client scores against its own pairs, so scores are only comparable within a client.
     """
-    levels, start = comparable(levels, start)
-    if not levels:
+    scores, start = comparable(scores, start)
+    if not scores:
         raise UserError("no client holds a forget pair any more, so that nothing can be looked at")
-    clients = torch.cat([torch.full((sum(map(len, of.values())),), client) for client, of in levels.items()])
+    clients = torch.cat([torch.full((sum(map(len, of.values())),), client) for client, of in scores.items()])
     level, early = (
-        torch.cat([torch.cat([of["forget"], of["kin"]]) for of in each.values()]) for each in (levels, start)
+        torch.cat([torch.cat([of["forget"], of["held_out"]]) for of in each.values()]) for each in (scores, start)
     )
-    member = torch.cat([torch.arange(len(of["forget"]) + len(of["kin"])) < len(of["forget"]) for of in levels.values()])
+    member = torch.cat(
+        [torch.arange(len(of["forget"]) + len(of["held_out"])) < len(of["forget"]) for of in scores.values()]
+    )
     forget, held_out = int(member.sum()), int((~member).sum())
     if min(forget, held_out) < FEWEST:
         raise UserError(

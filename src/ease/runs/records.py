@@ -99,30 +99,25 @@ class BlockNotes(Config):
         return self
 
 
-class GapNotes(Config):
-    """How far forget pairs lay above held-out ones."""
-
-    gap: float
-    standard_error: float
-    forget_pairs: int
-    held_out_pairs: int
-
-
 class SpectrumNotes(Config):
-    """What EASE found when it decomposed the updates."""
+    """The entanglement spectrum of every block, and the directions that `ease_paper` chose from it."""
 
     reference: str
-    delta: float | str
-    share: float
-    """Of what the forget pairs wrote, subtracted at once; the last round may correct it."""
+    """The state that chosen directions are returned to and held at."""
+    delta: float
+    """Threshold on the cosines: directions up to it are chosen."""
     blocks: tuple[BlockNotes, ...]
-    gap_before: GapNotes | None = None
+    residuals: dict[str, float] = Field(default_factory=dict)
+    """Block -> what truncation to its rank left along the chosen directions."""
+
+
+class ContributionNotes(Config):
+    """What `ease` subtracted, and how it was found."""
+
+    share: float
+    """Share of the forget contribution that was subtracted."""
     replayed_rounds: int = 0
     replaying_clients: int = 0
-    residuals: dict[str, float] = Field(default_factory=dict)
-    """Block -> what truncation to its rank left."""
-    why: str = ""
-    """Why less was done than usual."""
 
 
 class RoundRecord(Config):
@@ -134,17 +129,21 @@ class RoundRecord(Config):
     metrics: Metrics
     """Empty where nothing was measured between rounds."""
     spectrum: SpectrumNotes | None = None
-    """Of the round in which EASE decomposes."""
+    """Only in the round in which `ease_paper` decomposes."""
+    contribution: ContributionNotes | None = None
+    """Only in the round in which `ease` subtracts."""
     notes: dict[str, Any] = Field(default_factory=dict)
-    """Whatever else the method noted."""
+    """Other notes of the method."""
 
     @classmethod
     def of(cls, number: int, phase: str, loss: float | None, metrics: Metrics, notes: dict[str, Any]) -> "RoundRecord":
-        """Tell the spectrum, which has blocks, from whatever else was noted."""
-        told = {key: value for key, value in notes.items() if key in SpectrumNotes.model_fields and "blocks" in notes}
-        rest = {key: value for key, value in notes.items() if key not in told}
-        spectrum = SpectrumNotes.model_validate(told) if told else None
-        return cls(round=number, phase=phase, loss=loss, metrics=metrics, spectrum=spectrum, notes=rest)
+        """A record of a round. A spectrum is recognised by its `blocks`, a contribution by its `share`."""
+        rest = dict(notes)
+        typed: dict[str, Any] = {}
+        for name, kind, key in (("spectrum", SpectrumNotes, "blocks"), ("contribution", ContributionNotes, "share")):
+            if key in rest:
+                typed[name] = kind.model_validate({k: rest.pop(k) for k in kind.model_fields if k in rest})
+        return cls(round=number, phase=phase, loss=loss, metrics=metrics, notes=rest, **typed)
 
 
 class AnswerRecord(MethodRecord):
@@ -167,6 +166,10 @@ class AnswerRecord(MethodRecord):
     @property
     def spectrum(self) -> SpectrumNotes | None:
         return self.rounds[0].spectrum
+
+    @property
+    def contribution(self) -> ContributionNotes | None:
+        return self.rounds[0].contribution
 
 
 # Audits

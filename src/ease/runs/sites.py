@@ -204,7 +204,7 @@ class AtSites(Compared):
             named, alike = forget_mask(self.request, holding), validation_mask(self.request, holding)
             found[client] = {
                 "forget": int(named.sum()),
-                "kin": min(int(alike.sum()), MOST_UNSEEN),
+                "held_out": min(int(alike.sum()), MOST_UNSEEN),
                 "retain": min(int((~named).sum()), self._retained),
                 "unseen": min(int((~alike).sum()), MOST_UNSEEN),
             }
@@ -260,7 +260,7 @@ class AtSites(Compared):
     @staticmethod
     def _like(kind: str, counts: Mapping[str, int]) -> str:
         """Which held-out pairs resemble a kind: of a class request retained pairs are of other classes."""
-        return "kin" if kind == "forget" or not counts["unseen"] else "unseen"
+        return "held_out" if kind == "forget" or not counts["unseen"] else "unseen"
 
     def _pairs(self, looks: Mapping[str, SiteLook]) -> tuple[PairRecord, ...]:
         """Where each of a few pairs stands under each model."""

@@ -1,5 +1,6 @@
 """What is served: a run as its last release left it, or a model that was exported; asked and answered in values."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ease import __version__
 from ease.errors import UserError
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.runs.answers import find_answer, start_hash
 from ease.runs.run import Run
 from ease.runs.using import Compared, Hit, Source, encode_image, encode_text, gallery
+from ease.serving.messages import Facts
 from ease.storage import SMALL_JSON, read_bytes, sha256
 
 FOLLOWED = ("head.json", TOMBSTONES)
@@ -25,28 +26,6 @@ class Changing(UserError):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What `/health` tells."""
-
-    model: str
-    """SHA-256 of the file of the served model; of two that are compared, of the later one."""
-    release: str | None
-    """The release that it is, such as `client-3/ease`; None: as trained, or not of a run."""
-    request: str | None
-    """The request whose model it is, where it is not the run's own."""
-    releases: int
-    """How many requests are closed."""
-    pairs: int
-    """How many pairs are searched among."""
-    backbone: str
-    version: str = __version__
-
-    def in_words(self) -> str:
-        what = f"after {self.request or self.release}" if self.request or self.release else "as trained"
-        return f"Model {what}, SHA-256 {self.model[:16]}; {self.pairs} pairs; ease {self.version}"
-
-
-@dataclass(frozen=True)
 class Found:
     """What some words found, and the pixels that the hits' places count in."""
 
@@ -55,7 +34,7 @@ class Found:
 
 
 class Served(Protocol):
-    """Something that can be asked; it is asked by one at a time."""
+    """Something that can be asked by one thread at a time, except for `facts`, which any thread may ask for."""
 
     def facts(self) -> Facts: ...
 
@@ -81,7 +60,14 @@ class ServedExport:
 
     def facts(self) -> Facts:
         source = self._source
-        return Facts(self._hash, None, source.request, 0, 0, source.config.model.backbone)
+        return Facts(
+            model=self._hash,
+            release=None,
+            request=source.request,
+            releases=0,
+            pairs=0,
+            backbone=source.config.model.backbone,
+        )
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         return encode_text(self._source, texts)
@@ -102,18 +88,19 @@ class ServedRun:
 
     def __init__(self, folder: Path, request: str | None) -> None:
         self._folder, self._request = folder, request
-        self._stamp = self._told()
-        self._open()
+        self._opening = threading.Lock()
+        self._stamp = self._read_stamp()
+        self._opened = self._open()
 
     @property
     def compares(self) -> bool:
         return self._request is not None
 
-    def _told(self) -> tuple[bytes | None, ...]:
+    def _read_stamp(self) -> tuple[bytes | None, ...]:
         paths = [self._folder / name for name in FOLLOWED]
         return tuple(read_bytes(path, most=SMALL_JSON) if path.is_file() else None for path in paths)
 
-    def _open(self) -> None:
+    def _open(self) -> tuple[Compared, Facts]:
         run = Run.load(self._folder)
         head, releases = run.head.follows(run.history.rounds()), len(run.head.releases)
         if self._request is None:
@@ -125,35 +112,38 @@ class ServedRun:
                     f"{self._request} is released and its pairs are gone: serve {self._folder} without --request"
                 )
             model = sha256(stored.model_path)
-        self._compared = Compared.of(run, self._request)
-        self._facts = Facts(
+        compared = Compared.of(run, self._request)
+        facts = Facts(
             model=model,
             release=head.answer if head is not None and self._request is None else None,
             request=self._request,
             releases=releases,
-            pairs=len(gallery(self._compared.world)[0]),
+            pairs=len(gallery(compared.world)[0]),
             backbone=run.config.model.backbone,
         )
+        return compared, facts
 
-    def _now(self) -> Compared:
+    def _now(self) -> tuple[Compared, Facts]:
         """What is served, opened again if the run has forgotten something since."""
-        stamp = self._told()
-        if stamp != self._stamp:
-            try:
-                self._open()
-            except UserError as error:
-                raise Changing(f"{error}; nothing is served until then") from error
-            self._stamp = stamp
-        return self._compared
+        with self._opening:
+            stamp = self._read_stamp()
+            if stamp != self._stamp:
+                try:
+                    self._opened = self._open()
+                except UserError as error:
+                    raise Changing(f"{error}; nothing is served until then") from error
+                self._stamp = stamp
+            return self._opened
 
     @property
     def _source(self) -> Source:
         """The later of the models."""
-        return list(self._now().sources.values())[-1]
+        compared, _ = self._now()
+        return list(compared.sources.values())[-1]
 
     def facts(self) -> Facts:
-        self._now()
-        return self._facts
+        _, facts = self._now()
+        return facts
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         return encode_text(self._source, texts)
@@ -162,7 +152,7 @@ class ServedRun:
         return encode_image(self._source, content, most_pixels)
 
     def search(self, words: str, count: int, among: str) -> Found:
-        compared = self._now()
+        compared, _ = self._now()
         return Found(compared.search(words, count, among), compared.world.evaluator.pairs.pixels)
 
 

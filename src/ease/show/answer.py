@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
@@ -157,7 +156,7 @@ def answer_section(
         why_no_audit=answer.why_no_audit,
         rounds=_rounds(answer, retrain),
         blocks=answer.blocks,
-        threshold=_threshold(answer.record.spectrum, answer.blocks) if answer.record.spectrum else None,
+        threshold=_threshold(answer.record.spectrum) if answer.record.spectrum else None,
         gone=_gone,
         pairs=answer.pairs,
         gallery=answer.gallery,
@@ -218,17 +217,9 @@ def _recalls(audit: AuditRecord) -> dict[str, Measure]:
     return {part: named[f"{part}/recall@1"] for part in PARTS if f"{part}/recall@1" in named}
 
 
-def _threshold(spectrum: SpectrumNotes, blocks: Sequence[BlockNotes]) -> tuple[float, str]:
+def _threshold(spectrum: SpectrumNotes) -> tuple[float, str]:
     """Where the slider starts, and what the answer itself did."""
-    if isinstance(spectrum.delta, float):
-        return round(min(max(spectrum.delta, 0.0), 1.0), 2), f"This answer used δ = {spectrum.delta:g}."
-    if not blocks:
-        return 0.5, ""
-    done = fmean(block.forget_energy for block in blocks)
-    grid = [step / 100 for step in range(101)]
-    same = next((delta for delta in grid if charts.forget_energy(blocks, delta) >= done - 1e-9), 1.0)
-    used = f"This answer used no threshold: each direction counts by 1 − cosine², together {done:.2f} of the"
-    return same, f"{used} forget energy. The slider starts at the threshold that takes as much."
+    return round(min(max(spectrum.delta, 0.0), 1.0), 2), f"This answer used δ = {spectrum.delta:g}."
 
 
 def _gone(cosines: Sequence[float], delta: float) -> str:

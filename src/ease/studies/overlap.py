@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ease.methods.base import Trained
-from ease.methods.ease.evidence import StoredUpdate
+from ease.methods.columns import StoredUpdate
 from ease.runs.records import Overlap
 from ease.subspace import gram, orthonormal_coefficients
 

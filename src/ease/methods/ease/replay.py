@@ -11,6 +11,7 @@ from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
 from ease.federation.objectives import ALIGN, Assigned, Draw, Objective, register
 from ease.federation.protocol import LocalJob, Update
+from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.requests.request import forget_mask
 
@@ -26,6 +27,11 @@ def kept_rows(client: ClientData, job: LocalJob) -> np.ndarray:
     """Which of its pairs a client keeps, ascending."""
     assert job.request is not None  # it says which are left out
     return np.flatnonzero(~forget_mask(job.request, client.shard))
+
+
+def forget_count(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, torch.Tensor]:
+    """How many of its training pairs a request names."""
+    return {"count": torch.tensor(float(len(client.train) - len(kept_rows(client, job))))}
 
 
 def places(client: ClientData, job: LocalJob) -> np.ndarray:

@@ -5,8 +5,8 @@ import torch
 from ease.federation.fedavg import Round
 from ease.federation.history import History
 from ease.federation.protocol import Update
-from ease.methods.ease import evidence
-from ease.methods.ease.evidence import Change, StoredUpdate, block_spectrum, canonical_basis
+from ease.methods import columns
+from ease.methods.columns import Change, StoredUpdate, block_spectrum, canonical_basis
 from ease.params import Block, Params
 from ease.subspace import decompose, displacement, gram
 
@@ -63,7 +63,7 @@ def test_tiles_do_not_change_the_spectrum(learnt, monkeypatch) -> None:
     f, r = columns
     oracle = decompose(gram(f, f), gram(f, r), gram(r, r), 0.95)
     for size in (1, 5 * f[0].numel() * 4, 1 << 29):
-        monkeypatch.setattr(evidence, "TILE_BYTES", size)
+        monkeypatch.setattr(columns, "TILE_BYTES", size)
         spectrum = block_spectrum(block, forget, retain, 0.95)
         torch.testing.assert_close(spectrum.cosines, oracle.cosines, atol=1e-9, rtol=0)
         torch.testing.assert_close(spectrum.energies, oracle.energies, atol=1e-9, rtol=0)

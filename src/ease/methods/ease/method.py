@@ -115,19 +115,23 @@ class Ease(Unlearner):
         extends = self.recovery_share == "auto" and training.aggregation == "mean"
         return 1 + (2 * recovery if extends else recovery)
 
-    def estimated_work(self, training: TrainingConfig, request: Request, holders: float) -> float:
+    def estimated_work(
+        self, training: TrainingConfig, request: Request, holders: float, replay_cost: float = 1.0
+    ) -> float:
         """Recovery, and the rounds that clients train once more: replays, or updates that are not stored."""
         work = super().estimated_work(training, request, holders)
         if not isinstance(request, ClientRequest):
-            return work + holders * self.replay * training.rounds
+            return work + holders * self.replay * training.rounds * replay_cost
         if self.contribution_source == "leaving":  # leaving clients repeat what is not stored
             work += holders * training.rounds * (1 - training.history_share / training.history_every)
         return work
 
-    def advice(self, forget_share: float) -> str:
-        if forget_share <= LARGE_REQUEST:
-            return ""
-        return f"this is {forget_share:.0%} of all pairs: --method retrain keeps the others better"
+    def advice(self, forget_share: float, cost: float) -> str:
+        if forget_share > LARGE_REQUEST:
+            return f"this is {forget_share:.0%} of all pairs: --method retrain keeps the others better"
+        if cost >= 1:
+            return f"about {cost:.0%} of retraining's work: --method retrain costs less"
+        return ""
 
     def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
         """Client requests read the leaving clients' updates only: global states contain the sum of the others."""

@@ -16,16 +16,22 @@ import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ease.cli import main as ease_main
-from ease.storage import LEFTOVER
+from ease.evidence import new_key, read_log
+from ease.ledger.store import NAME as LEDGER
+from ease.ledger.store import Ledger
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json
+from ease.runs.run import Run
+from ease.storage import write_atomic, write_json
 
 TINY = (
     "data.train=24",
@@ -51,8 +57,17 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     (*AUDIT, "--quiet"),
     ("forget", "run", "--samples", "ids.txt", "--quiet"),
     ("forget", "run", "--client", "0", "--method", "fed_eraser", "--quiet"),
+    ("work", "run", "--set", "hold.retain_points=100", "--quiet"),
 )
 """All that read a run back. `ids.txt` names the request that was interrupted; `grown` is the run without requests."""
+REQUESTS = (
+    ("request", "add", "run", "--client", "1", "--id", "leaves", "--approve", "--quiet"),
+    ("request", "add", "run", "--client", "0", "--id", "stays", "--approve", "--quiet"),
+    ("request", "cancel", "run", "stays", "--reason", "asked by mistake"),
+)
+"""What is in the ledger: one request that `work` releases, and one that it must not."""
+MODULES = {"work": "requests", "request": "requests"}
+"""Commands whose module has another name."""
 OUTCOMES = ("detected", "harmless", "silent", "unnamed", "traceback")
 
 
@@ -130,19 +145,21 @@ def command(*arguments: str) -> None:
 
 def build(folder: Path, audited: bool) -> None:
     """A run with two answers, perhaps an audit, a request that was killed half way, and the cache of all of them."""
-    for each in {each[0] for each in COMMANDS}:
+    for each in {MODULES.get(each[0], each[0]) for each in (*COMMANDS, *REQUESTS)}:
         import_module(f"ease.commands.{each}")  # copies of this process have it behind them
     for each in (
         ("train", "--out", "run", "--quiet"),
         ("forget", "run", "--client", "1", "--quiet"),
         ("forget", "run", "--client", "1", "--method", "retrain", "--quiet"),
         *([(*AUDIT, "--quiet")] if audited else []),
+        *REQUESTS,
     ):
         with (
             inside(folder),
             redirect_stdout(io.StringIO()),
         ):  # in this process, so that every copy of it has the imports behind it
             command(*each)
+    fix_secrets(folder / "run")
     held = json.loads((folder / "run" / "membership.json").read_text())["clients"]
     ids = [pair for client in held for pair in client["train_ids"][:3]]
     (folder / "ids.txt").write_text("\n".join(ids))
@@ -166,12 +183,60 @@ def _killed_after(answers: int) -> None:
     command("forget", "run", "--samples", "ids.txt", "--quiet")
 
 
+CLOCK = {"seal", "time", "resumed", "consent", "record", "audit"}
+"""Keys of JSON whose values depend on the clock or on being interrupted, or are hashes of files that do."""
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: timeless(each)
+            for key, each in value.items()
+            if key not in CLOCK and "seconds" not in key and "memory" not in key
+        }
+    return [timeless(each) for each in value] if isinstance(value, list) else value
+
+
+def told_of(run: Path) -> dict[str, Any]:
+    """What the ledger and the log of a run say, less what depends on the clock."""
+    found = dict[str, Any]()
+    if (run / LEDGER).is_file():
+        ledger = Ledger(run)
+        found["ledger"] = [
+            (each.id, each.state, each.why, each.request, timeless(each.outcome)) for each in ledger.entries()
+        ]
+        found["consents"] = [(each.client, each.given_by, each.text, each.pairs) for each in ledger.consents()]
+    if (run / "evidence" / "head.json").is_file():
+        records = read_log(Run.load(run)).records
+        found["log"] = [(each.kind, timeless(_without_rewritten(each.payload))) for each in records]
+    return found
+
+
+def _without_rewritten(payload: dict[str, Any]) -> dict[str, Any]:
+    """Hashes of records that a purge rewrote depend on the clock, as the records do; that they are there does not."""
+    answers = payload.get("answers")
+    if not isinstance(answers, dict):
+        return payload
+    return {
+        **payload,
+        "answers": {key: {**each, "rewritten": sorted(each["rewritten"])} for key, each in answers.items()},
+    }
+
+
+def fix_secrets(run: Path) -> None:
+    """Make the secrets of a run, which would be drawn at random, before anything depends on them."""
+    new_key(run / "evidence" / "signing.key")
+    write_atomic(run / "evidence" / "salt", b"00" * 32)
+    write_json(run / TOMBSTONES, as_json(Tombstones(salt="00" * 16)))
+
+
 def results(folder: Path) -> dict[str, object]:
-    """Every file of the runs by its bytes; of records, what does not depend on the clock or on being interrupted."""
+    """Every file of the runs by its bytes; records, ledger and log without what depends on the clock."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if not path.is_file() or name.startswith("cache/") or path.name == ".lock" or LEFTOVER in name:
+        clocked = path.name == LEDGER or path.parent.name == "evidence"
+        if not path.is_file() or name.startswith("cache/") or path.name.startswith(".") or clocked:
             continue
         if path.name == "record.json":
             record = json.loads(path.read_bytes())
@@ -180,7 +245,7 @@ def results(folder: Path) -> dict[str, object]:
             found[name] = {**record, "metrics": metrics, "resumed": None, "seal": None}
         else:
             found[name] = path.read_bytes()
-    return found
+    return found | told_of(folder / "run")
 
 
 def follow(folder: Path, audited: bool) -> Iterator[Told]:
@@ -205,7 +270,7 @@ def classify(told: list[Told], name: str, same: bool) -> str:
     return "detected" if named else "harmless"
 
 
-def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True) -> Iterator[Flip]:
+def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True, only: str = "") -> Iterator[Flip]:
     """Flip so many bits, each in a copy of its own that lies in the same place: paths are part of what is written."""
     base, work = folder / "base", folder / "work"
     work.mkdir(parents=True)
@@ -215,12 +280,17 @@ def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True) -> Ite
         assert told.code == 0, told.said
     expected = results(work)
     files = sorted(
-        path for path in base.rglob("*") if path.is_file() and path.stat().st_size and path.name != "ids.txt"
+        path
+        for path in base.rglob("*")
+        if path.is_file()
+        and path.stat().st_size
+        and path.name != "ids.txt"
+        and only in kind(path.relative_to(base).as_posix())
     )
     draw = random.Random(seed)
     for _ in range(flips):
         path = draw.choice(files)
-        bit = draw.randrange(8 * path.stat().st_size)
+        bit = 8 * draw.choice(places(path)) + draw.randrange(8)
         shutil.rmtree(work)
         shutil.copytree(base, work)
         flipped = work / path.relative_to(base)
@@ -237,6 +307,13 @@ def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True) -> Ite
         yield Flip(name, bit, classify(told, name, found == expected), told[-1].said.strip())
 
 
+def places(path: Path) -> Sequence[int]:
+    """Bytes of a file to draw from: of the ledger, whose pages are mostly empty, those that are not zero."""
+    if path.name != LEDGER:
+        return range(path.stat().st_size)
+    return [place for place, byte in enumerate(path.read_bytes()) if byte]
+
+
 def kind(name: str) -> str:
     """Files by what they are."""
     parts = Path(name).parts
@@ -244,7 +321,9 @@ def kind(name: str) -> str:
 
 
 def _thing(parts: tuple[str, ...]) -> str:
-    for folder in ("activations", "classes", "shadows", "journal", "rounds"):
+    if parts[-1] == LEDGER:
+        return "ledger"
+    for folder in ("activations", "classes", "shadows", "journal", "rounds", "evidence"):
         if folder in parts:
             return folder
     if "requests" in parts:
@@ -268,11 +347,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="flip bits in this kind of file alone, such as ledger")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for each in survey(Path(folder), args.flips, args.seed):
+        for each in survey(Path(folder), args.flips, args.seed, only=args.only):
             found.append(each)
             said = "" if each.outcome in ("detected", "harmless") else each.said[-600:]
             print(f"{len(found)} {each.outcome}: {each.file}, bit {each.bit} {said}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from counterfactual import KEYS
+from gaps import KEYS
 
 from ease.methods import make_method
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
@@ -105,7 +105,7 @@ def measured(case: Case, config: RunConfig, seed: int, work: Path) -> dict[str, 
         "ease": [round(ease[key] - (first[key] + second[key]) / 2, 1) for key in KEYS],
         "another": [round(second[key] - first[key], 1) for key in KEYS],
         "seconds": round(ease["cost/seconds"] / first["cost/seconds"], 2),
-        "notes": found[-1].rounds[-1].notes,
+        "contribution": found[-1].contribution and found[-1].contribution.model_dump(mode="json"),
     }
 
 

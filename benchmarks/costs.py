@@ -128,7 +128,7 @@ def round_seconds(clients: int, pairs: int, threads: int) -> float:
 
 
 def request_seconds(clients: int, rounds: int, threads: int) -> float:
-    """What a client wrote, summed from a history in which it took part in every round."""
+    """The contribution of a client, summed from a history in which it took part in every round."""
     import torch
     from synthetic import Setting
 
@@ -137,7 +137,7 @@ def request_seconds(clients: int, rounds: int, threads: int) -> float:
     from ease.federation.history import History
     from ease.federation.protocol import Update
     from ease.methods.base import Trained
-    from ease.methods.ease.counterfactual import written_by
+    from ease.methods.ease.contribution import contribution_of
     from ease.requests.request import ClientRequest
 
     torch.set_num_threads(threads)
@@ -151,7 +151,7 @@ def request_seconds(clients: int, rounds: int, threads: int) -> float:
             state = state * 0.99
             history.append(Round(number, state, tuple(Update(client, 4, state) for client in range(clients))), {})
         trained = Trained(history, setting.training, setting.temperature, 0)
-        return best(lambda: written_by(trained, ClientRequest(clients=(1,)), engine, {}, 1.0))
+        return best(lambda: contribution_of(trained, ClientRequest(clients=(1,)), engine))
 
 
 def gram_seconds(count: int, rank: int, threads: int) -> float:

@@ -29,16 +29,11 @@ from typing import Any, NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.bitflips import TINY, Told, end_after, inside
+from benchmarks.bitflips import TINY, Told, end_after, fix_secrets, inside, timeless, told_of
 
 from ease.cli import main as ease_main
-from ease.evidence import new_key, read_log
 from ease.ledger.store import NAME as LEDGER
-from ease.ledger.store import Ledger
-from ease.requests.tombstones import NAME as TOMBSTONES
-from ease.requests.tombstones import Tombstones, as_json
-from ease.runs.run import Run
-from ease.storage import LEFTOVER, write_atomic, write_json
+from ease.storage import LEFTOVER
 
 WORLD = (*TINY, "partition.clients=3", "data.train=30", "data.validation=8")
 SETTINGS = tuple(word for each in WORLD for word in ("--set", each))
@@ -162,19 +157,6 @@ def _fresh(folder: Path, arguments: Sequence[str], reading: int, writing: int, s
 
 # --- what a run came to ---
 
-CLOCK = {"seal", "time", "resumed", "consent", "record", "audit"}
-"""Keys of JSON whose values depend on the clock or on being interrupted, or are hashes of files that do."""
-
-
-def timeless(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: timeless(each)
-            for key, each in value.items()
-            if key not in CLOCK and "seconds" not in key and "memory" not in key
-        }
-    return [timeless(each) for each in value] if isinstance(value, list) else value
-
 
 def contents(folder: Path) -> dict[str, Any]:
     """Every file of a run by its bytes; JSON, the ledger and the log by what they say, less what the clock says."""
@@ -186,28 +168,9 @@ def contents(folder: Path) -> dict[str, Any]:
         found[name] = timeless(json.loads(path.read_bytes())) if path.suffix == ".json" else path.read_bytes()
         if path.name == "summary.json":  # what was sent again after a kill is counted again
             found[name] = found[name]["rounds"]
-    if (run / LEDGER).is_file():
-        ledger = Ledger(run)
-        found["ledger"] = [
-            (each.id, each.state, each.why, each.request, timeless(each.outcome)) for each in ledger.entries()
-        ]
-        found["consents"] = [(each.client, each.given_by, each.text, each.pairs) for each in ledger.consents()]
-    if (run / "evidence" / "head.json").is_file():
-        records = read_log(Run.load(run)).records
-        found["log"] = [(each.kind, timeless(_without_rewritten(each.payload))) for each in records]
+    found |= told_of(run)
     found["unfinished"] = [path.name for path in run.rglob(f"{LEFTOVER}*")]
     return found
-
-
-def _without_rewritten(payload: dict[str, Any]) -> dict[str, Any]:
-    """Hashes of records that a purge rewrote depend on the clock, as the records do; that they are there does not."""
-    answers = payload.get("answers")
-    if not isinstance(answers, dict):
-        return payload
-    return {
-        **payload,
-        "answers": {key: {**each, "rewritten": sorted(each["rewritten"])} for key, each in answers.items()},
-    }
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
@@ -221,16 +184,13 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
 def prepared(folder: Path, fresh: bool, stages: Sequence[str]) -> dict[str, Begun]:
     """Go through all commands undisturbed, and keep where each begins and what it comes to."""
     work, begun = folder / "here", dict[str, Begun]()
-    evidence = work / "run" / "evidence"
     work.mkdir()
     for name, (before, arguments) in STAGES.items():
         with inside(work), redirect_stdout(io.StringIO()):
             for each in before:
                 command(*each)
         if name == "forget":  # secrets that would be drawn at random are there before anything hangs on them
-            new_key(evidence / "signing.key")
-            write_atomic(evidence / "salt", b"00" * 32)
-            write_json(work / "run" / TOMBSTONES, as_json(Tombstones(salt="00" * 16)))
+            fix_secrets(work / "run")
         kept = Path(shutil.copytree(work, folder / "before" / name))
         with inside(work), redirect_stdout(io.StringIO()):
             command(*arguments)  # here, so that copies of this process have its imports

@@ -1,7 +1,7 @@
 """What the Forget Lock costs: on the client as a share of a training step, on the server as a share of a round.
 
-Run it with `python benchmarks/lock.py`, or `--quick` for a shorter training before. The directions are those a real
-client request gives on the default model (generated scenes, tiny backbone, LoRA and projectors).
+Run it with `python benchmarks/lock.py`, or `--quick` for a shorter training before. The directions are those
+that `ease_paper` finds for a client request on the default model: generated scenes, tiny backbone, LoRA, projectors.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def in_turns(ways: Sequence[Callable[[], object]], repeats: int) -> list[list[fl
 def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """Train the default model, decompose a client request, and time the lock on both sides."""
     from ease.federation.local import train
-    from ease.methods.ease.lock import client_lock
-    from ease.methods.ease.method import Ease
+    from ease.federation.lock import Lock, pack_directions
+    from ease.methods.ease_paper import EasePaper
     from ease.requests.request import ClientRequest
     from ease.runs.answers import trained_of
     from ease.runs.config import load_config
@@ -55,11 +55,11 @@ def measure(folder: Path, rounds: int, repeats: int) -> list[dict[str, Any]]:
     plain = config.training.job(1, 0, trained.temperature, request=request, data="retain", epochs=1)
     steps = max(1, round(len(client.train) / plain.batch_size))
     rows = []
-    for delta in ("soft", 0.3):
-        *_, last = Ease(delta=delta).unlearn(trained, request, world.federation)
+    for delta in (0.3, 1.0):
+        *_, last = EasePaper(delta=delta).unlearn(trained, request, world.federation)
         assert last.bases is not None
         bases = last.bases
-        lock = client_lock(bases, last.state, 0.1)
+        lock = Lock(0.1, last.state, pack_directions(bases))
         locked = replace(plain, lock=lock)
         turns = in_turns(
             [

@@ -3,8 +3,8 @@
 python benchmarks/retention.py [--every 2 4] [--seeds 0 1] [--small] [--write]
 
 Generated scenes, the default model. The training is the same to the bit; only what is stored of it differs. `--every`
-stores the updates of every so many rounds alone: the leaving client repeats the others, or is gone, and stored rounds
-stand for them. `--write` writes the section `retention` of docs/benchmarks.md.
+stores the updates of one round in so many: the leaving client or the remaining ones repeat the others. `--write` writes
+the section `retention` of docs/benchmarks.md.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.run import Run
 from ease.runs.world import World
 
-EASE, ERASER, GONE = "EASE", "FedEraser", "EASE, client gone"
+EASE, ERASER, OTHERS = "EASE", "FedEraser", "EASE, others repeat"
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     EASE: ("ease", ()),
     ERASER: ("fed_eraser", ()),
-    GONE: ("ease", ("farewell=nobody",)),
+    OTHERS: ("ease", ("contribution_source=remaining",)),
 }
 SMALL = (
     'model.lora="off"',
@@ -69,7 +69,7 @@ def ways(every: list[int]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
         "whole": ((), (EASE, ERASER)),
         "halved": (('training.history_precision="float16"',), (EASE, ERASER)),
     }
-    return found | {f"1 round in {each}": ((f"training.history_every={each}",), (EASE, GONE)) for each in every}
+    return found | {f"1 round in {each}": ((f"training.history_every={each}",), (EASE, OTHERS)) for each in every}
 
 
 def answers(seed: int, rounds: int, sizes: tuple[str, ...], every: list[int]) -> tuple[dict[str, Kept], list[Answer]]:
@@ -110,8 +110,8 @@ def section(seeds: dict[int, tuple[dict[str, Kept], list[Answer]]], rounds: int,
     lines = [
         f"Generated scenes, {sort}, {rounds} rounds; client 3 leaves. The training is equal to the bit; "
         '`training.history_precision = "float16"` rounds what is stored of it, `training.history_every = k` stores '
-        "the updates of one round in k. Then the leaving client repeats the other rounds, or is gone "
-        "(`farewell=nobody`) and stored rounds stand for them. Apart: distance to the answer from the whole history, "
+        "the updates of one round in k. Then the leaving client repeats the other rounds, or the remaining clients do "
+        "(`contribution_source=remaining`). Apart: distance to the answer from the whole history, "
         "as a share of how far that lies from the trained model; R@1 in points, less that of the whole. Beside it, how "
         "much two retrainings in different order differ. "
         f"`python benchmarks/retention.py{options} --rounds {rounds} "
@@ -123,7 +123,7 @@ def section(seeds: dict[int, tuple[dict[str, Kept], list[Answer]]], rounds: int,
     for seed, (found, retrained) in seeds.items():
         whole = found["whole"]
         rows = [
-            (way, title, whole.answers[EASE if title == GONE else title], answer, f"{kept.bytes / 2**20:.1f}")
+            (way, title, whole.answers[EASE if title == OTHERS else title], answer, f"{kept.bytes / 2**20:.1f}")
             for way, kept in found.items()
             if way != "whole"
             for title, answer in kept.answers.items()

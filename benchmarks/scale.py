@@ -30,7 +30,7 @@ from ease.federation.history import History
 from ease.federation.metered import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Trained
-from ease.methods.ease.counterfactual import written_by
+from ease.methods.ease.contribution import contribution_of
 from ease.requests.request import ClientRequest
 from ease.show.figures import FIXED, INK, STYLE, encode
 from ease.storage import write_atomic
@@ -48,7 +48,7 @@ def setting_of(clients: int, rounds: int) -> Setting:
 
 
 def request_seconds(history: History, setting: Setting, federation: Federation, rounds: int) -> dict[str, float]:
-    """How long it takes to know what a client wrote that took part as often as usual; best of three."""
+    """Seconds to sum the contribution of a client that took part as often as usual; best of three."""
     parts = [history.clients(number) for number in range(1, rounds + 1)]
     often = np.bincount([client for clients in parts for client in clients], minlength=setting.clients)
     usual = int(np.argmin(np.abs(often - max(1, round(rounds * DRAWN / setting.clients)))))
@@ -56,7 +56,7 @@ def request_seconds(history: History, setting: Setting, federation: Federation, 
     seconds = []
     for _ in range(3):
         began = time.process_time()
-        written_by(trained, ClientRequest(clients=(usual,)), federation, {}, 1.0)
+        contribution_of(trained, ClientRequest(clients=(usual,)), federation)
         seconds.append(time.process_time() - began)
     return {"rounds": rounds, "took_part": int(often[usual]), "first": seconds[0], "best": min(seconds)}
 
@@ -153,7 +153,7 @@ def section(runs: list[dict[str, Any]]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "What a client wrote, summed from the history when it asks to be forgotten, of a client that took part as "
+        "Seconds to sum the contribution of a leaving client from the history, for a client that took part as "
         "often as usual. The record of every round is read (who took part); states and updates "
         "only of rounds it was in.",
         "",

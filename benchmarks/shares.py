@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ease.federation.fedavg import average, participants
 from ease.methods import make_method
 from ease.methods.base import Trained, forget_holders, retained_clients
 from ease.methods.ease.contribution import ForgetContribution, contribution_of
-from ease.methods.ease.method import halved
+from ease.methods.ease.method import CLIENT_RECOVERY, REPLAY_RECOVERY, final_loss, halved
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.answers import open_world, trained_of
@@ -40,10 +41,12 @@ from ease.studies.scenarios import scenario_config, scenario_request
 
 PRIOR = Path(__file__).parents[1] / "src" / "ease" / "assets" / "share_prior.toml"
 HEADER = """\
-# Share of the forget contribution that EASE subtracts, by kind of request and local optimiser (docs/method.md).
+# Share of the forget contribution that EASE subtracts (docs/method.md): the number of the request's kind, plus
+# `per_loss` times the final training loss, plus `adam` if clients train with Adam.
 # Refit with: python benchmarks/shares.py fit results/shares --write
 """
 FORGET = ("forget/recall@1", "forget/recall@5", "forget/recall@10")
+KINDS = ("client", "class", "sample")
 KEYS = (*FORGET, "retain/recall@1", "test/recall@1")
 
 
@@ -131,46 +134,63 @@ def measured(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for share in asked.shares:
         start = bench.trained.base_state - share * total
         for number, (state, loss) in enumerate(bench.recovery(start, asked.rounds), start=1):
-            yield {**common, "model": "ease", "share": share, "round": number, "loss": loss, **bench.row(state)}
+            fields = {"share": share, "round": number, "loss": loss, "final_loss": final_loss(bench.trained)}
+            yield {**common, "model": "ease", **fields, **bench.row(state)}
 
 
-def right_shares(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, float]]]:
-    """(optimiser, kind) -> for each request, the share at which each quantity equals its retrained value."""
+def right_shares(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each request, the share at which recall and membership scores equal their retrained values, averaged."""
     requests = defaultdict(list)
     for row in rows:
         requests[row["optimiser"], row["scenario"], row["label"], row["seed"]].append(row)
-    found = defaultdict(list)
-    for (optimiser, kind, _, _), each in sorted(requests.items()):
-        last = recovery_rounds(kind, each[0]["training_rounds"])
-        goals = [row for row in each if row["model"].startswith("retrain")]
+    found = []
+    for (optimiser, kind, label, seed), each in sorted(requests.items()):
+        share = CLIENT_RECOVERY if kind == "client" else REPLAY_RECOVERY
+        last = max(1, round(share * each[0]["training_rounds"]))
+        retrained = [row for row in each if row["model"].startswith("retrain")]
         ours = sorted((row for row in each if row.get("round") == last), key=lambda row: row["share"])
-        shares = [row["share"] for row in ours]
-
-        def crossing(keys: Sequence[str], ours: Any = ours, goals: Any = goals, shares: Any = shares) -> float:
-            goal = np.mean([[row[key] for key in keys] for row in goals])
-            gaps = [float(np.mean([row[key] for key in keys]) - goal) for row in ours]
-            slope, offset = np.polyfit(shares, gaps, 1)
-            return float(-offset / slope)
-
-        found[optimiser, kind].append(
-            {"recall": crossing(FORGET), "similarity": crossing(("similarity",)), "score": crossing(("score",))}
+        crossings = [crossing(ours, retrained, keys) for keys in (FORGET, ("score",))]
+        found.append(
+            {
+                "kind": kind,
+                "adam": float(optimiser == "adam"),
+                "loss": ours[0]["final_loss"],
+                "share": float(np.mean(crossings)),
+                "name": f"{label} {seed}",
+            }
         )
     return found
 
 
-def recovery_rounds(kind: str, rounds: int) -> int:
-    return max(1, round((0.15 if kind == "client" else 0.2) * rounds))
+def crossing(ours: Sequence[dict[str, Any]], retrained: Sequence[dict[str, Any]], keys: Sequence[str]) -> float:
+    """The share at which the mean of some quantities equals that of retrained models, by linear interpolation."""
+    goal = np.mean([[row[key] for key in keys] for row in retrained])
+    shares = [row["share"] for row in ours]
+    gaps = [float(np.mean([row[key] for key in keys]) - goal) for row in ours]
+    for (one, before), (two, after) in pairwise(zip(shares, gaps, strict=True)):
+        if before * after <= 0 and before != after:
+            return float(one + (two - one) * before / (before - after))
+    slope, offset = np.polyfit(shares, gaps, 1)
+    return float(-offset / slope)
 
 
 def fit(asked: argparse.Namespace) -> None:
+    """Least squares: one number for each kind, one for Adam, one times the final loss."""
     rows = [json.loads(line) for path in sorted(asked.out.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    prior: dict[str, dict[str, float]] = defaultdict(dict)
-    for (optimiser, kind), each in right_shares(rows).items():
-        means = {name: np.mean([one[name] for one in each]) for name in each[0]}
-        spread = np.std([np.mean(list(one.values())) for one in each])
-        prior[optimiser][kind] = round(float(np.mean(list(means.values()))), 2)
-        told = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        print(f"{optimiser} {kind}: {told}; mean {prior[optimiser][kind]:.2f}, spread {spread:.3f}, n = {len(each)}")
+    found = right_shares(rows)
+    design = np.array([[*(float(one["kind"] == kind) for kind in KINDS), one["loss"], one["adam"]] for one in found])
+    shares = np.array([one["share"] for one in found])
+    numbers, *_ = np.linalg.lstsq(design, shares, rcond=None)
+    for one, residual in zip(found, shares - design @ numbers, strict=True):
+        print(f"{one['kind']:7}{one['name']:14} loss {one['loss']:.3f}  share {one['share']:.3f}  {residual:+.3f}")
+    by_kind = design[:, : len(KINDS)]
+    constants, *_ = np.linalg.lstsq(by_kind, shares, rcond=None)
+    print(
+        f"spread of residuals {(shares - design @ numbers).std():.3f}, of constants alone "
+        f"{(shares - by_kind @ constants).std():.3f}, n = {len(found)}"
+    )
+    prior = dict(zip((*KINDS, "per_loss", "adam"), (round(float(number), 3) for number in numbers), strict=True))
+    print(prior)
     if asked.write:
         PRIOR.write_text(HEADER + tomli_w.dumps(prior))
 

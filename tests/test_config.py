@@ -142,3 +142,9 @@ def test_files_that_are_no_toml_are_named(tmp_path: Path, content: bytes | None,
 def test_a_folder_is_no_toml_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder; name a TOML file"):
         read_toml(tmp_path)
+
+
+def test_a_nul_in_a_path_or_any_text_is_one_line() -> None:
+    for table in ({"note": "a\0b"}, {"section": {"many": ["x", "\0"]}}):
+        with pytest.raises(UserError, match=r"run.toml: (note|section.many): holds a NUL character"):
+            validate(Whole, table, "run.toml")

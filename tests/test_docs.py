@@ -24,7 +24,7 @@ from ease.runs.answers import answer_of, trained_of
 from ease.runs.config import RunConfig, load_config
 from ease.runs.forget import forget
 from ease.runs.run import Run
-from ease.studies.experiment import Experiment
+from ease.studies.experiment import Experiment, load_experiment, plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -102,7 +102,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_the_tests_that_are_said_to_try_a_fault_are_there() -> None:
     rows = re.findall(r"^\| \d+ \|.*", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
-    assert len(rows) == 22
+    assert [int(row.split("|")[1]) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 20
     for row in rows:
         named = re.findall(r"`([a-z/_]+\.py) -k (\w+)`", row)
         assert named, row
@@ -131,13 +131,52 @@ def test_shown_commands_have_the_options_they_are_shown_with(page: Path) -> None
         assert {word for word in words if word.startswith("--")} <= known, line
 
 
+REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
+SHOWN = [line for text in blocks("docs/reproduce.md", "") for line in text.splitlines()]
+
+
+def test_every_experiment_is_on_the_page_that_reproduces_the_paper() -> None:
+    """By name in a table of exhibits, and as a command, `stream` with its benchmark; every file named there exists."""
+    files = {path.stem for path in ROOT.glob("experiments/*.toml")}
+    cells = [cell for line in REPRODUCE.splitlines() if line.startswith("|") for cell in line.split("|")[3:6]]
+    named = {name for cell in cells for name in re.findall(r"`([a-z0-9-]+)`", cell)} & files
+    run = set(re.findall(r"experiments/([\w-]+)\.toml", REPRODUCE))
+    streams = {name for name in files if name.startswith("stream")}
+    assert run == files - streams and named == files - streams
+    assert all(f"`{name}`" in REPRODUCE for name in streams)
+
+
+def test_every_exhibit_of_the_paper_is_on_its_page() -> None:
+    """Twelve tables, the third its notation; ten figures, the first and fourth drawings."""
+    rows = [line.split("|")[1] for line in REPRODUCE.splitlines() if re.match(r"\| (Table|Figure)s? ", line)]
+    tables = {int(n) for row in rows if "Table" in row for n in re.findall(r"\d+", row)}
+    figures = {int(n) for row in rows if "Figure" in row for n in re.findall(r"\d+", row)}
+    assert tables == set(range(1, 13)) - {3} and figures == set(range(2, 11)) - {4}
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_commands_that_reproduce_the_paper_can_be_parsed(line: str, tmp_path: Path) -> None:
+    """With their settings, in full and with `--quick`; the data may be absent."""
+    program, command, *words = shlex.split(line)
+    if program == "python":
+        assert (ROOT / command).is_file()
+        return
+    assert (program, command) == ("ease", "bench")
+    parsed = typer.main.get_command(app).commands["bench"].make_context("bench", words).params  # type: ignore[attr-defined]
+    for quick in (False, True):
+        path = ROOT / parsed["experiment"]
+        settings = () if quick else tuple(parsed["settings"])
+        assert plan(load_experiment(path, settings, quick=quick), tmp_path)
+
+
 @every_page
 def test_shown_settings_are_valid(page: Path) -> None:
     """A block with a title is an experiment, one of a policy is that, any other a run; its data may be absent."""
     for text in blocks(str(page.relative_to(ROOT)), "toml"):
         table = tomllib.loads(text)
         if "title" in table:
-            table.pop("tuned", None)  # a path from the folder of experiments
+            for name in ("tuned", "base"):  # paths from the folder of experiments
+                table.pop(name, None)
             validate(Experiment, table, page.name)
         elif table.keys() <= Policy.model_fields.keys():
             validate(Policy, table, page.name)

@@ -145,6 +145,21 @@ def test_beside_the_paper(results: dict[str, Any]) -> None:
     assert not any("Exact" in line for line in lines)
 
 
+def test_the_papers_algorithm_stands_beside_the_papers_ease(results: dict[str, Any]) -> None:
+    """In a comparison with both methods the printed row is repeated; in an ablation without ours there is one row."""
+    printed, _ = results_page.paper()
+    rows, name = results["rows"], results_page.PAPERS_EASE
+    papers = [row | {"label": name} for row in rows if row["label"] == "EASE"]
+    both = finished("main", {**results, "rows": [*rows, *papers]})
+    lines = results_page.beside([both], printed["comparison"]).splitlines()
+    shown = [line for line in lines if "EASE" in line]
+    assert [line.split(" | ")[0] for line in shown] == [f"| {name}", "| **EASE**"]
+    assert all("| -1.0 / -1.0 | +0.2 / -4.2 |" in line for line in shown)
+    alone = finished("ablation", {**results, "rows": [row for row in [*rows, *papers] if row["label"] != "EASE"]})
+    lines = results_page.beside([alone], printed["ablation"]).splitlines()
+    assert sum("EASE" in line for line in lines) == 1 and any(line.startswith("| w/o GSD |") for line in lines)
+
+
 def test_data_are_called_by_their_file(results: dict[str, Any]) -> None:
     found = finished("main", results)
     assert results_page.world(found) == "scenes"

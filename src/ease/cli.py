@@ -826,17 +826,26 @@ def node(
         Path | None, typer.Option(help="TOML file: which objectives, how often, in what company.")
     ] = None,
     group: Annotated[str | None, typer.Option(help="A group of this machine that may speak to it, too.")] = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Show what the node of --folder was asked so far, and end.")
+    ] = False,
     settings: Settings = None,
     quiet: Quiet = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Work for one client, beside its data, until stopped: jobs come in as bytes over a Unix socket.
 
     Example: `ease node site.toml --id 3 --data /srv/photos --server fed.example.org:8000 --key node.key --ca ca.crt`
     """
-    from ease.commands.federation import Upstream, run_node
+    from ease.commands.federation import Upstream, asked_of_node, run_node
     from ease.runs.config import load_config
 
+    if audit:
+        if folder is None:
+            raise UserError("--audit: name the folder of the node with --folder")
+        _finish(asked_of_node(folder), as_json)
+        return
     changes = (*(settings or ()), *((f"data.path={data}",) if data else ()))
     if server is not None and not insecure and (key is None or ca is None):
         raise UserError("--server: name the key of this node with --key and the server's certificate with --ca")

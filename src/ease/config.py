@@ -108,6 +108,10 @@ def _check_values(table: Any, source: str) -> None:
             waiting += [(name, item) for item in value]
         elif isinstance(value, int) and not -LARGEST_NUMBER <= value < LARGEST_NUMBER:
             raise UserError(f"{source}: {name or '(whole file)'}: a number beyond 2^63; write a smaller one")
+        elif isinstance(value, str) and "\0" in value:
+            raise UserError(
+                f"{source}: {name or '(whole file)'}: holds a NUL character, as no path does; write it again"
+            )
         elif isinstance(value, str) and HALF.search(value):
             raise UserError(
                 f"{source}: {name or '(whole file)'}: holds half a character (lone surrogate); write it again"

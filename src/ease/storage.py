@@ -7,6 +7,7 @@ to be kept beside the first, and every byte counts. Files of other programs have
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -99,6 +100,18 @@ def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = T
             _sync_folder(path.parent)
 
 
+@contextmanager
+def whole_or_none(*paths: Path) -> Iterator[None]:
+    """Write new files that are of use only together: if one cannot be written, none of them stays."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            with suppress(OSError):  # its error would hide the one that brought us here
+                path.unlink(missing_ok=True)
+        raise
+
+
 def replace_file(source: Path, target: Path) -> None:
     """Put one file in the place of another, or of none, for good."""
     _make_folder(target.parent)
@@ -129,6 +142,12 @@ def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
         with suppress(FileNotFoundError):  # its writer finished just now
             if time.time() - path.stat().st_mtime >= older_than_seconds:
                 path.unlink()
+
+
+def remove_leftovers_of(path: Path) -> None:
+    """Delete unfinished versions of one file that killed processes left; whoever asks must be its only writer."""
+    for each in path.parent.glob(f"{LEFTOVER}{glob.escape(path.name[:100])}-*"):
+        each.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

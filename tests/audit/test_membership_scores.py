@@ -64,7 +64,9 @@ def test_log_odds_of_a_tiny_case_by_hand(local_job) -> None:
     data = toy([[1.0, 0], [0, 1.0], [0, 1.0]], [[1.0, 0], [0, 1.0], [1.0, 0]], [[0, 1.0]], [[1.0, 0]])
     found = membership_scores(Linear(), IDENTITY, data, local_job(request=SampleRequest(ids=("0",)), temperature=1.0))
     half = math.log((math.e + 1) / 2)
-    assert float(found["forget"]) == pytest.approx(1 - half / 2) and float(found["held_out"]) == pytest.approx(-half / 2)
+    assert float(found["forget"]) == pytest.approx(1 - half / 2) and float(found["held_out"]) == pytest.approx(
+        -half / 2
+    )
 
 
 def test_all_captions_count(local_job) -> None:
@@ -92,7 +94,9 @@ def test_peers_are_of_the_same_class_alone(local_job) -> None:
     """Two classes go; the only pair of class 2 has no peers, so the pool alone, all zeros, is compared with."""
     both = [[1.0, 0], [1.0, 0], [1.0, 0], [0, 0], [0, 0]]
     data = toy(both, both, classes=[1, 1, 2, 0, 0])
-    found = membership_scores(Linear(), IDENTITY, data, local_job(request=ClassRequest(classes=(1, 2)), temperature=1.0))
+    found = membership_scores(
+        Linear(), IDENTITY, data, local_job(request=ClassRequest(classes=(1, 2)), temperature=1.0)
+    )
     assert found["forget"].tolist() == pytest.approx([1 - math.log(1 + math.e)] * 2 + [1.0], rel=1e-5)
 
 
@@ -234,7 +238,10 @@ def test_a_client_without_held_out_pairs_answers(learnt, client, local_job) -> N
     bare = replace(bare, shard=replace(client.shard, validation_classes=client.shard.validation_classes[:0]))
     for request in (ClientRequest(clients=(1,)), SampleRequest(ids=client.shard.train_ids[:4])):
         values = work(
-            learnt.world.server.model, learnt.trained.final, bare, local_job(request=request, objective="membership scores")
+            learnt.world.server.model,
+            learnt.trained.final,
+            bare,
+            local_job(request=request, objective="membership scores"),
         ).values
         assert len(values["held_out"]) == 0 < len(values["forget"]) and bool(torch.isfinite(values["forget"]).all())
 

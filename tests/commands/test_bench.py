@@ -45,6 +45,8 @@ def changed(*assignments: str) -> list[str]:
         ("bars", "bars", 1),
         ("raincloud", "raincloud", 1),
         ("tradeoff", "tradeoff", 1),
+        ("baselines", "baselines", 1),
+        ("ablation", "", 1),
         ("backbone-transfer", "curves", 1),
     ],
 )
@@ -55,8 +57,9 @@ def test_an_experiment_of_each_kind_from_end_to_end(ease, tmp_path, name, figure
     folder = tmp_path / f"{name}-quick"
     assert f"written to {folder}" in result.out.replace("\n", "")
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
-    others = {f"{figure}.svg", f"{figure}.pdf"} if figure else set()
-    others |= {"tables.tex"} if name != "subspaces" else set()
+    figures = {figure, *({"tpr"} if figure == "grid" else ())} - {""}
+    others = {f"{each}.{form}" for each in figures for form in ("svg", "pdf")}
+    others |= {"tables.tex", "paper.tex"} if name != "subspaces" else set()
     assert written.keys() == {"results.json", "tables.md", *others}
     found = json.loads(written["results.json"])
     assert found["header"]["command"].startswith(f"ease bench {EXPERIMENTS}")

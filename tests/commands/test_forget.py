@@ -13,8 +13,8 @@ from ease.data.words import content, says_all
 from ease.federation.fedavg import participants
 from ease.federation.loop import Loop
 from ease.methods import METHODS
-from ease.methods.ease.calibration import rounds_moved, usual_share
-from ease.runs.answers import trained_of
+from ease.methods.ease.method import share_prior
+from ease.requests.request import ClassRequest
 from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -75,14 +75,12 @@ def ids_file(folder: Path, *ids: str) -> Path:
 # --- what the user gets ---
 
 
-def test_a_request_ends_with_a_spectrum_and_recalls(ease, run: Path) -> None:
+def test_a_request_ends_with_the_share_and_recalls(ease, run: Path) -> None:
     result = ease("forget", run, "--client", 1)
     assert result.code == 0
     for part in (
-        "Entanglement of what the forget pairs wrote",
-        "eta_f",
-        "eta_r",
-        "projector.0",
+        "subtracted",
+        "77% of the forget contribution",
         "trained",
         "ease",
         "model and record in",
@@ -102,15 +100,15 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
         "classes": ["--class", "1", "--class", "2"],
         "samples": ["--samples", ids_file(tmp_path, *chosen, "", chosen[0])],
     }[kind]
-    result = ease("forget", run, *arguments, "--json", "--set", "momentum=0")
+    result = ease("forget", run, *arguments, "--json", "--set", "share=0.5")
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     summary = json.loads(result.out)
     assert summary["request"]["scope"] == {"clients": "client", "class": "class", "classes": "class"}.get(
         kind, "sample"
     )
-    assert summary["method"]["momentum"] == 0 and Path(summary["folder"]).is_dir()
+    assert summary["method"]["share"] == 0.5 and Path(summary["folder"]).is_dir()
     assert 0 <= summary["metrics"]["forget/recall@1"] <= 100
-    again = ease("forget", run, *arguments, "--json", "--set", "momentum=0")
+    again = ease("forget", run, *arguments, "--json", "--set", "share=0.5")
     assert json.loads(again.out) == summary
 
 
@@ -302,14 +300,13 @@ def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str],
         (["--client", "0", "--client", "1", "--client", "2"], ["names all training data"]),
         (["--class", "0", "--class", "1", "--class", "2"], ["names all training data"]),
         (["--client", "1", "--method", "magic"], ["--method magic: unknown method", ", ".join(sorted(METHODS))]),
-        (["--client", "1", "--set", "deltta=1"], ["deltta: unknown key", "known keys here", "delta"]),
-        (["--client", "1", "--method", "retrain", "--set", "delta=1"], ["method retrain: delta: unknown key"]),
-        (["--client", "1", "--set", "delta=1.5"], ["delta: input should be less than or equal to 1 (got 1.5)"]),
-        (["--client", "1", "--set", "delta=-0.5"], ["delta: input should be greater than or equal to 0"]),
-        (["--client", "1", "--set", "delta=often"], ["delta: input should be"]),
-        (["--client", "1", "--set", "delta"], ["write it as key=value"]),
-        (["--client", "1", "--set", "lock=subspace", "--set", "lock_strength=2"], ["on the server it is a share"]),
-        (["--client", "1", "--set", "lock=importance", "--set", "lock_strength=2"], ["cannot contract"]),
+        (["--client", "1", "--set", "shar=1"], ["shar: unknown key", "known keys here", "share"]),
+        (["--client", "1", "--set", "delta=1"], ["method ease: delta: unknown key"]),
+        (["--client", "1", "--set", "replay=1.5"], ["replay: input should be less than or equal to 1 (got 1.5)"]),
+        (["--client", "1", "--set", "replay=-0.5"], ["replay: input should be greater than 0"]),
+        (["--client", "1", "--set", "replay=often"], ["replay: input should be"]),
+        (["--client", "1", "--set", "share"], ["write it as key=value"]),
+        (["--client", "1", "--method", "ease_paper", "--set", "alpha=2"], ["alpha = 2", "cannot contract"]),
         (["--samples", "nowhere.txt"], ["--samples nowhere.txt: cannot be read", "one a line"]),
     ],
 )
@@ -457,16 +454,21 @@ def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:
     refused(tmp_path, ["--client", "1"], "it has no seal")
 
 
-def test_without_held_out_pairs_the_usual_share_goes(ease, small, tmp_path: Path) -> None:
-    """The level of unseen pairs cannot be known where every pair was trained on; the record says so."""
-    config = load_config(None, (*small, "partition.validation_share=0"))
-    train_run(config, tmp_path / "run", quiet=True)
-    assert ease("forget", tmp_path / "run", "--class", "1", "--quiet").code == 0
+def test_no_held_out_pairs_are_needed(ease, small, tmp_path: Path) -> None:
+    train_run(load_config(None, (*small, "partition.validation_share=0")), tmp_path / "run", quiet=True)
+    result = ease("forget", tmp_path / "run", "--class", "1")
+    assert result.code == 0 and "3 clients replayed 2 rounds" in result.out
     record = json.loads((tmp_path / "run" / "requests" / "class-1" / "ease" / "record.json").read_text())
-    assert "too few held-out pairs" in record["rounds"][0]["spectrum"]["why"]
-    rounds, history = config.training.rounds, trained_of(Run.load(tmp_path / "run")).history
-    usual = usual_share(False, "sgd", rounds_moved(history, rounds), (len(record["rounds"]) - 1) / rounds)
-    assert record["rounds"][-1]["notes"]["share"] == usual.share
+    share = share_prior(ClassRequest(classes=(1,)), "sgd")
+    assert record["rounds"][0]["contribution"] == {"share": share, "replayed_rounds": 2, "replaying_clients": 3}
+
+
+def test_the_papers_algorithm_prints_its_spectrum(ease, run: Path) -> None:
+    result = ease("forget", run, "--client", 1, "--method", "ease_paper")
+    assert result.code == 0
+    for part in ("Entanglement of forget updates with retained updates", "unique", "eta_f", "eta_r", "projector.0"):
+        assert part in result.out
+    assert "reference: trained, delta: 0.3" in result.out and "subtracted" not in result.out
 
 
 def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:
@@ -517,6 +519,6 @@ def test_the_demo_prints_one_object_with_every_row(ease, small, scenario: str) -
 def test_the_demo_shows_people_the_same(ease, small, tmp_path: Path) -> None:
     result = ease("demo", "--out", tmp_path / "run", *settings(*small))
     assert result.code == 0
-    for part in ("gap", "rho", "retrain", "finetune", "ease", "Entanglement of what the forget pairs wrote"):
+    for part in ("gap", "rho", "retrain", "finetune", "ease", "of the forget contribution"):
         assert part in result.out
     assert result.err

@@ -22,10 +22,10 @@ from ease.evidence import (
     witness,
 )
 from ease.evidence.canonical import hashed
-from ease.evidence.certificates import CERTIFIED, LARGEST_CERTIFICATE, answer_named, installed_code, plain
+from ease.evidence.certificates import LARGEST_CERTIFICATE, answer_named, installed_code, plain
 from ease.evidence.envelope import sealed
 from ease.evidence.keys import read_signing_key
-from ease.evidence.log import head_path, key_path, log_path
+from ease.evidence.log import CERTIFIED, head_path, key_path, log_path
 from ease.evidence.salted import salt_path
 from ease.evidence.statement import LIMITS, PAYLOAD, asked
 from ease.runs.answers import StoredAnswer, release

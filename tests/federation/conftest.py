@@ -1,7 +1,7 @@
 """What tests of engines and of sites share."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,14 @@ def world(shared_cache: Path, small_config: Callable[..., RunConfig]) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         return World.open(small_config("model.lora=ffa"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_jobs() -> Iterator[None]:
+    """Sites of these tests have fewer pairs than the policy's default asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ease.federation.node.FEWEST_PAIRS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

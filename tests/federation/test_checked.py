@@ -6,14 +6,17 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ease.errors import Diverged, UserError
 from ease.federation.checked import Checked, checked
+from ease.federation.expected import contrasted
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Federation, Replay, Update, Wrapped
 from ease.methods.ease.replay import REPLAY
+from ease.model.losses import info_nce
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 from ease.testing import FAULTS, Faulty
@@ -61,6 +64,15 @@ UNSOUND = {
     "nothing": (lambda u: replace(u, delta=None), "no parameters"),
     "no loss": (lambda u: with_value(u, "loss", None), "lack 'loss'"),
     "loss": (lambda u: with_value(u, "loss", torch.tensor(math.nan)), "loss has non-finite"),
+    "overflowing loss": (
+        lambda u: with_value(u, "loss", torch.tensor(1.7e308, dtype=torch.float64)),
+        "loss has values",
+    ),
+    "loss below any": (lambda u: with_value(u, "loss", torch.tensor(-1e30)), "loss has values outside of -0.001 to"),
+    "loss above log batch + 2 / temperature": (
+        lambda u: with_value(u, "loss", torch.tensor(1.03 * (math.log(16) + 2 / 0.07))),
+        "loss has values outside of",
+    ),
     "more": (lambda u: with_value(u, "more", torch.zeros(3)), "hold 'more'"),
     "many pairs": (lambda u: replace(u, pairs=10**12), r"reports 1000000000000 pairs and holds \d+"),
     "one pair more": (lambda u: replace(u, pairs=u.pairs + 1), r"reports \d+ pairs and holds \d+"),
@@ -83,6 +95,38 @@ def test_an_unsound_answer_is_refused_by_name_and_the_others_count(world, local_
     left_out = sound.left_out()
     assert list(left_out) == [0] and not sound.left_out()
     assert re.search(reason, left_out[0])
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 17, 64])
+def test_no_loss_of_unit_vectors_is_outside_its_range(toy_params, local_job, pairs: int) -> None:
+    """The worst batch there is (every pair opposite, all others alike), the best one, and batches drawn at random."""
+    job = local_job(batch_size=8, temperature=0.05)
+    bound = contrasted(toy_params(), job, 0, pairs).values["loss"]
+    size = max(len(part) for part in np.array_split(np.arange(pairs), job.batch_count(pairs)))
+    one, draw = torch.eye(4)[:1].expand(size, 4), torch.Generator().manual_seed(pairs)
+    random = [torch.randn(size, 4, generator=draw) for _ in range(2)]
+    worst = one.clone()
+    worst[0] = -one[0]
+    for image, text in (
+        (one, one),
+        (one, -one),
+        (one, worst),
+        tuple(each / each.norm(dim=1, keepdim=True) for each in random),
+    ):
+        assert bound.least <= float(info_nce(image, text, job.temperature)) <= bound.most
+    assert bound.most <= 1.02 * (math.log(16) + 2 / 0.05) + 1e-9
+
+
+@pytest.mark.parametrize("lie", [1e5, 0.0, 6.0])
+def test_one_of_ten_clients_moves_the_loss_of_a_round_no_further_than_to_an_honest_one(toy_params, lie: float) -> None:
+    """Goals and stopping rest on it: with the mean, one of ten ended a recovery after two rounds instead of six."""
+    honest = [1.0 + number / 10 for number in range(9)]
+
+    def updates(told: list[float]) -> list[Update]:
+        return [Update(n, 10, toy_params(0.1), {"loss": torch.tensor(each)}) for n, each in enumerate(told)]
+
+    found = average(toy_params(), updates([*honest, lie]), TRAINING, 1).loss
+    assert found is not None and 1.3 <= found <= 1.5  # between the neighbours of the middle one, 1.4
 
 
 def test_honest_answers_pass_as_they_are(world, local_job) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ease.errors import UserError
-from ease.federation.fedavg import TrainingConfig, average, fedavg, participants
+from ease.federation.fedavg import TrainingConfig, average, fedavg, participants, weighted_median
 from ease.federation.protocol import Update, reject_reason
 from ease.params import Params
 
@@ -64,7 +64,7 @@ def test_the_round_tells_what_happened(toy_params) -> None:
     )
     assert finished.number == 7
     assert [kept.client for kept in finished.updates] == [0, 1]
-    assert finished.loss == pytest.approx((1 * 4.0 + 3 * 2.0) / 4)
+    assert finished.loss == 2.0  # three of four pairs
     assert list(finished.rejected) == [2] and "non-finite" in finished.rejected[2]
 
 
@@ -174,3 +174,20 @@ def test_fedavg_goes_on_from_a_later_round(toy_params) -> None:
     rest = list(fedavg(states[1], spy, config, seed=0, temperature=0.1, first_round=3))
     assert [clients for *_, clients in spy.asked] == [clients for *_, clients in whole.asked[2:]]
     assert torch.equal(rest[-1].state["image.layer.B"], states[-1]["image.layer.B"])
+
+
+@pytest.mark.parametrize(
+    ("weighted", "middle"),
+    [
+        ([], None),
+        ([(3.0, 1)], 3.0),
+        ([(1.0, 1), (2.0, 1)], 1.5),
+        ([(5.0, 1), (1.0, 1), (2.0, 1)], 2.0),
+        ([(1.0, 10), (9.0, 1), (8.0, 2)], 1.0),
+        ([(1.0, 2), (2.0, 1), (3.0, 1)], 1.5),
+    ],
+)
+def test_the_weighted_median_has_half_of_the_weight_on_either_side(
+    weighted: list[tuple[float, float]], middle: float | None
+) -> None:
+    assert weighted_median(weighted) == middle

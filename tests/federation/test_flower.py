@@ -85,7 +85,8 @@ class Federation:
         log.unlink(missing_ok=True)
         known = ("--key", keys / f"node-{client}", "--ca", keys / "ca.crt")
         place = ("--socket", node_socket(self.folder, client), "--server", f"127.0.0.1:{self.port}")
-        arguments = ("node", "--id", client, *place, *known, *self.strangers, *assigned(self.settings))
+        rules = ("--policy", Path(__file__).parent / "small_jobs.toml")
+        arguments = ("node", "--id", client, *rules, *place, *known, *self.strangers, *assigned(self.settings))
         with log.open("wb") as file:
             self.processes[f"node-{client}"] = subprocess.Popen(
                 [sys.executable, str(FAULTY), str(self.folder), *map(str, arguments)],

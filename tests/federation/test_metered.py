@@ -193,7 +193,7 @@ def test_every_message_of_a_method_is_counted_as_long_as_it_is(stage: Stage, nam
 
 
 def test_replays_and_measurements_are_not_free(world, local_job) -> None:
-    """A replay passes the pairs that stay once a round; membership scores pass forward alone, which counts 1/3; epochs count."""
+    """A replay passes the pairs that stay once a round; membership scores only pass forward, which counts 1/3."""
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
     pairs = len(world.shards[0].train)
     passed = {}

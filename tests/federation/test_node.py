@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import os
 import re
 import signal
@@ -25,9 +26,10 @@ from ease.commands.federation import sharing
 from ease.errors import UserError
 from ease.federation.checked import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
+from ease.federation.container import PREFIX
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.metered import Metered
-from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve
+from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve, without_paths
 from ease.federation.protocol import LocalJob, Replay, Update
 from ease.federation.remote import Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
@@ -306,6 +308,88 @@ def test_what_was_closed_stays_closed(node: Node, world: World, local_job: Calla
     _, update = decode_answer(node.answer(task(local_job(), world.server.initial(), gone=gone)))
     assert update is not None and decode_update(update).pairs == len(world.shards[0].train) - 5
     assert "a closed request took away" in refused(node, task(local_job(), world.server.initial()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": "exfiltrate"},
+        {"epochs": 10_000},
+        {"objective": REPLAY, "replays": (Replay(1, "0" * 64, 1.0, 0),)},  # of a round that it does not keep
+        {"keep": True, "round": 10_001},
+        {"keep": True, "round": 0},
+    ],
+)
+def test_a_refused_job_changes_nothing_at_the_node(
+    node: Node, world: World, local_job: Callable[..., LocalJob], changes: dict[str, object]
+) -> None:
+    """Not even what it says is closed: what is closed once stays closed, so a refused job could end the training."""
+    gone = (ClassRequest(classes=(0,)), SampleRequest(ids=world.shards[0].train_ids[:5]))
+    assert refused(node, task(local_job(**changes), world.server.initial(), gone=gone))
+    assert not (node.folder / "runs").exists()
+    assert not refused(node, task(local_job(), world.server.initial()))
+
+
+def test_a_round_that_no_training_has_is_no_job(node: Node, world: World, local_job: Callable[..., LocalJob]) -> None:
+    encoded, parts = encode_job(local_job(keep=True), world.server.initial())
+    header = json.dumps(
+        {**json.loads(encoded[PREFIX.size : -PREFIX.unpack_from(encoded)[3]]), "round": 10**30}
+    ).encode()
+    magic, version, _, payload = PREFIX.unpack_from(encoded)
+    job = PREFIX.pack(magic, version, len(header), payload) + header + encoded[-payload:]
+    ask = Ask(kind="task", client=0, nonce=uuid.uuid4().hex, run=RUN, parts=tuple(parts))
+    assert "round: Input should be less than" in refused(node, encode(ask, {JOB: job, **parts}))
+    assert not (node.folder / "runs").exists()
+
+
+def test_a_server_cannot_make_a_site_store_more_than_its_policy_allows(
+    world: World, local_job: Callable[..., LocalJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = node_of(world, 0, tmp_path / "node", Policy(most_runs=2, most_rounds=5, largest_folder=1 << 20))
+    for run in range(2):
+        assert not refused(node, task(local_job(keep=True), world.server.initial(), run=f"{run:032x}"))
+    assert "allows 2 runs" in refused(node, task(local_job(), world.server.initial(), run="f" * 32))
+    assert "allows 5 kept rounds" in refused(
+        node, task(local_job(keep=True, round=6), world.server.initial(), run=f"{0:032x}")
+    )
+    many = (SampleRequest(ids=("x" * 1000,) * 10_000),)
+    assert "closed requests take" in refused(
+        node, task(local_job(), world.server.initial(), run=f"{0:032x}", gone=many)
+    )
+    (node.folder / "filler").write_bytes(bytes(1 << 20))
+    assert "bytes on its disk" in refused(
+        node, task(local_job(keep=True, round=2), world.server.initial(), run=f"{0:032x}")
+    )
+    assert len(list(node.folder.glob("runs/*/rounds/*"))) == 2
+    monkeypatch.setattr("ease.federation.node.REMEMBERED", 10)
+    for _ in range(50):
+        node.answer(task(local_job(epochs=10_000), world.server.initial()))
+    assert len((node.folder / "messages.txt").read_text().split()) <= 21
+
+
+def test_a_refusal_tells_the_server_no_path_of_the_site(
+    node: Node, world: World, local_job: Callable[..., LocalJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.log = sys.stderr
+    damaged = node.folder / "runs" / RUN / "gone.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+    told = refused(node, task(local_job(), world.server.initial()))
+    assert "gone.json" in told and str(node.folder) not in told and told.startswith("runs/")
+    assert str(damaged) in capsys.readouterr().err  # whoever runs the site is told where
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/srv/site a/node/runs/x.json: damaged", "x.json: damaged"),
+        ("cannot open '/etc/x y/pw.txt' or /home/u/secret.png; retry", "cannot open 'pw.txt' or secret.png; retry"),
+        (r"see C:\Users\bob\x.png now", "see x.png now"),
+        ("allows 1/2 of a round", "allows 1/2 of a round"),
+    ],
+)
+def test_paths_are_left_out(line: str, told: str) -> None:
+    assert without_paths(line, Path("/elsewhere")) == told
 
 
 def test_a_part_that_was_altered_is_not_kept(node: Node, world: World, local_job: Callable[..., LocalJob]) -> None:
@@ -592,6 +676,7 @@ def processes(small: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[[int]
     def start(client: int) -> "subprocess.Popen[bytes]":
         path = node_socket(tmp_path / "federation", client)
         settings = [part for each in (*small, *UNEQUAL) for part in ("--set", each)]
+        settings += ["--policy", str(Path(__file__).parent / "small_jobs.toml")]
         run = [sys.executable, "-c", "from ease.cli import main; main()", "node", "--quiet", *settings]
         started.append(subprocess.Popen([*run, "--id", str(client), "--socket", str(path)]))
         hello = encode(Ask(kind="hello", client=client, nonce="0" * 32, run=RUN))

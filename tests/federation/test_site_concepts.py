@@ -66,7 +66,7 @@ def test_nodes_find_what_one_place_finds(there: World, pooled: World) -> None:
         units = [each / np.linalg.norm(each) - centre for each in points]
         target = query / np.linalg.norm(query) - centre
         cosines = [each @ target / np.linalg.norm(each) / np.linalg.norm(target) for each in units]
-        assert score == pytest.approx(max(cosines), abs=1e-6)
+        assert score == pytest.approx(max(cosines), abs=6e-4)  # rounded at the site
     given = match_concept(there, word, 0.3)
     assert set(given.ids) == set(given.saying) | {each for each, score in given.scores.items() if score >= 0.3}
 

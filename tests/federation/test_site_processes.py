@@ -42,6 +42,7 @@ class Processes:
                 str(client),
             ]
             command += ["--data", str(self.sites.folder / site), "--folder", str(self.sites.folder / "disks" / site)]
+            command += ["--policy", str(Path(__file__).parent / "small_jobs.toml")]
             command += [part for each in self.sites.assignments() for part in ("--set", each)]
             self.started[client] = subprocess.Popen(command)
         until = time.monotonic() + PATIENCE

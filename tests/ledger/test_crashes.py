@@ -59,14 +59,23 @@ def one_salt_and_watched_statements() -> Iterator[None]:
         patch.setattr(tombstones, "new_salt", lambda: "00" * 16)
         patch.setattr(evidence_salt.secrets, "token_hex", lambda size: "00" * size)
         patch.setattr(
-            store, "connect", lambda path: sqlite3.connect(path, timeout=60, isolation_level=None, factory=Ticking)
+            store,
+            "connect",
+            lambda uri: sqlite3.connect(uri, timeout=60, isolation_level=None, uri=True, factory=Ticking),
         )
         yield
 
 
 def contents(folder: Path) -> dict[str, object]:
     """What a run came to, less what depends on the clock: files, and the ledger as it reads."""
-    skipped = {".lock", ".work.lock", "record.json", "summary.json", "purge.json"}  # and evidence, by what it says
+    skipped = {
+        ".lock",
+        ".work.lock",
+        ".ledger.lock",
+        "record.json",
+        "summary.json",
+        "purge.json",
+    }  # and evidence, by what it says
     found: dict[str, object] = {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted((folder / "run").rglob("*"))

@@ -11,7 +11,7 @@ from benchmarks.bitflips import command
 from tests.ledger.test_work import add, ids_of, kept, listed, run, states, told
 
 from ease.errors import Unwritable
-from ease.evidence import read_log, verify
+from ease.evidence import attest, read_log, verify
 from ease.evidence.checks import Verification
 from ease.evidence.log import key_path, log_path
 from ease.ledger import work as module
@@ -52,6 +52,48 @@ def test_what_was_released_and_not_told_is_told_by_the_next_call(ease, run: Path
     release(Run.load(run), "client-1")  # as a process that died right after it
     told(ease, "work", run)
     assert kinds(run) == ["begun", "answered", "released"]
+
+
+def test_a_release_that_failed_after_the_head_was_written_is_completed_by_the_same_command(
+    ease, run: Path, monkeypatch
+) -> None:
+    told(ease, "forget", run, "--client", 1)
+    told(ease, "forget", run, "--client", 1, "--method", "finetune")
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise Unwritable("log.jsonl: cannot write (No space left on device); free some space and run again")
+
+        patch.setattr("ease.evidence.standing.append", full)
+        assert ease("release", run, "--request", "client-1").code == 2
+    assert len(Run.load(run).head.releases) == 1
+    made = told(ease, "release", run, "--request", "client-1")
+    assert made["answer"] == "client-1/ease" and len(Run.load(run).head.releases) == 1
+    assert kinds(run) == ["begun", "answered", "released"]
+    told(ease, "release", run, "--request", "client-1")
+    assert kinds(run) == ["begun", "answered", "released"]
+    other = ease("release", run, "--request", "client-1/finetune")
+    assert other.code == 2 and "closed already by client-1/ease" in other.err
+
+
+def test_no_certificate_rests_on_a_log_that_lacks_the_release(ease, run: Path, tmp_path: Path) -> None:
+    told(ease, "forget", run, "--client", 1)
+    release(Run.load(run), "client-1")  # as a process that died right after it
+    told(ease, "certificate", run, "--request", "client-1", "--out", tmp_path / "c.json")
+    assert kinds(run) == ["begun", "answered", "released", "certified"]
+    assert verify(tmp_path / "c.json", Run.load(run), quick=True).holds
+
+
+def test_a_longer_log_is_read_no_more_often_for_a_request(ease, run: Path, monkeypatch) -> None:
+    """Otherwise the cost of each request grows with the number of releases before it."""
+    for client in (1, 2):
+        told(ease, "forget", run, "--client", client)
+        release(Run.load(run), f"client-{client}")
+    attest(Run.load(run))
+    read = []
+    monkeypatch.setattr("ease.evidence.standing.read_log", lambda run: read.append(1) or read_log(run))
+    attest(Run.load(run))
+    assert len(read) == 3  # for releases, for who joined, and for purges
 
 
 def test_a_release_whose_line_the_disk_refused_comes_to_its_end_later(ease, run: Path, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import subprocess
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.ledger.test_work import add, kept, listed, run, states, told
 
+from ease import storage
 from ease.errors import UserError
 from ease.evidence import read_log, verify
 from ease.federation.codec import decode_update
@@ -38,7 +40,8 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("free", [40, 120])
 def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Path, small_disk, free: int) -> None:
-    """So many kilobytes are left: one line, the request given back, nothing half done; then there is space again."""
+    """So many kilobytes are left: one line, the request given back (or left to the next worker, if not even that can
+    be written), nothing half done; then there is space again."""
     add(ease, run, "--client", 1, id="c")
     disk = small_disk(8192)
     here = Path(shutil.copytree(run, disk / "run"))
@@ -49,8 +52,9 @@ def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Pat
     result = ease("work", here, "--quiet")
     assert result.code == 2 and result.err.count("\n") == 1 and "Traceback" not in result.err, result.err
     assert files(here / "rounds") == before and not list(here.rglob(f"{LEFTOVER}*"))
+    assert "free some space" in result.err or "free space" in result.err
     filler.unlink()
-    assert states(here) == {"c": "approved"} and not Run.load(here).head.releases
+    assert states(here)["c"] in ("approved", "running") and not Run.load(here).head.releases
     assert told(ease, "work", here)["finished"][0]["state"] == "done"
     told(ease, "work", run)
     model = "requests/client-1/ease/model.safetensors"
@@ -148,14 +152,55 @@ def test_a_later_request_does_not_bring_an_earlier_one_back(learnt, tmp_path: Pa
     run = Run.load(Path(shutil.copytree(learnt.run.folder, tmp_path / "run")))
     first = ClientRequest(clients=(1,))
     pairs = SampleRequest(ids=tuple(sorted(learnt.world.shards[0].train_ids[:12])))
-    levels = {name: [learnt.level(learnt.trained.final, each)] for name, each in (("client", first), ("pairs", pairs))}
+    scores = {name: [learnt.level(learnt.trained.final, each)] for name, each in (("client", first), ("pairs", pairs))}
     for request in (first, pairs, ClientRequest(clients=(2,))):
         list(forget(run, open_world(run), request, Ease(), observe=False))
         made = release(run, request_id(request))
         state = Params.load(run.model_path(made))
-        levels["client"].append(learnt.level(state, first))
-        levels["pairs"].append(learnt.level(state, pairs))
-    held, fallen, *later = levels["client"]
-    assert held - fallen > 0.5 and max(later) - fallen < 0.25 * (held - fallen), levels
-    held, _, fallen, end = levels["pairs"]
-    assert held - fallen > 0.5 and end - fallen < 0.25 * (held - fallen), levels
+        scores["client"].append(learnt.level(state, first))
+        scores["pairs"].append(learnt.level(state, pairs))
+    held, fallen, *later = scores["client"]
+    assert held - fallen > 0.5 and max(later) - fallen < 0.25 * (held - fallen), scores
+    held, _, fallen, end = scores["pairs"]
+    assert held - fallen > 0.5 and end - fallen < 0.25 * (held - fallen), scores
+
+
+def test_requests_are_listed_and_shown_on_a_read_only_disk(ease, run: Path, small_disk) -> None:
+    add(ease, run, "--client", 1, id="c")
+    disk = small_disk(8192)
+    here = Path(shutil.copytree(run, disk / "run"))
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert [each["id"] for each in told(ease, "request", "list", here)["requests"]] == ["c"]
+    assert told(ease, "request", "show", here, "c")["state"] == "approved"
+    refused = ease("request", "cancel", here, "c")
+    assert refused.code == 2 and refused.err.count("\n") == 1
+
+
+def test_what_a_killed_process_left_beside_a_certificate_goes_with_the_next_one(
+    ease, run: Path, tmp_path: Path
+) -> None:
+    told(ease, "forget", run, "--client", 1)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f"{LEFTOVER}c.json-0a").write_text("half")
+    (out / f"{LEFTOVER}other.json-0a").write_text("of another program that writes now")
+    told(ease, "certificate", run, "--request", "client-1", "--out", out / "c.json")
+    assert sorted(path.name for path in out.iterdir()) == [f"{LEFTOVER}other.json-0a", "c.json"]
+
+
+@pytest.mark.parametrize("words", [("new", "k.key"), ("node", "n.key"), ("server", "federation")])
+def test_a_full_disk_leaves_no_half_of_a_key_pair(ease, small_disk, words: tuple[str, str], monkeypatch) -> None:
+    disk, wrote = small_disk(256), []
+    whole = storage.write_atomic
+
+    def full_after_one(path: Path, content: bytes, durable: bool = True) -> None:
+        if wrote:
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+        wrote.append(path)
+        whole(path, content, durable)
+
+    for module in ("ease.evidence.keys", "ease.federation.credentials"):
+        monkeypatch.setattr(f"{module}.write_atomic", full_after_one)
+    result = ease("keys", words[0], disk / words[1])
+    assert result.code == 2 and result.err.count("\n") == 1 and len(wrote) == 2
+    assert [path.name for path in disk.rglob("*") if path.is_file()] == ["filler"]

@@ -21,7 +21,7 @@ from ease.ledger.purging import purge_released
 from ease.ledger.store import Ledger
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY, read_sum
-from ease.methods.foundation import Foundation
+from ease.methods.unlearning_base import UnlearningBase
 from ease.requests.request import ClientRequest, SampleRequest, forget_mask, redealt, without
 from ease.runs.answers import answer_of, find_answer, open_world, release, trained_of
 from ease.runs.audit import Audit
@@ -128,7 +128,7 @@ def test_the_model_is_the_training_without_what_is_gone(folder: Path) -> None:
         torch.testing.assert_close(trained.start[name], tensor, rtol=0, atol=0)
         torch.testing.assert_close(trained.final[name], tensor, rtol=0, atol=0)
     run.history.verify()
-    assert trained.history.place == run.head.releases[1].rounds and not trained.locked and trained.foundation is None
+    assert trained.history.place == run.head.releases[1].rounds and not trained.locked and trained.base is None
     assert History(folder).rounds() == ROUNDS  # the first training is there until someone purges it
 
 
@@ -159,10 +159,10 @@ def test_the_next_request_subtracts_what_its_client_wrote_into_the_new_rounds(ea
                     written[name] += share * tensor.double().numpy()
     told(ease, "forget", folder, "--client", 2, "--set", "share=1.0")
     (answer,) = (folder / "requests" / "client-2").glob("ease*")
-    ground = Foundation.load(answer / "foundation.safetensors").state
+    base = UnlearningBase.load(answer / "base.safetensors").state
     for name, tensor in start.tensors.items():
         expected = tensor.double().numpy() - written[name]
-        np.testing.assert_allclose(ground[name].numpy(), expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(base[name].numpy(), expected, rtol=0, atol=1e-6)
 
 
 def test_places_count_what_the_new_training_had(world) -> None:

@@ -1,8 +1,10 @@
 """The ledger: legal steps alone, every step written down, one transaction each, and one request for one id."""
 
-import itertools
+import random
+import shutil
 import sqlite3
 import stat
+import subprocess
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from ease.errors import UserError
 from ease.ledger import store
-from ease.ledger.states import FOLLOWS, OPEN, STATES
+from ease.ledger.states import ACTORS, FOLLOWS, OPEN, STATES, following
 from ease.ledger.store import Consent, Draft, Ledger, month_after
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 
@@ -27,23 +29,58 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path)
 
 
-def test_one_table_says_what_may_follow_what(ledger: Ledger) -> None:
-    """Every pair of states is tried: a step succeeds if and only if the table has it, and only then is it noted."""
-    assert set(FOLLOWS) == set(STATES) and {"done", "refused", "cancelled"} == set(STATES) - OPEN
-    for number, (before, after) in enumerate(itertools.product(STATES, STATES)):
-        id = f"r{number}"
+def altered(ledger: Ledger, statement: str, *values: object) -> None:
+    """Change a ledger as its code would, with digests that fit."""
+    with sqlite3.connect(ledger.path) as raw:
+        raw.execute(statement, values)
+        store._chain(raw)
+    raw.close()
+
+
+def test_one_table_says_who_may_take_a_request_where(ledger: Ledger) -> None:
+    """Every actor and pair of states is tried: a step succeeds if and only if the table has it, and only then is it
+    noted."""
+    assert set(FOLLOWS) == set(ACTORS) and {"done", "refused", "cancelled"} == set(STATES) - OPEN
+    person = {"approved": lambda id: ledger.approve(id, "bo"), "cancelled": lambda id: ledger.cancel(id, "bo", "")}
+    tried = [(actor, before, after) for actor in ACTORS for before in STATES for after in STATES]
+    for number, (actor, before, after) in enumerate(tried):
+        if actor == "person" and after not in person:
+            assert all(after not in following(actor, state) for state in STATES)
+            continue
+        id, allowed = f"r{number}", after in following(actor, before)
         ledger.add(draft(id=id))
-        with sqlite3.connect(ledger.path) as raw:
-            raw.execute("UPDATE requests SET state = ? WHERE id = ?", (before, id))
-        raw.close()
-        if after in FOLLOWS[before]:
-            ledger.move([id], after, "bo", "because")
+        altered(ledger, "UPDATE requests SET state = ? WHERE id = ?", before, id)
+        step = person[after] if actor == "person" else lambda id, after=after: ledger.move([id], after, "bo", "because")
+        if allowed:
+            step(id)
         else:
             with pytest.raises(UserError, match=f"is {before} and cannot be {after}"):
-                ledger.move([id], after, "bo", "because")
+                step(id)
         steps = [(each.before, each.after) for each in ledger.events(id)]
-        assert steps == [("", "submitted"), *([(before, after)] if after in FOLLOWS[before] else [])]
-        assert ledger.entry(id).state == (after if after in FOLLOWS[before] else before)
+        assert steps == [("", "submitted"), *([(before, after)] if allowed else [])]
+        assert ledger.entry(id).state == (after if allowed else before)
+
+
+def test_a_running_request_is_neither_cancelled_nor_approved(ledger: Ledger) -> None:
+    """Its answer may be released at any moment, and who cancelled it would think that nothing was forgotten."""
+    ledger.add(draft(id="r"))
+    ledger.approve("r", "bo")
+    ledger.claim("worker", together=False)
+    with pytest.raises(UserError, match="is running and cannot be approved; wait for `ease work`"):
+        ledger.approve("r", "bo")
+    with pytest.raises(UserError, match="is running and cannot be cancelled; wait for `ease work`"):
+        ledger.cancel("r", "bo", "")
+    assert ledger.entry("r").state == "running"
+
+
+def test_a_request_whose_answer_is_released_is_not_cancelled_after_it_was_given_back(ledger: Ledger) -> None:
+    ledger.add(draft(id="r"))
+    ledger.approve("r", "bo")
+    ledger.claim("worker", together=False)
+    ledger.move(["r"], "approved", "worker", "the disk was full", {"planned": {"kind": "client"}, "method": EASE})
+    with pytest.raises(UserError, match="its answer is released"):
+        ledger.cancel("r", "bo", "")
+    assert [each.id for each in ledger.claim("worker", together=False)] == ["r"]
 
 
 def test_the_same_request_again_is_the_one_that_is_there(ledger: Ledger) -> None:
@@ -135,9 +172,10 @@ def test_several_steps_happen_together_or_not_at_all(ledger: Ledger) -> None:
     for id in ("a", "b"):
         ledger.add(draft(id=id))
     ledger.approve("a", "bo")
+    ledger.claim("w", together=False)
     with pytest.raises(UserError, match="b: is submitted"):
-        ledger.move(["a", "b"], "running", "w")
-    assert ledger.entry("a").state == "approved" and len(ledger.events("a")) == 2
+        ledger.move(["a", "b"], "done", "w")
+    assert ledger.entry("a").state == "running" and len(ledger.events("a")) == 3
 
 
 def test_the_deadline_is_a_calendar_month_away_and_overdue_counts_while_open(ledger: Ledger) -> None:
@@ -146,7 +184,7 @@ def test_the_deadline_is_a_calendar_month_away_and_overdue_counts_while_open(led
     entry, _ = ledger.add(draft())
     after = datetime.fromisoformat(entry.submitted) + timedelta(days=32)
     assert not entry.overdue(datetime.now(UTC)) and entry.overdue(after)
-    ledger.move([entry.id], "cancelled", "ada")
+    ledger.cancel(entry.id, "ada", "")
     assert not ledger.entry(entry.id).overdue(after)
 
 
@@ -155,7 +193,7 @@ def test_the_file_is_its_owners_alone_and_knows_its_schema(ledger: Ledger) -> No
     assert stat.S_IMODE(ledger.path.stat().st_mode) == 0o600
     with sqlite3.connect(ledger.path) as raw:
         assert raw.execute("PRAGMA user_version").fetchone()[0] == len(store.MIGRATIONS)
-        assert raw.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        assert raw.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
         raw.execute("PRAGMA user_version = 99")
     raw.close()
     with pytest.raises(UserError, match="schema 99"):
@@ -173,7 +211,7 @@ def test_an_older_ledger_is_brought_up_to_date(ledger: Ledger, monkeypatch) -> N
 
 def test_a_file_that_is_no_ledger_is_one_line(ledger: Ledger) -> None:
     ledger.path.write_bytes(b"not a database, and long enough to be looked at" * 50)
-    with pytest.raises(UserError, match=r"ledger.sqlite: cannot be read or written as a ledger"):
+    with pytest.raises(UserError, match=r"ledger.sqlite: damaged \(file is not a database\)"):
         ledger.entries()
 
 
@@ -191,3 +229,88 @@ def test_a_consent_is_written_once_for_a_client(ledger: Ledger) -> None:
     for _ in range(2):
         ledger.consent(consent)
     assert ledger.consents() == [consent]
+
+
+# --- damage ---
+
+
+@pytest.fixture
+def filled(ledger: Ledger) -> Ledger:
+    for number in range(4):
+        ledger.add(draft(client=number, id=f"r{number}", reason="moved away"))
+        ledger.approve(f"r{number}", "bo")
+    ledger.consent(Consent(7, "2030-01-01", "ada", "yes, again", 12, 3))
+    ledger.claim("w", together=False)
+    return ledger
+
+
+def everything(ledger: Ledger) -> tuple[object, ...]:
+    return ledger.entries(), ledger.events(), ledger.consents()
+
+
+def test_the_client_that_a_request_names_cannot_change_by_one_bit(filled: Ledger) -> None:
+    content = filled.path.read_bytes()
+    place = content.index(b'"clients": [2]') + len(b'"clients": [')
+    filled.path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for use in (filled.entries, filled.events, lambda: filled.approve("r0", "bo"), lambda: filled.add(draft(9))):
+        with pytest.raises(UserError, match=r"ledger.sqlite: damaged \(requests: row 3 is not what its digest says"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE requests SET state = 'done' WHERE number = 1",
+        "UPDATE events SET by = 'eve' WHERE number = 2",
+        "UPDATE consents SET text = 'no' WHERE number = 1",
+        "DELETE FROM events WHERE number = 9",
+        "DELETE FROM requests WHERE number = 4",
+        "DELETE FROM consents",
+        "UPDATE requests SET number = number + 10",
+        "DELETE FROM chains",
+        "ALTER TABLE requests RENAME COLUMN reason TO season",
+        "CREATE TABLE more (a)",
+    ],
+)
+def test_a_row_that_was_altered_or_taken_out_is_missed(filled: Ledger, statement: str) -> None:
+    with sqlite3.connect(filled.path) as raw:
+        raw.execute(statement)
+    raw.close()
+    with pytest.raises(UserError, match=r"ledger.sqlite: damaged"):
+        filled.entries()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_flipped_bit_of_a_ledger_passes_in_silence_or_ends_in_a_traceback(filled: Ledger, seed: int) -> None:
+    whole, before, draw = filled.path.read_bytes(), everything(filled), random.Random(seed)
+    filled_bytes, detected = [place for place, byte in enumerate(whole) if byte], 0
+    for _ in range(100):
+        place = draw.choice(filled_bytes) if draw.random() < 0.9 else draw.randrange(len(whole))
+        bit = 8 * place + draw.randrange(8)
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        filled.path.write_bytes(content)
+        try:
+            assert everything(filled) == before, bit
+        except UserError as error:
+            assert str(error).startswith(str(filled.path)), bit
+            detected += 1
+    assert detected > 60
+
+
+def test_a_ledger_that_is_cut_short_is_refused(filled: Ledger) -> None:
+    whole = filled.path.read_bytes()
+    for length in (0, 1, 50, 100, 4096, 8192, len(whole) - 4096, len(whole) - 1):
+        filled.path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"ledger.sqlite: "):
+            filled.entries()
+
+
+def test_a_read_only_disk_is_read(filled: Ledger, small_disk) -> None:
+    disk = small_disk(1024)
+    shutil.copy(filled.path, disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    here = Ledger(disk)
+    assert everything(here) == everything(filled)
+    with pytest.raises(UserError, match="readonly"):
+        here.cancel("r3", "bo", "")

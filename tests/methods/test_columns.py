@@ -5,7 +5,6 @@ import torch
 from ease.federation.fedavg import Round
 from ease.federation.history import History
 from ease.federation.protocol import Update
-from ease.methods import columns
 from ease.methods.columns import Change, StoredUpdate, block_spectrum, canonical_basis
 from ease.params import Block, Params
 from ease.subspace import decompose, displacement, gram

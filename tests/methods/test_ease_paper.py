@@ -187,7 +187,7 @@ def test_class_and_sample_requests_decompose_one_epoch_of_every_client(world: Le
 
 def test_a_request_whose_clients_hold_one_pair_each_has_no_gradient(learnt) -> None:
     request = SampleRequest(ids=tuple(shard.train_ids[0] for shard in learnt.world.shards))
-    with pytest.raises(UserError, match="no client holds two of the forget pairs.*--method ease"):
+    with pytest.raises(UserError, match=r"no client holds two of the forget pairs.*--method ease"):
         run(learnt, request)
 
 
@@ -397,7 +397,7 @@ def test_drift_stays_below_its_bound(learnt) -> None:
     """sup ||d|| <= sup ||g_u|| / (2 alpha): locked rounds from the reference drift less than free ones."""
     drift = {}
     for alpha in (0.0, 0.2):
-        sent, steps = broadcast(learnt, reference="initial", alpha=alpha, excision_share=0.1, stabilisation_share=0.5)
+        _, steps = broadcast(learnt, reference="initial", alpha=alpha, excision_share=0.1, stabilisation_share=0.5)
         assert steps[-1].bases is not None and len(steps) == 4
         drift[alpha] = sum(along(steps[-1].bases, steps[-1].state, learnt.trained.initial).values())
     assert 0 < drift[0.2] < 0.8 * drift[0.0]

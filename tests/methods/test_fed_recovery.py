@@ -42,6 +42,32 @@ def test_two_rounds_by_hand(toy_params, past, nobody) -> None:
     assert_filled(twice.state, 7 / 3 + 3 / 2 - 2 * (196 * -1 / 6 + 81 * 11 / 4) / 277)
 
 
+def test_the_sum_of_residuals_is_subtracted_in_a_chosen_share(toy_params, past, nobody) -> None:
+    """The residuals of the two rounds above are -1/6 and 11/4; the trained state is 7/3 + 3/2."""
+    trained = past(values_of(toy_params, 1, 2, 3), values_of(toy_params, 1, 7, -2))
+    method = make_method("fed_recovery", ("weights=sum", "strength=0.82"))
+    (step,) = method.unlearn(trained, CLIENT, nobody)
+    assert_filled(step.state, 7 / 3 + 3 / 2 - 0.82 * (-1 / 6 + 11 / 4))
+    assert not nobody.asked
+
+
+def test_recovery_trains_the_retained_clients_from_the_subtracted_state(toy_params, past, scripted) -> None:
+    """Each of two rounds has the mean 3, and 3.5 without client 1, so 6 becomes 7. In the recovery round clients 0 and
+    2 send 1 and 5, whose mean is 3."""
+    rounds = [values_of(toy_params, 1, 2, 6)] * 2
+    trained = past(*rounds, weighting="uniform")
+    federation = scripted(values_of(toy_params, 1, 9, 5), {0: 1, 1: 2, 2: 3})
+    method = make_method("fed_recovery", ("weights=sum", "recovery_share=0.5"))
+    subtracted, recovered = method.unlearn(trained, CLIENT, federation)
+    assert method.rounds(trained.training, CLIENT) == 2
+    assert [subtracted.phase, recovered.phase] == ["subtraction", "finetune"]
+    assert_filled(subtracted.state, 6 - 2 * (3 - 3.5))
+    assert_filled(recovered.state, 7 + 3)
+    ((job, clients, start),) = federation.asked
+    assert clients == [0, 2] and job.data == "retain" and job.request == CLIENT
+    assert_filled(start, 7)
+
+
 def test_the_weights_of_the_training_are_those_of_the_means(toy_params, past, nobody) -> None:
     """Uniform: mean (1 + 2 + 6) / 3 = 3, without client 1: 3.5. So 3 - (3 - 3.5)."""
     trained = past(values_of(toy_params, 1, 2, 6), weighting="uniform")

@@ -278,3 +278,45 @@ def test_states_of_another_model_are_refused(ease, tiny: Run, tmp_path: Path) ->
     write_json(folder / "run.json", marker)
     result = ease("export", folder)
     assert result.code == 2 and "do not fit the model" in result.err
+
+
+# --- where an export may write ---
+
+
+def test_an_export_overwrites_no_file_that_it_did_not_write(ease, trained, tmp_path: Path) -> None:
+    run, out = trained(), tmp_path / "mine"
+    out.mkdir()
+    (out / "README.md").write_text("my notes")
+    refused = ease("export", run.folder, "--format", "safetensors", "--out", out)
+    assert refused.code == 2 and "README.md: is there and no export wrote it" in refused.err
+    assert (out / "README.md").read_text() == "my notes" and [path.name for path in out.iterdir()] == ["README.md"]
+    (out / "README.md").unlink()
+    for _ in range(2):  # an earlier export may be written over, unless someone changed it
+        assert ease("export", run.folder, "--format", "safetensors", "--out", out).code == 0
+    (out / "load.py").write_text("my own")
+    assert ease("export", run.folder, "--format", "safetensors", "--out", out).code == 2
+    assert (out / "load.py").read_text() == "my own"
+
+
+def test_an_export_writes_nothing_among_the_runs_own_files(ease, trained, tmp_path: Path) -> None:
+    run = trained()
+    before = sorted(run.folder.rglob("*"))
+    (tmp_path / "link").symlink_to(run.folder)
+    for out in (run.folder / "evidence", run.folder, run.folder / "exports" / ".." / "rounds", tmp_path / "link" / "x"):
+        refused = ease("export", run.folder, "--format", "safetensors", "--out", out)
+        assert refused.code == 2 and "lies in the run" in refused.err
+    assert sorted(run.folder.rglob("*")) == before
+
+
+def test_an_export_that_fails_or_is_killed_leaves_nothing_unfinished(trained, tmp_path: Path, monkeypatch) -> None:
+    run, out = trained(), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("ease.runs.standalone.write_atomic", lambda *_: (_ for _ in ()).throw(UserError("disk full")))
+        with pytest.raises(UserError, match="disk full"):
+            export.export(run, None, "safetensors", out)
+    assert not list(out.rglob("*"))
+    left = out / export.STAGED
+    left.mkdir(parents=True)
+    (left / "weights.safetensors").write_bytes(b"half")  # of a killed one
+    export.export(run, None, "safetensors", out)
+    assert not left.exists() and (out / "weights.safetensors").stat().st_size > 4

@@ -2,14 +2,14 @@
 
 How far the answers may differ follows from what is rounded. With u = 2^-24, half the spacing of single precision, the
 state of a round is w_t = w_(t-1) + m, m its mean update, rounded twice: w_t - w_(t-1) is m up to u (|m| + |w_t|). Of it
-the clients' history uses 1 + r, r being all weights of the round over those that stay; a farewell is rounded once, to u
+the clients' history uses 1 + r, r being all weights of the round over those that stay; a report is rounded once, to u
 times its size, at most r times the largest update. The server's history rounds each mean, with and without, and both
 round what was written in the end.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,10 +24,12 @@ from ease.federation.container import content_hash
 from ease.federation.history import UPDATES, History
 from ease.federation.kept import kept_of
 from ease.federation.metered import Metered
+from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Trained
-from ease.methods.ease.counterfactual import Written, written_by
+from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.method import Ease
+from ease.methods.ease.stored_sums import OWN_UPDATES
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import answer_of, open_world, release, trained_of
@@ -86,10 +88,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-def written(run: Run, world: World, request: Request) -> Written:
-    federation = run.hosted(world).federation
-    counts = {client: int(forget_mask(request, data.shard).sum()) for client, data in federation.data.items()}
-    return written_by(trained_of(run), request, federation, counts, "auto")
+def contribution(run: Run, world: World, request: Request) -> ForgetContribution:
+    return contribution_of(trained_of(run), request, run.hosted(world).federation)
 
 
 def largest(params: Params) -> dict[str, float]:
@@ -110,8 +110,8 @@ def rounding(run: Run, world: World, request: Request) -> dict[str, float]:
         mean, after = largest(history.moved(number)), largest(history.state(number))
         for name in bound:
             update = max(float(history.update(number, client).change[name].abs().max()) for client in pairs)
-            means, told = mean[name] + update, ratio * update
-            bound[name] += (means + (1 + ratio) * (mean[name] + after[name]) + told + 4 * update) * UNIT
+            means, reported = mean[name] + update, ratio * update
+            bound[name] += (means + (1 + ratio) * (mean[name] + after[name]) + reported + 4 * update) * UNIT
     return bound
 
 
@@ -131,7 +131,7 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
     took_part: dict[int, set[int]] = {}
     for number in range(1, 6):
         mine, theirs = (run.history.record(number) for run in (runs.server, runs.client))
-        own = dict.fromkeys(("sha256", "updates", "bytes_down"))  # jobs say whether to keep
+        own = dict.fromkeys(("sha256", "updates", "bytes_down", "seen"))  # jobs say whether to keep
         assert {**mine, **own} == {**theirs, **own}
         assert list(mine["updates"]) == list(mine["pairs"]) and theirs["updates"] == {}
         for client in runs.server.history.clients(number):
@@ -198,22 +198,21 @@ def test_a_run_does_not_change_the_place_of_its_history(both, small_config) -> N
         Run.create(both("all").client.folder, small_config(*BASE))
 
 
-# --- what was written ---
+# --- the contribution ---
 
 
 @pytest.mark.parametrize("name", ["client", "two clients", "class", "sample"])
 @pytest.mark.parametrize("ground", GROUNDS)
-def test_both_histories_tell_the_same_to_rounding(both, ground: str, name: str) -> None:
+def test_both_histories_give_the_same_contribution_to_rounding(both, ground: str, name: str) -> None:
     runs = both(ground)
     request = runs.requests()[name]
     bound = rounding(runs.server, runs.world, request)
-    one, two = (written(run, runs.world, request) for run in (runs.server, runs.client))
-    assert (one.rounds, one.clients, one.last_early) == (two.rounds, two.clients, two.last_early)
+    one, two = (contribution(run, runs.world, request) for run in (runs.server, runs.client))
+    assert (one.replayed_rounds, one.replaying_clients) == (two.replayed_rounds, two.replaying_clients)
     for tensor, most in bound.items():
-        pairs = [(one.early, two.early), (one.late, two.late), *zip(one.retained, two.retained, strict=True)]
-        for mine, theirs in pairs:
+        for mine, theirs in ((one.total, two.total), (one.own_updates, two.own_updates)):
             assert float((mine[tensor].double() - theirs[tensor].double()).abs().max()) <= most, tensor
-    assert sum(bound.values()) < 1e-4 * sum(largest(one.total).values())  # far below what is told apart
+    assert sum(bound.values()) < 1e-4 * sum(largest(one.total).values())  # far below what matters
 
 
 def played(run: Run, world: World, request: Request) -> tuple[Params, Spy, Metered]:
@@ -227,44 +226,42 @@ def played(run: Run, world: World, request: Request) -> tuple[Params, Spy, Meter
 
 
 @pytest.mark.parametrize("name", ["client", "class", "sample"])
-def test_answers_are_the_same_and_the_farewell_is_all_that_travels_more(both, name: str) -> None:
-    """What rounding changes in S, three rounds of training keep small; every byte more is that of the farewells."""
+def test_answers_are_the_same_and_reports_are_all_that_travels_more(both, name: str) -> None:
+    """What rounding changes in S, three rounds of training keep small; every byte more is that of the reports."""
     runs = both("all")
     request = runs.requests()[name]
     (one, _, server), (two, spy, client) = (played(run, runs.world, request) for run in (runs.server, runs.client))
     moved = (one - trained_of(runs.server).start).norm()
     assert (one - two).norm() < 1e-4 * moved
-    jobs = [job.own(c, spy.held[c]) for c, job in spy.asked if job.objective == "farewell"]
-    # Values that hold sums and have no scale beside them: those of replays have.
-    told = [u for u in spy.answers if u.delta is None and any(key.startswith(("0/", "1/")) for key in u.values)]
-    told = [update for update in told if not any(key.endswith(":scale") for key in update.values)]
+    jobs = [(c, job.own(c, spy.held[c])) for c, job in spy.asked if job.objective == OWN_UPDATES]
+    names = trained_of(runs.client).start.tensors.keys()
+    reports = [update for update in spy.answers if update.values.keys() == names]
     if name == "client":
-        assert [c for c, job in spy.asked if job.objective == "farewell"] == [1]
+        assert [c for c, _ in jobs] == [1]
     elif name == "sample":  # one client holds them
-        assert [c for c, job in spy.asked if job.objective == "farewell"] == [0]
-    assert client.cost.messages - server.cost.messages == len(jobs) == len(told)
-    assert client.cost.bytes_up - server.cost.bytes_up == sum(len(encode_update(update)) for update in told)
-    assert client.cost.bytes_down - server.cost.bytes_down == sum(map(job_length, jobs))
+        assert [c for c, _ in jobs] == [0]
+    assert client.cost.messages - server.cost.messages == len(jobs) == len(reports)
+    assert client.cost.bytes_up - server.cost.bytes_up == sum(len(encode_update(update)) for update in reports)
+    assert client.cost.bytes_down - server.cost.bytes_down == sum(job_length(job) for _, job in jobs)
     assert client.cost.pairs_trained == server.cost.pairs_trained
     assert client.cost.pairs_passed == server.cost.pairs_passed
     replayed = [each for _, job in spy.asked for each in job.replays]
     assert replayed and all(isinstance(each.state, str) for each in replayed)
 
 
-def test_two_sums_are_a_farewell_whatever_the_number_of_rounds(both) -> None:
+def test_a_report_is_one_sum_whatever_the_number_of_rounds(both) -> None:
     runs = both("all")
     _, spy, _ = played(runs.client, runs.world, CLIENT)
-    (told,) = (
-        update for update in spy.answers if "0/" + next(iter(trained_of(runs.client).start.tensors)) in update.values
-    )
-    layout = {f"{group}/{n}": t.shape for group in (0, 1) for n, t in trained_of(runs.client).start.tensors.items()}
-    assert {name: tensor.shape for name, tensor in told.values.items()} == layout
-    assert all(tensor.dtype == torch.float32 for tensor in told.values.values())
+    start = trained_of(runs.client).start.tensors
+    (report,) = (update for update in spy.answers if update.values.keys() == start.keys())
+    assert report.delta is None
+    assert {name: tensor.shape for name, tensor in report.values.items()} == {n: t.shape for n, t in start.items()}
+    assert all(tensor.dtype == torch.float32 for tensor in report.values.values())
 
 
 @pytest.mark.parametrize("name", ["client", "class", "sample"])
 def test_the_server_works_without_the_clients_folders(both, tmp_path, name: str) -> None:
-    """They lie on other machines, and all that is told of them comes as answers: the state is the same to the byte."""
+    """They are on other machines; all that the server learns comes as answers, and the state is byte-identical."""
     runs = both("all")
     request, folder = runs.requests()[name], Path(shutil.copytree(runs.client.folder, tmp_path / "server"))
     shutil.move(folder / "clients", tmp_path / "elsewhere")
@@ -317,10 +314,8 @@ def test_after_a_release_and_more_rounds_the_next_request_is_told_the_same(both,
     federation = run.hosted(world).federation
     held = {client: data.shard.train_ids for client, data in federation.data.items()}
     for request in (ClientRequest(clients=(2,)), SampleRequest(ids=held[0][:4]), ClassRequest(classes=(2,))):
-        counts = {client: int(forget_mask(request, data.shard).sum()) for client, data in federation.data.items()}
-        one, two = (written_by(each, request, federation, counts, "auto") for each in (server, trained_of(run)))
-        assert (one.total - two.total).norm() < 1e-5 * one.total.norm()
-        for mine, theirs in zip(one.retained, two.retained, strict=True):
+        one, two = (contribution_of(each, request, federation) for each in (server, trained_of(run)))
+        for mine, theirs in ((one.total, two.total), (one.own_updates, two.own_updates)):
             assert (mine - theirs).norm() < 1e-5 * mine.norm()
     list(forget(run, world, ClientRequest(clients=(2,)), Ease(), observe=False))
     assert not list(run.folder.glob("requests/*/*/journal"))
@@ -388,7 +383,7 @@ def test_a_vanished_client_is_refused_and_leaves_the_run_as_it_was(copied) -> No
     with pytest.raises(UserError, match=r"client 1 cannot report its updates.*--method retrain"):
         list(forget(run, world, CLIENT, Ease(), observe=False))
     assert files(run.folder) == before
-    list(forget(run, world, CLIENT, Ease(farewell="others"), observe=False))
+    list(forget(run, world, CLIENT, Ease(contribution_source="remaining"), observe=False))
     list(forget(run, world, ClientRequest(clients=(2,)), Ease(), observe=False))  # the others lack nothing
 
 
@@ -404,13 +399,62 @@ def test_clients_without_a_disk_say_so(both) -> None:
     """A world that was opened without the run's folder."""
     runs = both("all")
     with pytest.raises(UserError, match="client 1: keeps nothing of the training, and is asked about it"):
-        written_by(trained_of(runs.client), CLIENT, runs.world.federation, {}, "auto")
+        contribution_of(trained_of(runs.client), CLIENT, runs.world.federation)
 
 
-def test_a_record_tells_the_cost_of_a_farewell(copied) -> None:
+def test_a_record_contains_the_cost_of_a_report(copied) -> None:
     run, world = copied
     request = CLIENT
     list(forget(run, world, request, Ease(), observe=False))
     record = json.loads(answer_of(run, request, Ease()).record_path.read_text())
     state = trained_of(run).start
-    assert record["metrics"]["cost/bytes_up"] > 2 * state.bytes  # two sums in single precision are among them
+    assert record["metrics"]["cost/bytes_up"] > state.bytes  # a sum in single precision is among them
+
+
+def test_the_server_remembers_norm_and_hash_of_each_update_that_it_does_not_keep(
+    both: Callable[[str], Both],
+) -> None:
+    """With them a sum that a client reports is bounded, and an update that it sends again is recognised."""
+    made = both("half")
+    history, disks = made.client.history, made.client.folder / "clients"
+    rounds = range(1, history.rounds() + 1)
+    for number in rounds:
+        for client in history.clients(number):
+            start = content_hash(encode_state(history.start(number)))
+            change = kept_of(disks, client).change(number, start)
+            assert history.sent_norm(number, client) == pytest.approx(change.norm(), rel=1e-6)
+            assert history.is_sent(number, client, change) and not history.is_sent(number, client, change * 1.001)
+            assert not history.is_sent(number, client + 50, change)
+    client = history.clients(1)[0]
+    factors = {number: 0.5 for number in rounds if client in history.clients(number)}
+    most = history.longest_sum(client, factors)
+    own = [
+        kept_of(disks, client).change(number, content_hash(encode_state(history.start(number)))) for number in factors
+    ]
+    honest = own[0].map(torch.zeros_like)
+    for change in own:
+        honest = honest + change * 0.5
+    assert most is not None and honest.norm() <= most * (1 + 1e-6) < (honest * 100).norm()
+    assert made.server.history.longest_sum(client, factors) is None  # there the updates themselves are read
+
+
+def test_a_sum_longer_than_the_updates_that_were_sent_is_refused(both: Callable[[str], Both]) -> None:
+    """A leaving client that scales its sum would make the others forget as well."""
+    made = both("all")
+    engine = made.client.hosted(made.world).federation
+
+    class Scaled:
+        clients, held = engine.clients, engine.held
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+            for update in engine.run(params, job, clients):
+                scaled = {name: self.factor * tensor for name, tensor in update.values.items()}
+                yield replace(update, values=scaled) if job.objective == OWN_UPDATES else update
+
+    request = made.requests()["client"]
+    contribution_of(trained_of(made.client), request, Scaled(1.0))
+    with pytest.raises(UserError, match=r"client \d+: its sum of updates has norm .*add up to at most .*ask it again"):
+        contribution_of(trained_of(made.client), request, Scaled(100.0))

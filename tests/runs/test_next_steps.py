@@ -51,7 +51,7 @@ def record(
         similarities={"unlearned": (0.1, 0.2, 0.3)},
         costs=Costs(
             totals={"seconds": Price.of(8.0, 30.0)},
-            phases={"decomposition": 6.0, "recovery": 2.0},
+            phases={"subtraction": 6.0, "recovery": 2.0},
             compute_matched_retrain={},
             training_rounds=20,
             replayed_rounds=replayed,
@@ -91,9 +91,9 @@ def test_a_replay_that_was_exact_is_not_offered_again_and_clients_have_none() ->
 
 
 def test_settings_made_by_hand_are_kept_and_recovery_ends_where_retraining_is_as_cheap() -> None:
-    method = make_method("ease", ("recovery_share=0.5", "momentum=0.0"))
+    method = make_method("ease", ("recovery_share=0.5", "share=0.7", "replay=0.5"))
     steps = next_steps(record(Reason.KEPT, CLASS, method))
-    assert steps[0].startswith("ease forget RUN --class 2 --set recovery_share=0.5 --set momentum=0 --set replay=1:")
+    assert steps[0].startswith("ease forget RUN --class 2 --set share=0.7 --set replay=1 --set recovery_share=0.5:")
     assert len(steps) == 2 and "release" in steps[1]
 
 
@@ -116,7 +116,7 @@ def test_too_few_retrainings_are_made_more() -> None:
 @pytest.mark.parametrize("reason", [Reason.KEPT, Reason.TOO_FEW, Reason.LIKE_RETRAINING])
 def test_the_page_says_the_same_words_and_steps(reason: Reason) -> None:
     audited = record(reason, CLASS, retrained=3 if reason is Reason.TOO_FEW else 10)
-    rounds = (RoundRecord(round=0, phase="decomposition", loss=None, metrics={}),)
+    rounds = (RoundRecord(round=0, phase="subtraction", loss=None, metrics={}),)
     answer = AnswerRecord(
         method=audited.method, request=CLASS, trained_sha256="t", seed=0, resumed=False, rounds=rounds, metrics={}
     )

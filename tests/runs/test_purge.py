@@ -13,9 +13,9 @@ from tests.runs.test_head import FOLDER, draw_photographs, more_rounds
 from ease.commands.train import train_run
 from ease.ledger.purging import purge_released
 from ease.ledger.store import Ledger
-from ease.methods.ease.counterfactual import written_by
+from ease.methods.ease.contribution import contribution_of
 from ease.params import Params
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.requests.tombstones import PREFIX, Tombstones, read_tombstones
 from ease.runs.answers import open_world, release, trained_of
 from ease.runs.config import load_config
@@ -72,7 +72,7 @@ def test_a_clients_updates_go_and_nothing_gives_them_back(ease, folder: Path) ->
     lost = run.history.update(2, 1).change["image.projector.0.weight"].numpy().tobytes()
     old = [run.history.state(number)["image.projector.0.weight"].numpy().tobytes() for number in (1, 2, 3)]
     trained, world = trained_of(run), open_world(run)
-    written = written_by(trained, ClientRequest(clients=(1,)), world.federation, {}, "auto")
+    found = contribution_of(trained, ClientRequest(clients=(1,)), world.federation)
     closed(ease, folder, "--client", 1)
     assert holds(folder, lost) and implied(folder, 1) < ROUNDING
     (done,) = purge_released(folder)
@@ -82,8 +82,8 @@ def test_a_clients_updates_go_and_nothing_gives_them_back(ease, folder: Path) ->
     for number in (1, 2, 3):
         assert history.clients(number) == [0, 2, 3] and implied(folder, number) < ROUNDING
         assert str(1) not in history.record(number)["updates"]
-    # By the counterfactual itself: what is left is what the client's pairs did not write.
-    expected = trained.final - written.total
+    # What is left is the model without the client's contribution.
+    expected = trained.final - found.total
     for name, tensor in history.state(3).tensors.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
     assert [line.what for line in done.rederived][:3] == ["rounds/00001", "rounds/00002", "rounds/00003"]
@@ -98,9 +98,8 @@ def test_updates_that_forgotten_pairs_were_in_are_made_again_without_them(ease, 
     if kind == "class":
         request, options = ClassRequest(classes=(1,)), ("--class", 1)
     run, world = Run.load(folder), open_world(Run.load(folder))
-    counts = {shard.client: int(forget_mask(request, shard).sum()) for shard in world.shards}
     trained = trained_of(run)
-    written = written_by(trained, request, world.federation, counts, 1.0)
+    found = contribution_of(trained, request, world.federation)
     holders = {0} if kind == "samples" else set(range(CLIENTS))
     stale = [run.history.update(2, c).change["image.projector.0.weight"].numpy().tobytes() for c in holders]
     closed(ease, folder, *options)
@@ -108,7 +107,7 @@ def test_updates_that_forgotten_pairs_were_in_are_made_again_without_them(ease, 
     assert not any(holds(folder, each) for each in stale)
     history = Run.load(folder).history
     history.verify()
-    expected, far = trained.final - written.total, written.total.norm()
+    expected, far = trained.final - found.total, found.total.norm()
     left = sum(float((history.state(3)[name] - expected[name]).double().square().sum()) for name in expected.tensors)
     assert left**0.5 < 2e-3 * far  # replays travel in half precision
     now = {shard.client: len(shard.train) for shard in open_world(Run.load(folder)).shards}

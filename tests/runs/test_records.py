@@ -8,7 +8,15 @@ import pytest
 
 from ease.errors import UserError
 from ease.requests.request import ClientRequest
-from ease.runs.records import AnswerRecord, Price, RoundRecord, TrialRecord, read_record, write_record
+from ease.runs.records import (
+    AnswerRecord,
+    ContributionNotes,
+    Price,
+    RoundRecord,
+    TrialRecord,
+    read_record,
+    write_record,
+)
 from ease.storage import write_json
 
 BLOCK = {
@@ -23,7 +31,7 @@ BLOCK = {
 }
 
 
-NOTES = {"reference": "counterfactual", "delta": "soft", "share": 0.9}
+NOTES = {"reference": "trained", "delta": 0.3}
 
 
 def answer(**changes: Any) -> AnswerRecord:
@@ -31,7 +39,7 @@ def answer(**changes: Any) -> AnswerRecord:
     rounds += [RoundRecord.of(1, "recovery", 0.5, {"forget/recall@1": 20.0}, {"rejected": [2]})]
     fields: dict[str, Any] = {
         "request": ClientRequest(clients=(1,)),
-        "method": {"method": "ease", "delta": "soft"},
+        "method": {"method": "ease_paper", "delta": 0.3},
         "trained_sha256": "ab",
         "seed": 0,
         "resumed": False,
@@ -47,14 +55,18 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record.json").read_text())["format"] == 2
 
 
-def test_a_spectrum_is_told_from_other_notes() -> None:
-    """EASE's own notes have their model; what else a round notes stays as it is, beside a spectrum too."""
+def test_a_spectrum_and_a_contribution_are_separated_from_other_notes() -> None:
+    """Notes of `ease_paper` and of `ease` have their models. Other notes stay as they are, also beside them."""
     first, second = answer().rounds
-    assert first.spectrum is not None and first.spectrum.share == 0.9 and first.notes == {}
+    assert first.spectrum is not None and first.spectrum.delta == 0.3 and first.notes == {}
     assert first.spectrum.blocks[0].cosines == (0.6, 0.2) and first.spectrum.blocks[0].short_name == "image.2.q"
-    assert second.spectrum is None and second.notes == {"rejected": [2]}
+    assert second.spectrum is None and second.notes == {"rejected": [2]} and second.contribution is None
     both = RoundRecord.of(0, "x", None, {}, NOTES | {"blocks": [], "rejected": [1]})
-    assert both.spectrum is not None and both.notes == {"rejected": [1]}
+    assert both.spectrum is not None and both.notes == {"rejected": [1]} and answer().contribution is None
+    found = RoundRecord.of(0, "x", None, {}, {"share": 0.77, "replayed_rounds": 6, "rejected": [1]})
+    assert found.contribution == ContributionNotes(share=0.77, replayed_rounds=6, replaying_clients=0)
+    assert found.spectrum is None and found.notes == {"rejected": [1]}
+    assert answer(rounds=(found,)).contribution == found.contribution
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A history of some updates: the same training in less space, the same answers where clients repeat what is missing.
 
-How far what was written may differ from the whole history's follows from what is rounded: the sum that a client tells
-is scaled to 1 and sent in half precision, which is off by at most 2^-12 of its largest value. Beside that everything is
-added in other orders, in single and double precision, which is far less: twice the bound holds both.
+How far a contribution may differ from that of the whole history follows from what is rounded. The sum that a client
+reports is scaled to 1 and sent in half precision, which is off by at most 2^-12 of its largest value. Besides,
+everything is added in other orders, in single and double precision, which is far less. Twice the bound holds both.
 """
 
 import shutil
@@ -19,10 +19,10 @@ from ease.federation.history import UPDATES, History
 from ease.federation.protocol import LocalJob, Replay
 from ease.methods import METHODS, make_method
 from ease.methods.base import Trained
-from ease.methods.ease.counterfactual import Written, written_by
+from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.method import Ease
 from ease.methods.ease.replay import REPLAY, read_sum
-from ease.methods.ease.unstored import neighbours
+from ease.methods.ease.stored_sums import Source
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import open_world, release, trained_of
@@ -84,12 +84,12 @@ def counts(request: Request, world: World) -> dict[int, int]:
     return {shard.client: int(forget_mask(request, shard).sum()) for shard in world.shards}
 
 
-def written(
-    trained: Trained, world: World, request: Request, *farewell: str
-) -> tuple[Written, list[tuple[int, LocalJob]]]:
+def contribution(
+    trained: Trained, world: World, request: Request, source: Source = "leaving"
+) -> tuple[ForgetContribution, list[tuple[int, LocalJob]]]:
     """S of a request, and which client was asked to replay what."""
     spy = Spy(Posted(world.federation))
-    found = written_by(trained, request, spy, counts(request, world), 1.0, *farewell)
+    found = contribution_of(trained, request, spy, source=source)
     assert not spy.inner.altered  # type: ignore[attr-defined]
     return found, [(client, job) for client, job in spy.asked if job.objective == REPLAY]
 
@@ -116,9 +116,8 @@ def rounding(runs: Both, request: Request) -> dict[str, float]:
     return bound
 
 
-def assert_near(one: Written, two: Written, bound: Mapping[str, float]) -> None:
-    pairs = [(one.early, two.early), (one.late, two.late), *zip(one.retained, two.retained, strict=True)]
-    for mine, theirs in pairs:
+def assert_near(one: ForgetContribution, two: ForgetContribution, bound: Mapping[str, float]) -> None:
+    for mine, theirs in ((one.total, two.total), (one.own_updates, two.own_updates)):
         for name, most in bound.items():
             assert float((mine[name].double() - theirs[name].double()).abs().max()) <= most, name
 
@@ -211,7 +210,7 @@ def test_settings_that_cannot_work_are_refused(small_config, settings: tuple[str
         small_config(*settings)
 
 
-# --- what was written ---
+# --- the contribution ---
 
 
 @pytest.mark.parametrize("name", ["client", "two clients", "class", "sample"])
@@ -220,21 +219,20 @@ def test_what_is_repeated_is_what_was_sent(both, ground: str, name: str) -> None
     runs = both(ground)
     request = runs.requests()[name]
     bound = rounding(runs, request)
-    one, asked_before = written(trained_of(runs.whole), runs.world, request)
-    two, asked = written(trained_of(runs.some), runs.world, request)
+    one, asked_before = contribution(trained_of(runs.whole), runs.world, request)
+    two, asked = contribution(trained_of(runs.some), runs.world, request)
     assert_near(one, two, bound)
-    assert (one.rounds, one.last_early) == (two.rounds, two.last_early) and not two.filled.stood_for
     assert sum(bound.values()) < 1e-2 * sum(largest(one.total).values())  # far below what is told apart
     # Beside replays without the pairs, whole rounds alone are repeated, and only what is not stored.
     more = asked[len(asked_before) :]
     assert all(job.request == SampleRequest(ids=()) for _, job in more)
     again = {(each.round, client) for _, job in more for each in job.replays for client in each.clients}
     assert not any(runs.some.history.stores(*each) for each in again)
-    assert again == {(number, client) for client, rounds in two.filled.replayed.items() for number in rounds}
     if name == "client":
         missing = [n for n, c in runs.whole.history.columns(5) if c == 1 and not runs.some.history.stores(n, c)]
         few = {n for n in missing if len(runs.whole.history.clients(n)) > 2}  # of two, either tells as much
-        assert few <= two.filled.replayed.get(1, frozenset()) and two.replayed_rounds == len({n for n, _ in again})
+        assert few <= {n for n, client in again if client == 1} and two.replayed_rounds == len({n for n, _ in again})
+        assert two.replaying_clients == len({client for _, client in again})
     if name == "class" and all(counts(request, runs.world).values()):
         assert not more  # all replay without the pairs, and nothing else is needed
     if name == "sample":
@@ -252,69 +250,21 @@ def test_answers_are_the_same(both, name: str) -> None:
     assert (one.state - two.state).norm() < 4 * HALF_STEP * (one.state - trained_of(runs.whole).start).norm()
 
 
-# --- of clients that are gone ---
+# --- clients that are gone ---
 
 
-def made_up(whole: History, some: History, client: int, numbers: Mapping[int, float]) -> dict[str, float]:
-    """By hand: sums of how far a client's updates lie from what stands for them, weighted, by their largest value."""
-    stored, total = [n for n in range(1, 6) if some.stores(n, client)], None
-    for number, weight in numbers.items():
-        moved = whole.moved(number)
-        guess = moved
-        for near, share in neighbours(stored, number).items():
-            grown = share * moved.norm() / whole.moved(near).norm()
-            guess = guess + grown * (whole.update(near, client).change - whole.moved(near))
-        off = weight * (guess - whole.update(number, client).change)
-        total = off if total is None else total + off
-    assert total is not None
-    return largest(total)
-
-
-@pytest.mark.parametrize(("number", "shares"), [(2, {1: 2 / 3, 4: 1 / 3}), (3, {1: 1 / 3, 4: 2 / 3}), (7, {4: 1.0})])
-def test_the_nearer_of_two_stored_rounds_counts_more(number: int, shares: dict[int, float]) -> None:
-    assert neighbours([1, 4], number) == pytest.approx(shares)
-
-
-@pytest.mark.parametrize("absent", [False, True], ids=["not to be asked", "not there"])
-def test_stored_rounds_stand_for_those_of_a_client_that_is_gone(both, absent: bool) -> None:
-    """No one is asked; S is off by what the stand-ins are off, weighed as the client was; and the answer says so."""
+@pytest.mark.parametrize("source", ["leaving", "remaining"])
+def test_the_others_repeat_rounds_of_a_leaving_client_that_is_gone(both, source: Source) -> None:
+    """Its updates are stored in rounds 1, 3 and 5 only. If another client is gone too, it is named."""
     runs = both(EVERY)
-    world = runs.world.without(CLIENT) if absent else runs.world
-    one, _ = written(trained_of(runs.whole), runs.world, CLIENT)
-    two, asked = written(trained_of(runs.some), world, CLIENT, *([] if absent else ["nobody"]))
-    assert not asked and two.filled.stood_for == {1: {2, 4}} and two.clients == 0
-    pairs = runs.whole.history.pairs(1)
-    weight = pairs[1] / (sum(pairs.values()) - pairs[1])
-    off = made_up(runs.whole.history, runs.some.history, 1, {2: weight, 4: weight})
-    for name, difference in largest(two.total - one.total).items():
-        assert difference == pytest.approx(off[name], rel=1e-3, abs=1e-6)
-    first = next(iter(Ease(farewell="nobody").unlearn(trained_of(runs.some), CLIENT, runs.world.federation)))
-    assert "client 1 did not repeat 2 of its rounds that are not stored" in first.notes["why"]
-    assert first.notes["replaying_clients"] == 0
-
-
-def none_stored(runs: Both) -> Trained:
-    """As if client 1 had been drawn in the rounds alone that are not stored."""
-    trained = trained_of(runs.some)
-
-    class Unlucky(History):
-        def stores(self, number: int, client: int) -> bool:
-            return client != 1 and super().stores(number, client)
-
-    return replace(trained, history=Unlucky(trained.history.folder, every=trained.history.every))
-
-
-def test_where_nothing_is_stored_of_it_the_others_tell_or_it_is_refused(both) -> None:
-    runs = both(EVERY)
-    trained = none_stored(runs)
-    with pytest.raises(
-        UserError, match=r"client 1: none of its updates is stored.*farewell=others, or use --method re"
-    ):
-        written(trained, runs.world, CLIENT, "nobody")
-    one, _ = written(trained_of(runs.whole), runs.world, CLIENT)
-    two, asked = written(trained, runs.world, CLIENT, "others")
+    one, _ = contribution(trained_of(runs.whole), runs.world, CLIENT)
+    two, asked = contribution(trained_of(runs.some), runs.world.without(CLIENT), CLIENT, source)
     assert {client for client, _ in asked} == {0, 2, 3}
     assert_near(one, two, rounding(runs, CLIENT))
+    both_gone = runs.world.without(CLIENT, ClientRequest(clients=(3,)))
+    said = r"client 3: 2 of its updates are not stored .*contribution_source=remaining, or use --method retrain"
+    with pytest.raises(UserError, match=said):
+        contribution(trained_of(runs.some), both_gone, CLIENT, source)
 
 
 def test_a_leaving_client_that_fails_is_named_with_what_else_can_be_done(both) -> None:
@@ -325,8 +275,9 @@ def test_a_leaving_client_that_fails_is_named_with_what_else_can_be_done(both) -
             yield from super().run(params, job, [c for c in clients if job.objective != REPLAY])
 
     sound = checked(Silent(runs.world.federation), runs.some.config.training)
-    with pytest.raises(UserError, match=r"client 1: it did not answer.*--set farewell=nobody") as refusal:
-        written_by(trained_of(runs.some), CLIENT, sound, {}, 1.0)
+    said = r"client 1: it did not answer.*contribution_source=remaining"
+    with pytest.raises(UserError, match=said) as refusal:
+        contribution_of(trained_of(runs.some), CLIENT, sound)
     assert "\n" not in str(refusal.value)
 
 
@@ -338,8 +289,6 @@ def test_methods_that_read_all_updates_are_refused_at_once(both, tmp_path, name:
     runs = both(EVERY)
     if name == "ease":
         make_method(name).check(runs.some.config.training)
-        with pytest.raises(UserError, match='farewell = "nobody"'):
-            Ease(farewell="nobody").check(runs.some.config.training.model_copy(update={"history": "client"}))
         return
     run = Run.load(Path(shutil.copytree(runs.some.folder, tmp_path / "run")))
     with pytest.raises(UserError, match=rf"{name}: this run stores only some.*--method ease, retrain.*both at 1"):
@@ -363,30 +312,23 @@ def closed(run: Run, world: World, tmp_path: Path, request: Request = CLIENT) ->
     return copy
 
 
-@pytest.mark.parametrize(("name", "concerned"), [("client", 1), ("sample", 0)])
-def test_after_a_release_little_is_left_of_what_stand_ins_are_off(both, tmp_path, name: str, concerned: int) -> None:
-    """One client is gone, or has no longer the pairs it had: stored rounds stand for its others, in the mean of before
-    and in that of after. What they are off by counts by how much its weight changes; and client 2 repeats its own."""
+@pytest.mark.parametrize(("name", "repeat"), [("client", {0, 2, 3}), ("sample", {1, 2, 3})])
+def test_after_a_release_those_with_all_their_pairs_repeat_what_is_not_stored(both, tmp_path, name, repeat) -> None:
+    """One client is gone, or no longer has the pairs it had. Nobody can tell what it added to the means of rounds that
+    are not stored, so the others repeat them."""
     runs = both(EVERY)
     first, request = runs.requests()[name], ClientRequest(clients=(2,))
     whole, some = (closed(run, runs.world, tmp_path, first) for run in (runs.whole, runs.some))
     world = open_world(some)
-    one, _ = written(trained_of(whole), world, request)
-    # What the client told after the first request is the same to rounding; here it is to be the same.
-    two, asked = written(replace(trained_of(some), foundation=trained_of(whole).foundation), world, request)
-    assert [client for client, _ in asked] == [2]
-    assert two.filled.replayed == {2: {2, 4}} and two.filled.stood_for == {concerned: {2, 4}}
-    pairs, now = runs.whole.history.pairs(1), {shard.client: len(shard.train) for shard in world.shards}
-    before = sum(now.values())
-    left = pairs[concerned] / before - pairs[concerned] / (before - pairs[2])
-    off = made_up(runs.whole.history, runs.some.history, concerned, {2: left, 4: left})
-    bound = rounding(runs, ClientRequest(clients=(concerned, 2)))
-    for tensor, difference in largest(two.total - one.total).items():
-        assert abs(difference - off[tensor]) <= bound[tensor]
-    assert (two.total - one.total).norm() < 0.3 * one.total.norm()
+    one, _ = contribution(trained_of(whole), world, request)
+    # What the client reported after the first request is the same to rounding; here it is to be the same.
+    two, asked = contribution(replace(trained_of(some), base=trained_of(whole).base), world, request)
+    rounds = {(each.round, client) for _, job in asked for each in job.replays for client in each.clients}
+    assert rounds == {(number, client) for number in (2, 4) for client in repeat}
+    assert (two.total - one.total).norm() < 2e-3 * one.total.norm()
 
 
-def test_where_all_have_told_nothing_stands_for_anything(both, tmp_path) -> None:
+def test_where_all_have_reported_no_stored_update_is_needed(both, tmp_path) -> None:
     """A class is gone that everyone had pairs of: no stored update is of use any more, and none is missed."""
     runs = both(EVERY)
     first = ClassRequest(classes=(2,))
@@ -394,10 +336,9 @@ def test_where_all_have_told_nothing_stands_for_anything(both, tmp_path) -> None
     whole, some = (closed(run, runs.world, tmp_path, first) for run in (runs.whole, runs.some))
     world = open_world(some)
     for request in (ClientRequest(clients=(2,)), ClassRequest(classes=(0,))):
-        one, before = written(trained_of(whole), world, request)
-        two, asked = written(replace(trained_of(some), foundation=trained_of(whole).foundation), world, request)
-        assert (one.early, one.late, one.retained) == (two.early, two.late, two.retained)
-        assert asked == before and not two.filled.stood_for and not two.filled.replayed
+        one, before = contribution(trained_of(whole), world, request)
+        two, asked = contribution(replace(trained_of(some), base=trained_of(whole).base), world, request)
+        assert (one.total, one.own_updates) == (two.total, two.own_updates) and asked == before
 
 
 @pytest.mark.parametrize("first", ["client", "sample"])
@@ -438,5 +379,5 @@ def test_after_a_purge_every_round_is_the_mean_of_what_its_clients_send(
     concerned = 1 if first == "client" else 0
     begun = min(n for n in range(1, 6) if concerned in runs.some.history.clients(n))
     assert all(history.state(n) == runs.some.history.state(n) for n in range(1, begun))
-    told, asked = written(trained, world, ClientRequest(clients=(2,)))
-    assert not told.filled.stood_for and bool(asked) == bool(told.filled.replayed)
+    found, asked = contribution(trained, world, ClientRequest(clients=(2,)))
+    assert found.total.norm() > 0 and bool(asked) == bool(found.replaying_clients)

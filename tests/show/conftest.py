@@ -13,7 +13,7 @@ from ease.show.page import Contents
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw=="
 
 
-def make_record(method: str = "ease", delta: float | str = "auto", blocks: bool = True) -> dict[str, Any]:
+def make_record(method: str = "ease_paper", delta: float = 0.3, blocks: bool = True) -> dict[str, Any]:
     """An answer of three rounds; two blocks with two and three directions."""
     counts = {"forget_directions": 3, "retain_directions": 3, "excised": 2, "forget_energy": 0.7, "retain_damage": 0.2}
     spectrum = [
@@ -25,7 +25,7 @@ def make_record(method: str = "ease", delta: float | str = "auto", blocks: bool 
         {"round": n, "phase": "excision", "loss": None, "metrics": found} for n, found in enumerate(recalls)
     ]
     if blocks:
-        rounds[0]["spectrum"] = {"reference": "counterfactual", "delta": delta, "share": 0.9, "blocks": spectrum}
+        rounds[0]["spectrum"] = {"reference": "trained", "delta": delta, "blocks": spectrum}
     costs = {"cost/bytes_down": 10.0, "cost/bytes_up": 10.0, "cost/seconds": 4.0}
     if method == "retrain":
         costs = {name: 4 * value for name, value in costs.items()}

@@ -22,6 +22,7 @@ from ease.show.figures import (
     encode,
     representative_pairs,
     spaced,
+    tpr_grid,
 )
 
 
@@ -33,7 +34,7 @@ def drawable(results, header) -> dict[str, dict[str, Any]]:
         return {**results, "header": header(kind), "rows": rows, **extra}
 
     rows = results["rows"]
-    attacked = [{**row, "metrics": {**row["metrics"], "lira/auc": 0.25}} for row in rows]
+    attacked = [{**row, "metrics": {**row["metrics"], "lira/auc": 0.25, "lira/tpr": 0.02}} for row in rows]
     steps = [
         {**row, "at": {"name": "delta", "value": value}, "settings": {"delta": value}}
         for row in rows
@@ -47,6 +48,8 @@ def drawable(results, header) -> dict[str, dict[str, Any]]:
     return {
         "curves": of("curves", varied),
         "grid": of("grid", attacked),
+        "tpr": of("grid", attacked),
+        "baselines": of("baselines", rows),
         "tradeoff": of("tradeoff", varied),
         "bars": of("bars", rows),
         "raincloud": of("raincloud", cloudy),
@@ -89,6 +92,76 @@ def test_the_grid_writes_every_value(drawable, bench) -> None:
     panel = draw(bench(drawable["grid"]))["grid"].axes[0]
     assert [text.get_text() for text in panel.texts] == ["0.25"] * 4
     assert [label.get_text() for label in panel.get_yticklabels()] == ["Trained", "Near", "Far", "Retrain"]
+
+
+def test_true_positives_are_means_in_percent_beside_one_percent(drawable, bench) -> None:
+    """Near finds 2 % on one seed and 6 % on the other: 4 with a deviation of 2.8."""
+    results = drawable["tpr"]
+    rows = [
+        {**row, "metrics": {**row["metrics"], "lira/tpr": 0.06}} if (row["label"], row["seed"]) == ("Near", 1) else row
+        for row in results["rows"]
+    ]
+    (panel,) = draw(bench({**results, "rows": rows}))["tpr"].axes
+    (marks,) = panel.containers
+    assert list(marks.lines[0].get_xdata()) == [2, 4, 2, 2]
+    (segment,) = [each for each in marks.lines[2][0].get_segments() if each[0][1] == 1]
+    assert segment[:, 0] == pytest.approx([4 - 8**0.5, 4 + 8**0.5])
+    assert [list(line.get_xdata()) for line in panel.lines if line.get_linestyle() == ":"] == [[1, 1]]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["Trained", "Near", "Far", "Retrain"]
+    assert panel.get_title() == "client request"
+
+
+def test_a_panel_without_any_rate_says_why(drawable, bench) -> None:
+    rows = drawable["bars"]["rows"]
+    (panel,) = draw(bench({**drawable["tpr"], "rows": rows}))["tpr"].axes
+    assert [text.get_text() for text in panel.texts] == ["too few non-members"]
+    (measured,) = draw(bench(drawable["tpr"]))["tpr"].axes
+    assert not measured.texts
+
+
+def test_three_experiments_with_three_backbones_make_nine_panels(drawable, bench, header) -> None:
+    """Rows: experiments, columns: backbones, in each panel a mark for every method and kind of request."""
+    grid = drawable["tpr"]
+    rows = [
+        {**row, "at": {"name": "model.backbone", "value": name}, "scenario": scenario}
+        for name in ("a", "b", "c")
+        for scenario in ("client", "class")
+        for row in grid["rows"]
+    ]
+    head = header("grid", vary={"model.backbone": ["a", "b", "c"]})
+    varied = bench({**grid, "rows": rows, "bands": [], "header": head})
+    figure = tpr_grid([varied] * 3)
+    assert [panel.get_title() for panel in figure.axes] == [f"model.backbone = {name}" for name in "abc"] * 3
+    assert all(len(panel.containers) == 2 for panel in figure.axes)
+    assert draw(varied)["grid"].axes[2].get_title() == "model.backbone = c"
+
+
+def test_baselines_show_forget_and_retained_recall(drawable, bench) -> None:
+    forget, retain = draw(bench(drawable["baselines"]))["baselines"].axes
+    heights = [[bar.get_height() for bar in panel.patches] for panel in (forget, retain)]
+    assert heights == [[25, 55, 25], [88, 90, 90]]
+    assert [label.get_text() for label in forget.get_xticklabels()] == ["Near", "Far", "Retrain"]
+
+
+def test_curves_have_a_row_for_each_method(drawable, bench) -> None:
+    rows = drawable["curves"]["rows"]
+    far = [row | {"label": "Far", "method": "far"} for row in rows if row["role"] == "method"]
+    figure = draw(bench({**drawable["curves"], "rows": rows + far}))["curves"]
+    assert [panel.get_ylabel() for panel in figure.axes] == ["Near\nR@1 (%)", "Far\nR@1 (%)"]
+
+
+def test_the_heat_map_shows_projectors_where_there_are_any(drawable, bench) -> None:
+    """The adapter is more entangled: similarity 1 of every two clients."""
+    results = drawable["subspaces"]
+    projector = results["subspaces"][0]["blocks"][0]
+    adapter = projector | {"block": "image.tower.blocks.3.attention.query", "cosines": [[[1.0]] * 3] * 3}
+
+    def title(*blocks: dict[str, Any]) -> str:
+        shown = {**results, "subspaces": [{"format": 2, "seed": 0, "blocks": blocks}]}
+        return draw(bench(shown))["subspaces"].axes[0].get_title()
+
+    assert title(adapter, projector).startswith("image.projector.0\n")
+    assert "attention.query" in title(adapter)
 
 
 def test_bars_are_as_long_as_the_values(drawable, bench) -> None:

@@ -161,7 +161,7 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(record: Make, al
     assert "ease audit runs/first --request client-8/ease --retrain Compare with models" in text
     assert "What it found before is measured by the audit." in text
     assert "No retraining of this request is stored" in text
-    assert "does not decompose updates; EASE does. ease forget runs/first --client 8 --method ease" in text
+    assert "does not decompose updates; ease_paper does. ease forget runs/first --client 8 --method ease_paper" in text
 
 
 def test_an_empty_run_says_what_to_do() -> None:

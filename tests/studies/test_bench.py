@@ -61,11 +61,11 @@ def test_a_band_needs_retrainings_of_one_run() -> None:
 
 def test_a_method_that_refuses_is_named(small_experiment, tmp_path) -> None:
     changes = [
-        'methods=[{ method = "ease", settings = { lock = "subspace", lock_strength = 2 } }]',
+        'methods=[{ method = "ease_paper", settings = { alpha = 2 } }]',
         "seeds=[0]",
         'scenarios=["client"]',
     ]
-    with pytest.raises(UserError, match="client request, seed 0, EASE: lock_strength = 2"):
+    with pytest.raises(UserError, match=r"client request, seed 0, EASE \(paper\): alpha = 2"):
         list(bench(load_experiment(small_experiment, changes), tmp_path, 1))
 
 

@@ -75,6 +75,32 @@ def test_quick_comes_before_set_and_spares_what_it_does_not_name(small_experimen
     assert quick.run.gallery == 7 and quick.run.training.batch_size == 8
 
 
+def test_later_files_override_their_bases_and_paths_are_meant_from_each_file(tmp_path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "d.toml").write_text('[run]\ngallery = 7\n[run.data]\nname = "folder"\npath = "photos"\n')
+    (tmp_path / "a.toml").write_text('title = "a"\nseeds = [5]\ntuned = "t.toml"\n[run]\ngallery = 9\n')
+    (tmp_path / "b.toml").write_text('title = "b"\nbase = ["a.toml", "data/d.toml"]\nrun.model.backbone = "siglip"\n')
+    found = load_experiment(tmp_path / "b.toml")
+    assert (found.title, found.seeds, found.run.gallery, found.run.model.backbone) == ("b", (5,), 7, "siglip")
+    assert (found.tuned, found.run.data.path) == (tmp_path / "t.toml", tmp_path / "data" / "photos")
+    (tmp_path / "c.toml").write_text('base = "b.toml"\n')
+    assert load_experiment(tmp_path / "c.toml") == found
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ('"b.toml"', r"b\.toml: base: names itself"),
+        ('"gone.toml"', r"gone\.toml: no such file"),
+        ("3", r"b\.toml: base: name one TOML file"),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_one_line(tmp_path, base, words) -> None:
+    (tmp_path / "b.toml").write_text(f'title = "b"\nbase = {base}\n')
+    with pytest.raises(UserError, match=words):
+        load_experiment(tmp_path / "b.toml")
+
+
 def test_varied_paths_are_meant_from_the_file_too(tmp_path) -> None:
     """A checkpoint in a folder and a data set are paths; a known name and a number are not."""
     (tmp_path / "clip").mkdir()
@@ -105,11 +131,11 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ('kind = "pie"', "kind"),
         ("rows = 1", "rows: unknown key"),
         ('methods = ["magic"]', "magic: unknown method"),
-        ('methods = [{ method = "ease", settings = { delta = 7 } }]', "delta"),
+        ('methods = [{ method = "ease_paper", settings = { delta = 7 } }]', "delta"),
         ('vary = { "training.epoch" = [1] }', "training.epoch: unknown key"),
         ("vary = { seed = [1] }", "vary: seed: write it as `seeds`"),
         (
-            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease", vary = { delta = [1] } }]',
+            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease_paper", vary = { delta = [1] } }]',
             "vary one setting",
         ),
     ],
@@ -145,7 +171,7 @@ def test_a_varied_run_setting_makes_a_run_for_each_value(small_experiment, tmp_p
 def test_tuned_settings_are_used_and_marked(small_experiment, tmp_path) -> None:
     (tmp_path / "tuned.toml").write_text(
         "[finetune.client]\nscore = 0.5\ndefault_score = 1.0\nbudget = 8\nsettings = { share = 0.4 }\n"
-        "[ease.client]\nscore = 0.5\ndefault_score = 1.0\nbudget = 8\nsettings = { delta = 0.9, energy = 0.8 }\n"
+        "[ease_paper.client]\nscore = 0.5\ndefault_score = 1.0\nbudget = 8\nsettings = { delta = 0.9, energy = 0.8 }\n"
     )
     small_experiment.write_text('tuned = "tuned.toml"\n' + small_experiment.read_text())
     cells = [cell for job in plan(load_experiment(small_experiment), tmp_path) for cell in job.cells]

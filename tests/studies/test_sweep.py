@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import ease.studies.sweep
+from ease.audit.membership_scores import Gap
 from ease.errors import Diverged, UserError
 from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
-from ease.methods.ease.calibration import Gap
 from ease.requests.request import ClientRequest, forget_mask
 from ease.runs.records import TrialRecord, read_record
 from ease.runs.resolve import request_id
@@ -97,8 +97,8 @@ def test_a_choice_is_a_file_that_says_where_it_came_from_and_reads_back(tmp_path
     chosen = {
         "not": {"client": Chosen(score=0.5, error=0.1, budget=8)},
         "ease": {
-            "sample": Chosen(score=0.25, default_score=1.0, budget=8, settings={"delta": 1e-05, "lock": "off"}),
-            "class": Chosen(score=2.0, budget=4, settings={"delta": 0.3}),
+            "sample": Chosen(score=0.25, default_score=1.0, budget=8, settings={"share": 0.8, "lock": False}),
+            "class": Chosen(score=2.0, budget=4, settings={"recovery_share": 0.3}),
         },
     }
     text = chosen_toml(chosen, "some.toml")
@@ -120,11 +120,11 @@ def test_the_reported_request_is_never_touched(search, monkeypatch) -> None:
     asked = set()
     for module, name in (
         ("ease.studies.sweep", "forget"),
-        ("ease.studies.sweep", "measure_levels"),
+        ("ease.studies.sweep", "measure_scores"),
         ("ease.studies.sweep", "validation_recall"),
     ):
         real = getattr(ease.studies.sweep, name)
-        position = {"forget": 2, "measure_levels": 2, "validation_recall": 1}[name]
+        position = {"forget": 2, "measure_scores": 2, "validation_recall": 1}[name]
 
         def spy(*arguments, real=real, position=position, **named):
             asked.add(request_id(arguments[position]))

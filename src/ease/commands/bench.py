@@ -13,6 +13,7 @@ from ease.errors import UserError
 from ease.runs.records import BenchResults, read_record, write_record
 from ease.runs.workers import default_processes
 from ease.show.figures import draw, encode
+from ease.show.paper_tables import paper_latex
 from ease.show.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
 from ease.storage import write_atomic
 from ease.studies.bench import bench, results
@@ -85,7 +86,7 @@ def write_tables(folder: Path) -> BenchSummary:
     found = read_record(BenchResults, path)
     written = {"tables.md": markdown(found).encode()}
     if found.rows:
-        written["tables.tex"] = latex(found).encode()
+        written |= {"tables.tex": latex(found).encode(), "paper.tex": paper_latex(found).encode()}
     for name, figure in draw(found).items():
         written |= {f"{name}.{form}": encode(figure, form) for form in ("svg", "pdf")}
     for name, content in written.items():

@@ -11,13 +11,14 @@ from rich.text import Text
 from ease.console import labelled, plain, status
 from ease.errors import UserError
 from ease.evidence.canonical import hashed
-from ease.evidence.certificates import answer_named, issue, read_certificate
+from ease.evidence.certificates import answer_named, read_certificate
 from ease.evidence.checks import Verification, verify
 from ease.evidence.envelope import Envelope, countersigned
 from ease.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
 from ease.evidence.page import certificate_page
+from ease.evidence.standing import issue
 from ease.runs.run import Run
-from ease.storage import write_atomic
+from ease.storage import remove_leftovers_of, write_atomic
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,12 @@ def _check_names(path: Path, html: bool) -> None:
 
 
 def _written(path: Path, envelope: Envelope, html: bool) -> CertificateSummary:
+    remove_leftovers_of(path)
     write_atomic(path, envelope.file_bytes() + b"\n")
     _, certificate = read_certificate(path)
     page = path.with_suffix(".html") if html else None
     if page is not None:
+        remove_leftovers_of(page)
         write_atomic(page, certificate_page(envelope, certificate).encode())
     return CertificateSummary(path, page, envelope, certificate.verdict.words)
 

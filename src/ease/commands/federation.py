@@ -24,6 +24,7 @@ from ease.console import labelled, megabytes, table
 from ease.data.config import load_pairs
 from ease.data.partition import Shard
 from ease.errors import Disconnected, UserError
+from ease.federation.asked import asked_log
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
@@ -31,7 +32,7 @@ from ease.federation.node import Node, Policy, listen, may_be_gone, private_fold
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.ledger.states import OPEN
 from ease.ledger.store import Ledger, now
-from ease.model.backbones import load_backbone
+from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
 from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
@@ -84,8 +85,9 @@ def make_node_apart(config: RunConfig, client: int, folder: Path, rules: Policy,
     activations = activations_of(pairs, backbone, config, device)  # before adapters go into the backbone
     everything, sites = np.arange(len(pairs)), set(pairs.sites)
     nothing = np.arange(0)
+    model = DualEncoder(backbone, config.model, config.seed).to(device)
     return Node(
-        DualEncoder(backbone, config.model, config.seed).to(device),
+        model,
         Shard(
             client,
             everything,
@@ -102,8 +104,44 @@ def make_node_apart(config: RunConfig, client: int, folder: Path, rules: Policy,
         __version__,
         rules,
         pairs,
+        lambda words: frozen_words(backbone, model, device, words),
         None if quiet else sys.stderr,
     )
+
+
+def frozen_words(backbone: Backbone, model: DualEncoder, device: torch.device, words: str) -> np.ndarray:
+    """What the frozen text tower makes of some words [width]."""
+    tower, first = backbone.text, model.text.first
+    with torch.no_grad():
+        states, mask = tower.prefix(backbone.tokenize([words]).to(device), first)
+        return tower(states, mask, first)[0].cpu().double().numpy()
+
+
+@dataclass(frozen=True)
+class AskedSummary:
+    """What a node was asked, from its own list."""
+
+    path: Path
+    lines: tuple[dict[str, Any], ...]
+    counts: dict[tuple[str, str, bool], int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "asked": list(self.lines)}
+
+    def render(self) -> Iterator[RenderableType]:
+        rows = [
+            [kind, objective, "refused" if no else "answered", str(n)]
+            for (kind, objective, no), n in self.counts.items()
+        ]
+        yield table(
+            f"{len(self.lines)} questions in {self.path}", ["kind", "objective", "", "times"], rows, text_columns=3
+        )
+
+
+def asked_of_node(folder: Path) -> AskedSummary:
+    """What the node of this folder was asked so far."""
+    asked = asked_log(folder)
+    return AskedSummary(asked.path, tuple(asked.lines()), asked.counts())
 
 
 @dataclass(frozen=True)

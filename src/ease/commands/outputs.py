@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ease.config import Config
 from ease.data.membership import Membership
@@ -517,6 +517,26 @@ class DoctorOutput(Config):
     cache: CacheOutput | None
 
 
+class AskedLine(Config):
+    """One question that a node was asked."""
+
+    model_config = ConfigDict(extra="allow")
+
+    time: str
+    kind: str
+    run: str
+    cohort: int
+    bytes_in: int
+    bytes_out: int
+    refused: str
+    """Why it was refused; nothing if it was answered."""
+
+
+class AskedOutput(Config):
+    path: str
+    asked: tuple[AskedLine, ...]
+
+
 OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "train": (TrainOutput, ForgetOutput),
     "forget": (ForgetOutput, PreviewOutput),
@@ -529,6 +549,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "work": (WorkOutput,),
     "purge": (PurgeOutput,),
     "join": (JoinOutput,),
+    "node": (AskedOutput,),
     "search": (SearchOutput,),
     "serve": (ServeOutput,),
     "audit": (AuditOutput, AuditsOutput, QuickOutput),

@@ -154,7 +154,7 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
         meaning=meaning,
         captions=captions,
         answered=when_answered(answer_of(run, request, method)),
-        advice=method.advice(expected.fresh / expected.left),
+        advice=method.advice(expected.fresh / expected.left, expected.share),
     )
 
 

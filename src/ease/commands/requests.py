@@ -276,7 +276,7 @@ def approve_request(folder: Path, id: str, by: str | None) -> EntrySummary:
 
 def cancel_request(folder: Path, id: str, by: str | None, reason: str) -> EntrySummary:
     run = Run.load(folder)
-    Ledger(folder).move([id], "cancelled", someone(by), reason)
+    Ledger(folder).cancel(id, someone(by), reason)
     return _shown(run, id)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ease.console import plain
+from ease.data.alike import alike
 from ease.data.images import ImageSource, decode, identify
 from ease.data.pairs import SPLITS, PairSet, pair_digest
 from ease.data.report import DataReport
@@ -107,6 +108,7 @@ def pairs_from_rows(
     twins = [", ".join(captioned[present[place]].id for place in group) for group in decoded.same_picture]
 
     ids = tuple(row.id for row in kept)
+    lookalikes = alike(ids)
     captions = tuple(_exactly_five(row.captions) for row in kept)
     splits = tuple(str(row.split) for row in kept)
     sites = tuple(row.site for row in kept) if any(row.site for row in kept) else ()
@@ -120,7 +122,12 @@ def pairs_from_rows(
         over_five=sum(len(row.captions) > CAPTIONS_PER_IMAGE for row in kept),
         under_five=sum(len(row.captions) < CAPTIONS_PER_IMAGE for row in kept),
         same_picture=sum(map(len, decoded.same_picture)),
-        listings=(*unreadable_list, *_listing("same-picture", twins)),
+        alike=sum(map(len, lookalikes)),
+        listings=(
+            *unreadable_list,
+            *_listing("same-picture", twins),
+            *_listing("look-alike-ids", [", ".join(map(ascii, group)) for group in lookalikes]),
+        ),
         unused_columns=tuple(dict.fromkeys(name for row in rows for name in row.unused)),
         unused_site_columns=() if by_site or not sites else tuple(sorted(in_columns)),
         **decoded.traits,

@@ -8,9 +8,9 @@ from typing import Any
 
 import ease
 from ease.errors import UserError
-from ease.evidence.canonical import LARGEST_WHOLE, Refuted, hashed
-from ease.evidence.envelope import Envelope, open_envelope, sealed
-from ease.evidence.log import ANSWERED, AUDITED, CERTIFIED, LogRecord, append, head_path, now, read_log, signing_key
+from ease.evidence.canonical import LARGEST_WHOLE, Refuted
+from ease.evidence.envelope import Envelope, open_envelope
+from ease.evidence.log import ANSWERED, AUDITED, LogRecord, append, head_path, now, read_log
 from ease.evidence.salted import public_name, told
 from ease.evidence.statement import (
     EXACT_LIMITS,
@@ -25,7 +25,6 @@ from ease.evidence.statement import (
     VerdictWords,
     asked,
     read_statement,
-    statement_of,
 )
 from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, find_answer
@@ -39,19 +38,6 @@ LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "safetensors")
 LARGEST_CERTIFICATE = SMALL_JSON
 DRAWN = ("similarities", "roc", "request")
 """Parts of an audit's record that a certificate leaves out: curves for drawing, and the request with its ids."""
-
-
-def issue(run: Run, name: str) -> Envelope:
-    """A signed certificate of the finished answer `REQUEST` or `REQUEST/METHOD`, which the run's log tells of."""
-    stored, request = answer_named(run, name)
-    audit = current_audit(stored)
-    last = witness(run, stored, request)
-    key = signing_key(run)
-    position = LogPosition(sequence=last.sequence, sha256=last.sha256, key=key.public.id)
-    certificate = gathered(run, stored, request, audit, position)
-    envelope = sealed(PAYLOAD, statement_of(certificate), key)
-    append(run, CERTIFIED, {"answer": label_of(run, stored), "certificate": hashed(envelope.content)})
-    return envelope
 
 
 def answer_named(run: Run, name: str) -> tuple[StoredAnswer, Request]:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from ease.errors import UserError
-from ease.storage import read_bytes, write_atomic
+from ease.storage import read_bytes, whole_or_none, write_atomic
 
 LARGEST_KEY = 1 << 14
 """Bytes of the largest file that is taken for a key."""
@@ -72,9 +72,10 @@ def new_key(path: Path) -> SigningKey:
         if each.exists() or each.is_symlink():
             raise UserError(f"{each}: exists already, and a key is never written over; name another file")
     key = Ed25519PrivateKey.generate()
-    write_atomic(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     made = SigningKey(key)
-    write_atomic(public_path(path), made.public.pem())
+    with whole_or_none(path, public_path(path)):
+        write_atomic(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        write_atomic(public_path(path), made.public.pem())
     return made
 
 

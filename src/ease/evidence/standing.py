@@ -1,26 +1,62 @@
-"""The log brought up to what became of a run: every release, every purge and every client that joined, each once."""
+"""The log brought up to what became of a run, and the certificates that rest on it."""
 
 from typing import Any
 
 from ease.evidence.canonical import hashed
-from ease.evidence.certificates import files_of, label_of, witness
-from ease.evidence.log import ANSWERED, JOINED, PURGED, RELEASED, Log, append, head_path, read_log
-from ease.evidence.salted import hidden
+from ease.evidence.certificates import answer_named, files_of, gathered, label_of, witness
+from ease.evidence.envelope import Envelope, sealed
+from ease.evidence.log import (
+    ANSWERED,
+    CERTIFIED,
+    JOINED,
+    PURGED,
+    RELEASED,
+    Log,
+    append,
+    head_path,
+    read_log,
+    signing_key,
+)
+from ease.evidence.salted import BUSY_SECONDS, evidence_folder, hidden
+from ease.evidence.statement import PAYLOAD, LogPosition, statement_of
 from ease.requests.request import SampleRequest
 from ease.runs.answers import StoredAnswer
+from ease.runs.audit import current_audit
 from ease.runs.purge import read_purges
 from ease.runs.run import Run
-from ease.storage import sha256
+from ease.storage import exclusive, sha256
+
+LOCK = ".standing.lock"
+"""Held while the log is compared with the run, so that two processes do not log the same release."""
 
 
 def attest(run: Run) -> None:
-    """Log what is not logged yet. What a killed process had done and not told of is told by the next that comes here.
+    """Log what is not logged yet, such as what a process that was killed had done and not logged.
 
-    Nothing is told twice: files that someone altered later do not get into the log this way.
+    Nothing is logged twice: files that someone altered later do not get into the log this way.
     """
-    _releases(run)
-    _joins(run)
-    _purges(run)
+    busy = f"{evidence_folder(run)}: another process brings this log up to date; wait for it"
+    with exclusive(evidence_folder(run) / LOCK, busy, BUSY_SECONDS):
+        _releases(run)
+        _joins(run)
+        _purges(run)
+
+
+def issue(run: Run, name: str) -> Envelope:
+    """A signed certificate of the finished answer `REQUEST` or `REQUEST/METHOD`, logged.
+
+    The log is brought up to date first, so that no certificate rests on a log that lacks a release.
+    """
+    stored, request = answer_named(run, name)
+    attest(run)
+    audit = current_audit(stored)
+    last = witness(run, stored, request)
+    key = signing_key(run)
+    position = LogPosition(sequence=last.sequence, sha256=last.sha256, key=key.public.id)
+    certificate = gathered(run, stored, request, audit, position)
+    envelope = sealed(PAYLOAD, statement_of(certificate), key)
+    append(run, CERTIFIED, {"answer": label_of(run, stored), "certificate": hashed(envelope.content)})
+    return envelope
 
 
 def _log(run: Run) -> Log | None:
@@ -28,20 +64,21 @@ def _log(run: Run) -> Log | None:
 
 
 def _releases(run: Run) -> None:
+    log = _log(run)  # once for all: reading it takes longer the more it tells
     for place, release in enumerate(run.head.releases, start=1):
         stored = StoredAnswer(run.folder / "requests" / release.answer)
-        label, log = label_of(run, stored), _log(run)
+        label = label_of(run, stored)
         if log is None or not log.tells(RELEASED, answer=label, release=place):
             witness(run, stored, release.request)
             told = {"answer": label, "release": place, "model": release.model_sha256}
             again = {"trained_again": True} if release.rounds else {}
             append(run, RELEASED, {**told, "after_round": release.after_round, **again})
+            log = _log(run)
 
 
 def _joins(run: Run) -> None:
-    known = run.known()
+    known, log = run.known(), _log(run)
     for holding in known[0].clients if known is not None else ():
-        log = _log(run)
         if holding.joined is None or (log is not None and log.tells(JOINED, client=holding.client)):
             continue
         ids = sorted(hidden(run, each) for each in (*holding.train_ids, *holding.validation_ids))

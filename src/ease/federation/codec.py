@@ -28,6 +28,7 @@ from ease.params import Block, Params
 from ease.requests.request import Request
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Round = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Part = Literal["state", "lock", "reference", "base"]
 UNKNOWN = "0" * 64
 """Stands for a hash where only the length counts."""
@@ -56,7 +57,7 @@ class SparseHeader(Config):
 
 
 class ReplayHeader(Config):
-    round: int
+    round: Round
     state: Hash
     weight: float
     group: int = Field(ge=0)
@@ -67,7 +68,7 @@ class JobHeader(Config):
 
     kind: Literal["job"] = "job"
     state: Hash
-    round: int
+    round: Round
     seed: int
     stream: str
     optimiser: Optimiser

@@ -6,7 +6,6 @@ cannot speak as that client.
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from pydantic import Field
 
 from ease.config import Config, validate
 from ease.errors import UserError
-from ease.storage import read_bytes, read_json, write_atomic, write_json
+from ease.storage import read_bytes, read_json, whole_or_none, write_atomic, write_json
 
 DAYS = 825
 """For which a certificate holds."""
@@ -94,9 +93,12 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> Authority:
         .sign(root_key, hashes.SHA384())
     )
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_private(made.server_key, private)
-    write_atomic(made.server_certificate, server.public_bytes(Encoding.PEM))
-    write_atomic(made.certificate, authority.public_bytes(Encoding.PEM))
+    if made.server_key.exists():
+        raise UserError(f"{made.server_key}: is there already without its certificate; delete it and run again")
+    with whole_or_none(made.server_key, made.server_certificate, made.certificate):
+        write_private(made.server_key, private)
+        write_atomic(made.server_certificate, server.public_bytes(Encoding.PEM))
+        write_atomic(made.certificate, authority.public_bytes(Encoding.PEM))
     return made
 
 
@@ -106,16 +108,15 @@ def make_node_key(path: Path) -> Path:
     if path.exists() or public.exists():
         raise UserError(f"{path}: is there already; choose another name")
     key = ec.generate_private_key(ec.SECP384R1())
-    write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    write_atomic(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    with whole_or_none(path, public):
+        write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        write_atomic(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
     return public
 
 
 def write_private(path: Path, content: bytes) -> None:
     """A file that its owner alone may read, from its first byte on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    write_atomic(path, content)  # made for its owner alone
 
 
 def told_key(text: bytes, what: str) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ease.federation.protocol import NOT_FINITE, Update, reject_reason
+from ease.federation.protocol import NOT_FINITE, LocalJob, Update, reject_reason
 from ease.params import Params, finite
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -58,8 +58,20 @@ class Expected:
     """What else must hold of an answer whose values have these forms: why it does not, or None."""
 
 
-TRAINED = Expected(change=True, values={"loss": Value()})
+LARGEST_LOSS = 1e6
+"""Bound, on either side, of a loss whose objective declares none: its mean over clients must stay a number."""
+ROUNDING = 1.02
+"""How far a bound is exceeded where embeddings of unit norm are rounded to half precision."""
+TRAINED = Expected(change=True, values={"loss": Value(least=-LARGEST_LOSS, most=LARGEST_LOSS)})
 """The answer to a job that trains."""
+
+
+def contrasted(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """The answer to a job that minimises InfoNCE: a cross-entropy over n pairs whose logits differ by at most
+    2 / temperature, which lies between 0 and log n + 2 / temperature."""
+    batch = max(2, min(held, 2 * job.batch_size))  # the last pairs join a batch instead of forming a small one
+    most = ROUNDING * (math.log(batch) + 2 / job.temperature)
+    return Expected(change=True, values={"loss": Value((), least=-1e-3, most=most)})
 
 
 def answer_fault(update: Update, expected: Expected | None, state: Params, held: int) -> str | None:

@@ -11,6 +11,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from ease.config import Config
 from ease.errors import Diverged
 from ease.federation.aggregation import Aggregation, aggregated, clipped
+from ease.federation.codec import encode_state
+from ease.federation.container import content_hash
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
 from ease.model.closed_form import Ridge
 from ease.params import Params
@@ -125,6 +127,8 @@ class Round:
     """Client -> the factor by which its update was shortened."""
     lengths: dict[int, float] = field(default_factory=dict)
     """Client -> norm of its update as it was averaged, where someone looked."""
+    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Client -> norm and hash of its update as it was sent, where the server does not store it."""
     moved: float | None = None
     """Norm of what the updates became; absent: nobody looked."""
     sums: Params | None = None
@@ -134,10 +138,26 @@ class Round:
 
     @property
     def loss(self) -> float | None:
-        """Mean training loss, weighted by pairs, over the clients that reported a finite one."""
-        told = [(update.pairs, float(update.values["loss"])) for update in self.updates if "loss" in update.values]
-        finite = [(pairs, loss) for pairs, loss in told if math.isfinite(loss)]
-        return sum(pairs * loss for pairs, loss in finite) / sum(pairs for pairs, _ in finite) if finite else None
+        """Median of the training losses that clients reported, weighted by pairs.
+
+        Goals and early stopping rest on it. A client that lies can move it no further than to the loss of an honest
+        client next to the middle, where it could move a mean anywhere in the range of a loss.
+        """
+        told = [(float(update.values["loss"]), update.pairs) for update in self.updates if "loss" in update.values]
+        return weighted_median([(loss, pairs) for loss, pairs in told if math.isfinite(loss)])
+
+
+def weighted_median(weighted: Sequence[tuple[float, float]]) -> float | None:
+    """The value below and above which lies half of the weight; between two such values, their mean."""
+    ordered, half = sorted(weighted), sum(weight for _, weight in weighted) / 2
+    below = 0.0
+    for place, (value, weight) in enumerate(ordered):
+        below += weight
+        if below == half and place + 1 < len(ordered):
+            return (value + ordered[place + 1][0]) / 2
+        if below >= half:
+            return value
+    return None
 
 
 def average(params: Params, updates: Iterable[Update], config: TrainingConfig, number: int, clip: bool = True) -> Round:
@@ -166,12 +186,28 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
             )
         return Round(number, params, ())  # all abstained, so there is nothing to learn from
     weights = [config.weight(each.pairs) for each in kept]
-    norms = [each.change.norm() for each in kept]
+    norms, apart = [each.change.norm() for each in kept], config.history == "client"
+    seen = {each.client: _seen(each, norm) for each, norm in zip(kept, norms, strict=True)} if apart else {}
     kept, factors = clipped(kept, norms, config.clip_to_median, weights) if clip else (kept, {})
     lengths = {each.client: norm * factors.get(each.client, 1.0) for each, norm in zip(kept, norms, strict=True)}
     changes = [(weight, each.change) for weight, each in zip(weights, kept, strict=True)]
     mean = aggregated(changes, config.aggregation, config.hostile)
-    return Round(number, params + mean, tuple(kept), rejected, clipped=factors, lengths=lengths, moved=mean.norm())
+    return Round(
+        number,
+        params + mean,
+        tuple(kept),
+        rejected,
+        clipped=factors,
+        lengths=lengths,
+        seen=seen,
+        moved=mean.norm(),
+    )
+
+
+def _seen(update: Update, norm: float) -> dict[str, Any]:
+    """What the server remembers of an update that only its client keeps: enough to bound sums of such updates, and to
+    recognise the update should the client send it again."""
+    return {"norm": norm, "sha256": content_hash(encode_state(update.change))}
 
 
 def participants(clients: Sequence[int], config: TrainingConfig, seed: int, number: int) -> list[int]:

@@ -19,6 +19,8 @@ import torch
 
 from ease.config import validate
 from ease.errors import UserError
+from ease.federation.codec import encode_state
+from ease.federation.container import content_hash
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
 from ease.model.closed_form import Ridge
@@ -167,6 +169,28 @@ class History:
         told = self.record(number)["updates"].get(str(client), {}).get("length")
         return self.update(number, client).change.norm() if told is None else float(told)
 
+    def sent_norm(self, number: int, client: int) -> float | None:
+        """Norm of an update that only its client keeps, as it was averaged; None if the client sent none or the round
+        is from before norms were recorded."""
+        record = self.record(number)
+        told = record.get("seen", {}).get(str(client))
+        return None if told is None else float(told["norm"]) * record.get("clipped", {}).get(str(client), 1.0)
+
+    def longest_sum(self, client: int, factors: Mapping[int, float]) -> float | None:
+        """Largest norm that a sum of a client's updates can have, each times the factor of its round.
+
+        A reported sum that is longer contains something that the client never sent. None: some norm is unknown.
+        """
+        norms = {number: self.sent_norm(number, client) for number in factors}
+        if any(norm is None for norm in norms.values()):
+            return None
+        return sum(abs(factor) * (norms[number] or 0.0) for number, factor in factors.items())
+
+    def is_sent(self, number: int, client: int, change: Params) -> bool:
+        """Whether an update that a client sends again is, to the bit, the one that it sent in that round."""
+        told = self.record(number).get("seen", {}).get(str(client))
+        return told is not None and told["sha256"] == content_hash(encode_state(change))
+
     def update_block(self, number: int, client: int, block: Block) -> dict[str, torch.Tensor]:
         """One block of a client's update."""
         change = self._change(number, client)
@@ -242,6 +266,7 @@ class History:
             "rejected": {str(client): reason for client, reason in finished.rejected.items()},
             "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
             "updates": places,
+            **({"seen": {str(client): each for client, each in finished.seen.items()}} if finished.seen else {}),
             **({} if finished.moved is None else {"moved": finished.moved}),
             **({} if finished.ridge is None else {"ridge": finished.ridge.model_dump(mode="json")}),
             **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),

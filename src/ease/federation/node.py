@@ -6,13 +6,14 @@ objectives it knows, in the one encoding, after its own policy has agreed. Whate
 
 import os
 import queue
+import re
 import shutil
 import socket
 import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding, make_shard
 from ease.data.words import centred_cosines, content, says_all
 from ease.errors import UserError
+from ease.federation.asked import asked_log
 from ease.federation.client import ClientData
 from ease.federation.codec import decode_job, encode_update
 from ease.federation.container import Limits
@@ -65,7 +67,7 @@ from ease.params import Params, layout_of
 from ease.requests.request import Request, named_in, redealt, without
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json
-from ease.storage import digest, read_json, write_json
+from ease.storage import digest, read_json, write_atomic, write_json
 
 HOUR = 3600.0
 PATIENCE = 60.0
@@ -75,6 +77,16 @@ REMEMBERED = 1 << 16
 LONGEST_REASON = 300
 
 
+FEWEST_PAIRS = 16
+"""Default of the policy."""
+SAME_WORDS = 0.999
+"""Cosine of the words' embedding here and at the server: other processors round otherwise."""
+DECIMALS = 3
+"""Of how near a pair is to words, as it leaves the site."""
+MOST_CLOSED = 1 << 23
+"""Bytes of the closed requests of a run, as JSON."""
+PATHS = re.compile(r"""(^|[\s'"(=:])(?:[A-Za-z]:)?(?:[/\\][^/\\'"]*?)*[/\\]([^/\\\s'":;,)]*)""")
+"""A path from the root: what stands before it, and its last part."""
 GROUPS = "classes"
 """What a policy calls the search for common classes, which is no objective."""
 PURGE = "purge"
@@ -96,6 +108,22 @@ class Policy(Config):
     """Of one job, replayed rounds included."""
     largest_message: int = Field(1 << 30, ge=1 << 12)
     """In bytes; a longer one is not even read."""
+    fewest_pairs: int = Field(default_factory=lambda: FEWEST_PAIRS, ge=1)
+    """Pairs of a job that trains: the change that fewer make gives their features away."""
+    group_questions: int = Field(120, ge=0)
+    """Searches for common classes that the node answers in all, over all runs; a run takes 51 at most."""
+    searches: int = Field(200, ge=0)
+    """Searches for words that it answers in all."""
+    most_rounds: int = Field(10_000, ge=1)
+    """Rounds of one run that the node keeps; larger round numbers are refused."""
+    most_runs: int = Field(1000, ge=1)
+    """Runs that the node takes part in."""
+    largest_folder: int = Field(1 << 36, ge=1 << 20)
+    """Bytes that the node's folder may hold before a job that would add a round is refused."""
+
+    def allowance(self, kind: str) -> int | None:
+        """How many questions of a kind are answered in all; None: any number."""
+        return {"groups": self.group_questions, "search": self.searches}.get(kind)
 
     def objection(self, job: LocalJob, cohort: int, times: Collection[float], now: float) -> str:
         """Why a job is not done, or nothing; `times` are those of the jobs before it."""
@@ -131,12 +159,15 @@ class Node:
     policy: Policy = field(default_factory=Policy)
     pairs: PairSet | None = None
     """Where pairs lie apart: the client's own, which no one else deals. Its `shard` is then all of them."""
+    embed: Callable[[str], np.ndarray] | None = None
+    """Where pairs lie apart: what the frozen text tower makes of words."""
     log: TextIO | None = None
     busy: bool = False
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _refused: int = 0
     _nonces: dict[str, None] = field(default_factory=dict)
     _ready: tuple[object, Loop] | None = None
+    _last_refusal: str = ""
 
     def __post_init__(self) -> None:
         with suppress(OSError):
@@ -164,6 +195,13 @@ class Node:
 
     def respond(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
         """The same once the message is known to be one."""
+        told = self._told(ask, job, parts)
+        if ask.kind != "hello":
+            asked_log(self.folder).note(ask, job, parts, told, self._last_refusal)
+        return told
+
+    def _told(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
+        self._last_refusal = ""
         try:
             if ask.client != self.shard.client:
                 raise UserError(f"this is client {self.shard.client}, and client {ask.client} was asked")
@@ -177,7 +215,8 @@ class Node:
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
         except Exception as error:  # a job that cannot be done is the asker's fault; the worker stays up
-            return self.refusal(f"the work failed with {type(error).__name__}: {error}", ask.nonce)
+            self._say(f"{type(error).__name__}: {error}")  # for the site alone: it may quote what is here
+            return self.refusal(f"the work failed with {type(error).__name__}; its log says more", ask.nonce)
 
     def _done(self, ask: Ask, encoded: bytes, parts: dict[str, bytes]) -> bytes:
         self._once(ask.nonce)
@@ -196,9 +235,13 @@ class Node:
         if objection := self.policy.objection(job, ask.cohort, self._times, now):
             raise UserError(objection)
         self._check_layout(job, state)
+        self._check_room(ask.run, job)
+        self._check_gone(ask.run, ask.gone)
         engine = self._engine(ask.run, ask.gone, ask.renewed)
+        self._check_pairs(job, engine)
         self._times.append(now)
         (update,) = engine.perform(state, {self.shard.client: job})
+        self._close(ask.run, ask.gone)  # after the work: a job that is refused or fails changes nothing here
         self._say(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
         return encode(Answer(client=self.shard.client, nonce=ask.nonce), {UPDATE: encode_update(update)})
 
@@ -210,6 +253,10 @@ class Node:
             raise UserError('it was given its pairs, and deals none: give it partition.scheme = "apart"')
         if objection := self.policy.reluctance(GROUPS, ask.cohort, self._times, now):
             raise UserError(objection)
+        if ask.kind == "groups":
+            if self._membership(ask.run) is not None:
+                raise UserError("it takes part in this run already, whose classes are found")
+            self._spend("groups")
         self._times.append(now)
         deal, joint = ask.deal, joint_embedding(self.activations.pooled_image, self.activations.pooled_text)
         centres = None if encoded is None else numbers_in(encoded, "<f8", deal.classes, "message")
@@ -240,6 +287,7 @@ class Node:
         if known is not None and known != told:
             raise UserError("it takes part in this run already, with other pairs")
         if not deal.only_told:
+            self._check_room(run)
             write_json(self._membership_path(run), told.model_dump(mode="json"))
         return told.clients[0]
 
@@ -258,10 +306,15 @@ class Node:
         if before is not None and before.salt != ask.burial.salt:
             raise UserError("its marks of this run were made with another salt; the run is not the one it knows")
         marks = frozenset(ask.burial.marks) | (before.ids if before is not None else frozenset())
+        if len(marks) > (pairs := len(self.activations.pooled_image)):
+            raise UserError(f"it is sent {len(marks)} marks, and there are {pairs} pairs")
         stones = Tombstones(salt=ask.burial.salt, ids=marks)
         gone = tuple(map(stones.renamed, ask.gone))
         self._check_closed(tuple(map(stones.renamed, self._closed(ask.run))), gone)
+        if sum(len(each.model_dump_json()) for each in gone) > MOST_CLOSED:
+            raise UserError(f"its closed requests take more than {MOST_CLOSED} bytes")
         answer = Dropped(client=self.shard.client, nonce=ask.nonce)
+        self._check_room(ask.run)
         if ask.burial.only_asked:
             return encode(answer)
         folder = self.folder / "runs" / ask.run
@@ -292,6 +345,8 @@ class Node:
         rows = numbers_in(encoded, "<f8", ask.search.rows, "message")
         if rows.shape[1] != self.activations.pooled_text.shape[-1] or not np.isfinite(rows).all() or not wanted:
             raise UserError("the words are none of this client's backbone, or name nothing")
+        self._check_query(ask.search.words, rows)
+        self._spend("search")
         captions = [self.pairs.captions[place] for place in places]
         says = np.array([any(says_all(text, wanted) for text in each) for each in captions], dtype=np.int64)
         near = centred_cosines(rows[0], self.activations.pooled_text[places].astype(np.float64), rows[1]).max(axis=1)
@@ -300,7 +355,8 @@ class Node:
             near = (near + centred_cosines(rows[0], pictures, rows[2])[:, 0]) / 2
         self._say(f"looked for words in {len(places)} pairs; {says.sum()} say them")
         return encode(
-            Matched(client=self.shard.client, nonce=ask.nonce), {SAYS: numbers_of(says), NEAR: numbers_of(near)}
+            Matched(client=self.shard.client, nonce=ask.nonce),
+            {SAYS: numbers_of(says), NEAR: numbers_of(near.round(DECIMALS))},
         )
 
     def _drop(self, folder: Path, leaves: bool) -> Iterator[tuple[str, str]]:
@@ -367,6 +423,54 @@ class Node:
         if lost := [each for each in closed if each not in gone]:
             raise UserError(f"the job would touch what a closed request took away ({lost[0].scope})")
 
+    def _spend(self, kind: str) -> None:
+        """Count a question of a kind, over all runs and restarts; refuse it once the site's allowance is used up."""
+        path, allowed = self.folder / "questions.json", self.policy.allowance(kind)
+        counts = validate(Questions, read_json(path), str(path)).counts if path.is_file() else {}
+        if allowed is not None and counts.get(kind, 0) >= allowed:
+            raise UserError(f"its policy allows {allowed} questions of this kind ({kind}), and they are used up")
+        write_json(path, Questions(counts={**counts, kind: counts.get(kind, 0) + 1}).model_dump(mode="json"))
+
+    def _check_pairs(self, job: LocalJob, engine: Loop) -> None:
+        """Refuse to train on so few pairs that their features could be read from the change."""
+        count = len(engine.data[self.shard.client].select(job))
+        if OBJECTIVES[job.objective].measure is None and 0 < count < self.policy.fewest_pairs:
+            raise UserError(f"its policy asks for {self.policy.fewest_pairs} pairs in a job, and this one has {count}")
+
+    def _check_query(self, words: str, rows: np.ndarray) -> None:
+        """Refuse a search whose numbers are not those of its words: chosen ones would read activations out."""
+        if self.embed is None:
+            return
+        own = self.embed(words)
+        cosine = own @ rows[0] / max(1e-12, float(np.linalg.norm(own) * np.linalg.norm(rows[0])))
+        if cosine < SAME_WORDS or (np.linalg.norm(rows[1:], axis=1) > 1 + 1e-6).any():
+            raise UserError("the numbers of the search are not those of its words")
+
+    def _check_gone(self, run: str, gone: Sequence[Request]) -> None:
+        """Refuse to reopen what was closed, and lists that are too long to be requests of one client."""
+        self._check_closed(self._closed(run), gone)
+        length = sum(len(each.model_dump_json()) for each in gone)
+        if length > MOST_CLOSED:
+            raise UserError(f"its closed requests take {length} bytes, and a client keeps {MOST_CLOSED} at most")
+
+    def _close(self, run: str, gone: tuple[Request, ...]) -> None:
+        """Remember closed requests: what was closed once stays closed."""
+        if gone != self._closed(run):
+            write_json(self._gone_path(run), Gone(requests=gone).model_dump(mode="json"))
+
+    def _check_room(self, run: str, job: LocalJob | None = None) -> None:
+        """Refuse what would make this site store more than its policy allows."""
+        runs = self.folder / "runs"
+        if not (runs / run).is_dir() and runs.is_dir() and sum(1 for _ in runs.iterdir()) >= self.policy.most_runs:
+            raise UserError(f"its policy allows {self.policy.most_runs} runs, and this would be one more")
+        if job is None or not job.keep:
+            return
+        if not 1 <= job.round <= self.policy.most_rounds:
+            raise UserError(f"its policy allows {self.policy.most_rounds} kept rounds, and this is round {job.round}")
+        stored = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        if stored > self.policy.largest_folder:
+            raise UserError(f"its policy allows {self.policy.largest_folder} bytes on its disk, and they are in use")
+
     def _once(self, nonce: str) -> None:
         """Refuse a message that came before, since whenever this node was first started."""
         if nonce in self._nonces:
@@ -377,6 +481,9 @@ class Node:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
         with self._seen.open("a") as file:
             file.write(f"{nonce}\n")
+            grown = file.tell() > 2 * REMEMBERED * (len(nonce) + 1)
+        if grown:
+            write_atomic(self._seen, "".join(f"{each}\n" for each in self._nonces).encode())
 
     def _check_layout(self, job: LocalJob, state: Params) -> None:
         """Refuse a state of another model before it meets the data."""
@@ -386,17 +493,13 @@ class Node:
             raise UserError("the state is not one of this client's model; give server and nodes the same configuration")
 
     def _engine(self, run: str, gone: tuple[Request, ...], renewed: int) -> Loop:
-        """The client's data without what closed requests named; what was closed once stays closed."""
-        path, closed = self._gone_path(run), self._closed(run)
-        self._check_closed(closed, gone)
-        if gone != closed:
-            write_json(path, Gone(requests=gone).model_dump(mode="json"))
+        """The client's data without what closed requests named."""
         if self._ready is None or self._ready[0] != (run, gone, renewed):
             here = without((self._shard(run, gone),), gone)
             left = redealt(here, {self.shard.client: self._at_first(run)}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
-            kept = Kept(self.shard.client, path.parent)
+            kept = Kept(self.shard.client, self._gone_path(run).parent)
             data = replace(ClientData.of(left[0], self.activations, self.device), kept=kept)
             self._ready = (run, gone, renewed), Loop(self.model, {self.shard.client: data})
         return self._ready[1]
@@ -417,15 +520,30 @@ class Node:
         )
 
     def refusal(self, reason: str, nonce: str = "0" * 32) -> bytes:
-        """No, and why."""
+        """No, and why: the whole reason in the node's own log, and without paths of this site to the server."""
         self._refused += 1
-        line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())[:LONGEST_REASON]
+        line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
         self._say(f"refused: {line}")
+        self._last_refusal = line
+        line = without_paths(line, self.folder)[:LONGEST_REASON]
         return encode(Answer(client=self.shard.client, nonce=nonce, refused=line))
 
     def _say(self, line: str) -> None:
         if self.log is not None:
             print(f"{time.strftime('%H:%M:%S')} client {self.shard.client}: {line}", file=self.log, flush=True)
+
+
+def without_paths(line: str, folder: Path) -> str:
+    """The same words with names of files in place of their paths."""
+    for each in (folder, folder.absolute(), folder.resolve(), Path.home()):
+        line = line.replace(f"{each}{os.sep}", "")
+    return PATHS.sub(lambda found: f"{found[1]}{found[2]}", line)
+
+
+class Questions(Config):
+    """How many questions of each kind a node has answered."""
+
+    counts: dict[str, int] = Field(default_factory=dict)
 
 
 class Gone(Config):

@@ -15,7 +15,7 @@ from ease.data.examples import States
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.expected import TRAINED, Expected
+from ease.federation.expected import TRAINED, Expected, contrasted
 from ease.federation.protocol import LocalJob, Update
 from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import info_nce
@@ -193,7 +193,7 @@ def align_slopes(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJo
     return loss, torch.bmm(asked, text), torch.bmm(asked.mT, image)
 
 
-ALIGN = register("align", Objective(draw_pairs, align, align_stack, align_slopes))
+ALIGN = register("align", Objective(draw_pairs, align, align_stack, align_slopes, expects=contrasted))
 
 
 def draw_both_kinds(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:

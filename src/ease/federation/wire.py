@@ -39,7 +39,7 @@ Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$"
 class Deal(Config):
     """How a client that alone knows its pairs is to deal them: into classes, and into training and held-out ones."""
 
-    classes: int = Field(ge=1)
+    classes: int = Field(ge=1, le=1 << 20)
     class_seed: int
     seed: int
     validation_share: float = Field(ge=0, lt=1)
@@ -53,7 +53,7 @@ class Burial(Config):
     """What a node is to keep by its mark alone from now on."""
 
     salt: str = Field(pattern=r"^[0-9a-f]{32}$")
-    marks: tuple[str, ...]
+    marks: tuple[Annotated[str, Field(pattern=r"^gone-[0-9a-f]{24}$")], ...]
     """Of pairs of its own, made with the salt; of no other pair, and no id."""
     leaves: bool
     """Its client has left: what it keeps of its rounds goes too."""

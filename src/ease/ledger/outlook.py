@@ -17,6 +17,10 @@ from ease.runs.head import Head
 from ease.runs.run import Run
 from ease.trainers import trainer_of
 
+SHARED_REPLAY, DEEP_REPLAY = 0.5, 1.2
+"""Cost of repeating a round, in rounds of training, measured on CPUs. Replays of small models share their passes; with
+adapters in transformers every replay runs through the blocks, and saves nothing."""
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -86,7 +90,10 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
     history = run.history
     rounds = tuple(number for number in range(1, history.rounds() + 1) if clients.keys() & set(history.clients(number)))
     here = sum(bool(ids - gone.get(holding.client, set())) for holding, ids in _held(members))
-    cost = method.estimated_work(run.config.training, request, len(clients) / max(1, here))
+    model = run.config.model
+    shared = model.lora == "off" or model.backbone == "tiny"
+    holders = len(clients) / max(1, here)
+    cost = method.estimated_work(run.config.training, request, holders, SHARED_REPLAY if shared else DEEP_REPLAY)
     each = seconds_per_round(run)
     return Outlook(
         named=sum(map(len, wanted.values())),

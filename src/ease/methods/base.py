@@ -146,12 +146,18 @@ class Unlearner(Config, ABC):
         """Upper bound on the number of steps."""
         return self.rounds(training, request)
 
-    def estimated_work(self, training: TrainingConfig, request: Request, holders: float) -> float:
-        """Estimated cost in rounds of training, if this share of the clients holds forget pairs."""
+    def estimated_work(
+        self, training: TrainingConfig, request: Request, holders: float, replay_cost: float = 1.0
+    ) -> float:
+        """Estimated cost in rounds of training.
+
+        `holders` is the share of the clients that hold forget pairs, `replay_cost` the cost of repeating a round.
+        """
         return float(self.rounds(training, request))
 
-    def advice(self, forget_share: float) -> str:
-        """What to do instead if a request removes this share of all pairs; empty if the method suits it."""
+    def advice(self, forget_share: float, cost: float) -> str:
+        """What to do instead, or nothing if the method suits a request that removes this share of all pairs and costs
+        this share of retraining."""
         return ""
 
 

@@ -1,6 +1,8 @@
-"""FedRecovery: subtract from the trained model what the leaving client made of each round, by the stored history."""
+"""FedRecovery: subtract from the trained model what the leaving client added to each stored round."""
 
+import operator
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import ClassVar, Literal
 
 import torch
@@ -8,22 +10,25 @@ from pydantic import Field
 
 from ease.federation.fedavg import Round, TrainingConfig, average
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, told_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, retained_clients, share_of, told_of
 from ease.params import Params, weighted_mean
 from ease.requests.request import ClientRequest, Request
 from ease.seeding import torch_generator
 
 
 class FedRecovery(Unlearner):
-    """w_n - sum p_t D_t on the server, without any client: D_t is the mean update of round t less the mean without the
-    leaving clients, and p_t the round's share of the squared norms of all rounds' mean updates.
+    """Subtract the leaving client's residuals from the trained model: w_n - strength * sum of p_t D_t.
 
-    Differs from the paper: an update of several local steps stands for a gradient. The weights sum to one, so that of T
-    rounds about one T-th is taken back; `strength` 1 is the paper's. Its noise hides the rest only if a retrained model
-    carries the same noise, and its size follows from constants that are unknown here: by default there is none. Class
-    and sample requests have no residual. Ours for them: each client trains one epoch on retained pairs, which tells how
-    many these are; its stored updates then weigh by the share it keeps, and that one step is added. Where all clients
-    hold the same share of forget pairs, D_t is zero and nothing but the step happens.
+    The residual D_t is the mean update of round t less that mean without the leaving clients. The weight p_t is the
+    round's share of the squared norms of all rounds' mean updates. The server computes this without any client.
+
+    Differs from the paper: an update of several local steps stands for a gradient. The paper's weights add up to one,
+    so about one T-th of the sum of T residuals is subtracted. `weights = "sum"` subtracts the sum itself, and
+    `recovery_share` appends rounds of training on retained pairs. The paper's noise hides the remainder only if a
+    retrained model carries the same noise, and its size follows from constants that are unknown here, so there is
+    none by default. The paper defines no residual for class and sample requests. Ours: each client trains one epoch
+    on retained pairs and thereby reports how many it keeps. Its stored updates are weighted by that share, and the
+    epoch's step is added. If all clients hold the same share of forget pairs, D_t is zero and only that step remains.
     """
 
     name: ClassVar[str] = "fed_recovery"
@@ -32,22 +37,35 @@ class FedRecovery(Unlearner):
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
     tuned: ClassVar[Space] = {"strength": (1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0)}
     method: Literal["fed_recovery"] = "fed_recovery"
+    weights: Literal["norm", "sum"] = "norm"
+    """Weights of the rounds' residuals: `norm`, the paper's, add up to one; `sum` weighs every round by one."""
     strength: float = Field(1.0, gt=0)
-    """How many times the weighted sum is subtracted; as many as there are rounds: about the whole sum of residuals."""
+    """Factor of the weighted residuals. With `weights = "sum"` it is the share of their sum that is subtracted."""
+    recovery_share: float = Field(0.0, ge=0)
+    """Rounds of training on retained pairs that follow, as a share of the training rounds; the paper has none."""
     noise: float = Field(0.0, ge=0)
     """Gaussian noise, its expected norm as a share of that of what is subtracted."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         asked, kept = kept_shares(trained, request, federation, self.name)
         rounds = (residual(trained, number, kept) for number in range(1, trained.training.rounds + 1))
-        correction = self.strength * weighted_mean((mean.dot(mean), part) for mean, part in rounds)
+        correction = self.strength * self._combined(rounds)
         rng = torch_generator(trained.seed, self.name)
         deviation = self.noise * correction.norm() / correction.size**0.5
         noise = correction.map(lambda tensor: deviation * torch.randn(tensor.shape, generator=rng).to(tensor.dtype))
-        yield Step(asked.state - correction + noise, "subtraction", asked.loss, told_of(asked))
+        state = asked.state - correction + noise
+        yield Step(state, "subtraction", asked.loss, told_of(asked))
+        recovery = share_of(trained.training, self.recovery_share)
+        yield from fine_tuning(trained, state, request, federation, recovery, self.name)
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
-        return 1
+        return 1 + share_of(training, self.recovery_share)
+
+    def _combined(self, rounds: Iterator[tuple[Params, Params]]) -> Params:
+        """The residuals of all rounds as one change, from each round's mean update and residual."""
+        if self.weights == "norm":
+            return weighted_mean((mean.dot(mean), part) for mean, part in rounds)
+        return reduce(operator.add, (part for _, part in rounds))
 
 
 def kept_shares(

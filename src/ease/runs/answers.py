@@ -184,12 +184,19 @@ def _answered(run: Run) -> list[Request]:
 
 
 def release(run: Run, name: str) -> Release:
-    """Make a finished answer the model that the run goes on from: its request is closed, its pairs are gone."""
+    """Make a finished answer the model that the run continues from: its request is closed, its pairs are gone.
+
+    An answer that is released already is the release that it became, so a command that failed after it can be repeated.
+    """
     stored, request, _ = find_answer(run, name)
+    answer = stored.folder.relative_to(run.folder / "requests").as_posix()
     with run.locked():
         remove_leftovers(run.folder)  # of a release that was killed while it wrote the head
-        if request in run.head.gone:
-            raise UserError(f"{name}: this request is closed already; the run goes on from it")
+        closed = next((each for each in run.head.releases if each.request == request), None)
+        if closed is not None and closed.answer == answer:
+            return closed
+        if closed is not None:
+            raise UserError(f"{name}: this request is closed already by {closed.answer}; the run continues from there")
         if (journal := stored.folder / "journal").exists():
             shutil.rmtree(journal)  # of an answer that was struck while it cleaned up: nobody comes back to it
         again = replace(run.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
@@ -200,7 +207,7 @@ def release(run: Run, name: str) -> Release:
             )
         made = Release(
             request=request,
-            answer=stored.folder.relative_to(run.folder / "requests").as_posix(),
+            answer=answer,
             model_sha256=sha256(stored.model_path),
             after_round=run.history.rounds(),
             rounds=again.place if stored.rounds_path.exists() else "",

@@ -450,16 +450,13 @@ class QuickAttackers:
     gauge: Gauge
     attacker: Attacker
 
-    def share_called_member(self, state: Params) -> float:
-        """Share of the forget pairs that the shadow classifier calls members."""
-        return self.attacker.called_member(self._read(state)[0]).value
-
-    def auc(self, state: Params) -> float:
-        """AUC of offline LiRA."""
-        return self.attacker.judge("lira-offline/log_odds", *self._read(state)).auc.value
-
-    def _read(self, state: Params) -> tuple[Readings, Readings]:
-        return self.subjects.split(self.gauge.read(state, self.subjects.positions))
+    def metrics(self, state: Params) -> dict[str, float]:
+        """Share of the forget pairs that the shadow classifier calls members; AUC of offline LiRA and, if there are
+        enough non-members to set a threshold, its true-positive rate at a false-positive rate of 1 %."""
+        target, population = self.subjects.split(self.gauge.read(state, self.subjects.positions))
+        judged = self.attacker.judge("lira-offline/log_odds", target, population)
+        found = {"mia": self.attacker.called_member(target).value, "lira/auc": judged.auc.value}
+        return found | ({"lira/tpr": judged.tpr.tpr.value} if judged.tpr else {})
 
 
 def quick_attackers(run: Run, world: World, request: Request, shadows: int = 4, pool: int = 512) -> QuickAttackers:

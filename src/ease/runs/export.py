@@ -1,6 +1,7 @@
 """Taking a model out of a run: adapters for PEFT, plain safetensors, or both encoders as ONNX."""
 
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,21 +11,81 @@ from typing import Literal
 
 import torch
 
+from ease.config import Config, validate
 from ease.errors import UserError
 from ease.model.backbones import checkpoint_of
 from ease.model.peft import Adapter, stock_name, write_adapter
 from ease.runs.run import Run
 from ease.runs.standalone import write_beside_graphs, write_standalone
 from ease.runs.using import Encoder, Source
-from ease.storage import write_atomic, write_tensors
+from ease.storage import (
+    LEFTOVER,
+    read_json,
+    remove_leftovers_of,
+    replace_file,
+    sha256,
+    write_atomic,
+    write_json,
+    write_tensors,
+)
+
+STAGED = f"{LEFTOVER}export"
+MANIFEST = ".ease-export.json"
+"""Which files in a folder exports wrote, by their hashes."""
+
+
+class Manifest(Config):
+    files: dict[str, list[str]]
+
 
 Format = Literal["peft", "safetensors", "onnx"]
 
 
 def export(run: Run, request: str | None, form: Format, out: Path) -> list[Path]:
-    """Write the trained model, or the one a request left, into a folder; returns the files."""
+    """Write the trained model, or the one a request left, into a folder; returns the files.
+
+    All files are made in a folder of their own first, so a failed or killed export leaves none of them behind, and
+    none is put in the place of a file that no earlier export wrote.
+    """
     writers = {"peft": write_peft, "safetensors": write_safetensors, "onnx": write_onnx}
-    return writers[form](Source.of(run, request), out)
+    _check_place(run, out)
+    source, staged = Source.of(run, request), out / STAGED
+    shutil.rmtree(staged, ignore_errors=True)  # of a process that was killed
+    remove_leftovers_of(out / MANIFEST)
+    try:
+        files = [path.relative_to(staged) for path in writers[form](source, staged)]
+        _move(staged, out)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return [out / path for path in files]
+
+
+def _check_place(run: Run, out: Path) -> None:
+    """Refuse to write among the run's own files."""
+    own, place = run.folder.resolve(), out.resolve()
+    if place.is_relative_to(own) and not place.is_relative_to(own / "exports"):
+        raise UserError(f"--out {out}: lies in the run among its own files; choose a folder outside of it")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file; choose a folder")
+
+
+def _move(staged: Path, out: Path) -> None:
+    """Put staged files into a folder in which only an earlier export may have files of their names."""
+    manifest, known = out / MANIFEST, dict[str, list[str]]()
+    if manifest.is_file():
+        known = validate(Manifest, read_json(manifest), str(manifest)).files
+    made = {path.relative_to(staged).as_posix(): sha256(path) for path in sorted(staged.rglob("*")) if path.is_file()}
+    for name in made:
+        there = out / name
+        if there.exists() and (not there.is_file() or sha256(there) not in known.get(name, [])):
+            raise UserError(f"{there}: is there and no export wrote it; choose another folder with --out")
+    # Both versions are known while files are moved, so that whoever goes on after a kill knows all of them.
+    both = {name: [*known.get(name, []), *([made[name]] if name in made else [])] for name in {*known, *made}}
+    write_json(manifest, Manifest(files=both).model_dump(mode="json"))
+    for name in made:
+        replace_file(staged / name, out / name)
+    now = {name: [made[name]] if name in made else hashes for name, hashes in both.items()}
+    write_json(manifest, Manifest(files=now).model_dump(mode="json"))
 
 
 def write_safetensors(source: Source, out: Path) -> list[Path]:

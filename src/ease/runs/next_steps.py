@@ -4,6 +4,7 @@ from ease.audit.config import AuditConfig
 from ease.audit.joint import LEAST_RETRAINED
 from ease.audit.verdict import Reason
 from ease.methods import METHODS
+from ease.methods.ease.method import CLIENT_RECOVERY, REPLAY_RECOVERY
 from ease.requests.request import ClientRequest
 from ease.runs.records import AuditRecord, Price
 from ease.runs.resolve import request_flags, request_id
@@ -11,8 +12,6 @@ from ease.runs.resolve import request_flags, request_id
 USUAL_RETRAINS = 9
 ASKED = ("shadows", "pool", "fpr", "attack")
 """Settings of an audit that are options of its command; how many retrainings is another matter."""
-USUAL_RECOVERY = {"client": 0.15, "class": 0.2, "sample": 0.2}
-"""Of EASE where it chooses by itself: share of the training rounds."""
 MOST_RECOVERY = 0.8
 """More rounds than this, and retraining is hardly dearer."""
 
@@ -48,7 +47,7 @@ def _other_settings(record: AuditRecord, run: str) -> list[str]:
     costs, phases = record.costs, record.costs.phases
     whole, replay, recovery = (
         _seconds(record).answer,
-        phases.get("decomposition", 0.0),
+        phases.get("subtraction", 0.0),
         phases.get("recovery", 0.0),
     )
     found = []
@@ -59,7 +58,8 @@ def _other_settings(record: AuditRecord, run: str) -> list[str]:
             f"{costs.replayed_rounds}, {_about(seconds)}"
         )
     share = record.method.get("recovery_share", "auto")
-    share = USUAL_RECOVERY[record.request.scope] if share == "auto" else float(share)
+    if share == "auto":
+        share = CLIENT_RECOVERY if isinstance(record.request, ClientRequest) else REPLAY_RECOVERY
     if 2 * share <= MOST_RECOVERY:
         doubled = _set(record, recovery_share=2 * share)
         found.append(f"{forget} {doubled}: twice the rounds of recovery, {_about(whole + recovery)}")

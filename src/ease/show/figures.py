@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -22,11 +23,12 @@ COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 """Told apart by colour-blind readers too (Okabe and Ito, and one of Tol's)."""
 FIXED = {"Trained": "0.6", "Retrain": "black", "EASE": "#D55E00"}
 """What looks the same in every figure."""
+SCENARIOS = ("client", "class", "sample")
 MARKERS = "os^Dv<>Pp*hXd8H"
 PARTS = ("forget", "retain", "test")
 SYMBOLS = {
     "delta": "entanglement threshold δ",
-    "lock_strength": "lock strength α",
+    "alpha": "Forget Lock strength α",
     "partition.clients": "clients K",
     "partition.beta": "Dirichlet concentration β",
 }
@@ -93,7 +95,7 @@ LEAST_SPAN = 12.0
 def draw(results: BenchResults) -> dict[str, Figure]:
     """The figures of an experiment's kind, by name; a plain table has none."""
     with matplotlib.rc_context(STYLE):
-        return {results.kind: DRAWN[results.kind](results)} if results.kind in DRAWN else {}
+        return {name: DRAWN[name](results) for name in (results.kind, *ALSO.get(results.kind, ())) if name in DRAWN}
 
 
 def encode(figure: Figure, form: str) -> bytes:
@@ -122,32 +124,40 @@ def _for_the_dark(drawing: bytes) -> bytes:
 
 
 def curves(results: BenchResults) -> Figure:
-    """Recall over the varied setting, one panel for each scenario: the first method in lines, retraining dashed."""
+    """Recall over the varied setting: a row of panels for each method, a panel for each scenario, retraining dashed."""
     found = sheets(results)
     setting = next(row.at.name for row in results.rows if row.at)
     scenarios = list(dict.fromkeys(sheet.scenario for sheet in found))
-    figure, panels = _panels(len(scenarios), height=2.2)
-    for panel, scenario in zip(panels, scenarios, strict=True):
-        here = [sheet for sheet in found if sheet.scenario == scenario]
-        values = list(dict.fromkeys(line.at for sheet in here for line in sheet.lines if line.at is not None))
-        for colour, marker, part in zip(COLOURS, MARKERS, PARTS, strict=False):
-            key = f"{part}/recall@1"
-            moving = [line for sheet in here for line in sheet.lines if line.role == "method" and line.at is not None]
-            means = [_mean(_pick(moving, value), key) for value in values]
-            spread = [_deviation(list(_pick(moving, value).values(key).values())) for value in values]
-            panel.errorbar(range(len(values)), means, spread, color=colour, marker=marker, capsize=2, label=part)
-            goals = [statistics.mean(_reference(here, value).values(key).values()) for value in values]
-            panel.plot(range(len(values)), goals, color=colour, linestyle="--", linewidth=1)
-        panel.set_xticks(range(len(values)), [_short(value) for value in values])
-        panel.set(title=f"{scenario} request", xlabel=SYMBOLS.get(setting, setting), ylim=(-3, 103))
-        panel.margins(x=0.08)
-    panels[0].set_ylabel(RECALL)
-    _label_ends(panels[-1])
-    method = next(line.name for sheet in found for line in sheet.lines if line.role == "method")
+    methods = list(dict.fromkeys(line.name for sheet in found for line in sheet.lines if line.role == "method"))
+    figure = Figure(figsize=(PANEL_INCHES * len(scenarios) + 0.3, 2.2 * len(methods) + 0.5), layout="constrained")
+    panels = figure.subplots(len(methods), len(scenarios), squeeze=False, sharey=True)
+    for method, row in zip(methods, panels, strict=True):
+        for scenario, panel in zip(scenarios, row, strict=True):
+            _curve(panel, [sheet for sheet in found if sheet.scenario == scenario], method)
+            panel.set(title=f"{scenario} request", xlabel=SYMBOLS.get(setting, setting), ylim=(-3, 103))
+        row[0].set_ylabel(RECALL if len(methods) == 1 else f"{method}\n{RECALL}")
+        _label_ends(row[-1])
     seeded = f", mean and deviation over {results.seeds} seeds" if results.seeds > 1 else ""
     styles: list[dict[str, Any]] = [{"marker": "o"}, {"linestyle": "--", "linewidth": 1}]
-    _legend(figure, [Line2D([], [], color="0.3", **style) for style in styles], [f"{method}{seeded}", "Retrain"])
+    shown = methods[0] if len(methods) == 1 else "the method"
+    _legend(figure, [Line2D([], [], color="0.3", **style) for style in styles], [f"{shown}{seeded}", "Retrain"])
     return figure
+
+
+def _curve(panel: Axes, here: Sequence[Sheet], method: str) -> None:
+    """One method and scenario over the varied setting."""
+    lines = [line for sheet in here for line in sheet.lines if line.role == "method" and line.name == method]
+    moving = [line for line in lines if line.at is not None]
+    values = list(dict.fromkeys(line.at for line in moving))
+    for colour, marker, part in zip(COLOURS, MARKERS, PARTS, strict=False):
+        key = f"{part}/recall@1"
+        means = [_mean(_pick(moving, value), key) for value in values]
+        spread = [_deviation(list(_pick(moving, value).values(key).values())) for value in values]
+        panel.errorbar(range(len(values)), means, spread, color=colour, marker=marker, capsize=2, label=part)
+        goals = [statistics.mean(_reference(here, value).values(key).values()) for value in values]
+        panel.plot(range(len(values)), goals, color=colour, linestyle="--", linewidth=1)
+    panel.set_xticks(range(len(values)), [_short(value) for value in values])
+    panel.margins(x=0.08)
 
 
 def _label_ends(panel: Axes) -> None:
@@ -246,25 +256,138 @@ def _place(line: Line) -> tuple[float, float]:
 
 
 def grid(results: BenchResults) -> Figure:
-    """Attack AUC of every method and scenario: 0.5 finds nothing, and below it pairs show that they were pushed."""
+    """Attack AUC of every method and scenario, a panel for each value of a varied setting: 0.5 finds nothing, and below
+    it pairs show that they were pushed."""
     found = sheets(results)
+    titles = list(dict.fromkeys(sheet.title for sheet in found))
+    lines = found[0].lines
+    size = (COLUMN_INCHES + PANEL_INCHES * (len(titles) - 1), 0.9 + 0.2 * len(lines))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False, sharey=True)[0]
+    for title, panel in zip(titles, panels, strict=True):
+        image = _aucs(panel, [sheet for sheet in found if sheet.title == title])
+        panel.set_title(title)
+    panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
+    figure.colorbar(image, ax=panels, label="LiRA AUC (0.5: chance)", ticks=[0, 0.25, 0.5, 0.75, 1])
+    return figure
+
+
+def _aucs(panel: Axes, found: Sequence[Sheet]) -> Any:
+    """A heat map of methods by scenarios, with every value written into it."""
     lines = found[0].lines
     values = np.array([[_mean(sheet.lines[n], "lira/auc") for sheet in found] for n in range(len(lines))])
-    figure = Figure(figsize=(COLUMN_INCHES, 0.9 + 0.2 * len(lines)), layout="constrained")
-    panel = figure.add_subplot()
     image = panel.imshow(values, cmap="PuOr_r", vmin=0, vmax=1, aspect="auto")
     for row, column in np.ndindex(*values.shape):
         shade = "white" if abs(values[row, column] - 0.5) > 0.35 else "#1a1a1a"  # not ink: cells stay light in the dark
         shown = DIVERGED if np.isnan(values[row, column]) else f"{values[row, column]:.2f}"
         panel.text(column, row, shown, ha="center", va="center", color=shade)
     panel.set_xticks(range(len(found)), [sheet.scenario for sheet in found])
-    panel.set_yticks(range(len(lines)), [line.label for line in lines])
     panel.tick_params(length=0)
     panel.spines[:].set_visible(False)
     panel.hlines(
         [0.5, len(lines) - 1.5], -0.5, len(found) - 0.5, color="white", linewidth=4
     )  # methods between references
-    figure.colorbar(image, label="LiRA AUC (0.5: chance)", ticks=[0, 0.25, 0.5, 0.75, 1])
+    return image
+
+
+def tpr(results: BenchResults) -> Figure:
+    """True positives of the attack at 1 % false positives: one row of `tpr_grid`."""
+    return tpr_grid([results])
+
+
+def tpr_grid(experiments: Sequence[BenchResults]) -> Figure:
+    """True positives of the likelihood-ratio attack at 1 % false positives: a row of panels for each experiment, and a
+    column for each value of its varied setting, or for each kind of request if it varies none."""
+    rows = [_tpr_row(sheets(results)) for results in experiments]
+    wide = max(map(len, rows))
+    names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.methods))
+    size = (PANEL_INCHES * wide + 1.3, len(rows) * (0.8 + 0.17 * len(names)) + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(rows), wide, squeeze=False, sharex=True)
+    for results, row, axes in zip(experiments, rows, panels, strict=True):
+        for panel in axes[len(row) :]:
+            panel.set_visible(False)
+        for number, (panel, shown) in enumerate(zip(axes, row, strict=False)):
+            _tprs(panel, shown)
+            panel.set_title(shown.title)
+            panel.set_yticks(range(len(shown.methods)), shown.methods if number == 0 else [])
+        if len(rows) > 1:
+            axes[0].set_ylabel(results.title, fontsize=7)
+    for panel in panels[-1]:
+        panel.set_xlabel("TPR (%) at 1 % FPR")
+    scenarios = list(dict.fromkeys(name for row in rows for panel in row for name in panel.scenarios))
+    marks = [Line2D([], [], color=_scenario_colour(s), marker=_scenario_marker(s), linestyle="") for s in scenarios]
+    dotted = Line2D([], [], color=SOFT, linestyle=":", linewidth=1)
+    _legend(figure, [*marks, dotted], [*(f"{scenario} request" for scenario in scenarios), "1 %: guessing"])
+    return figure
+
+
+@dataclass(frozen=True)
+class TprPanel:
+    """One panel of `tpr_grid`: sheets of one value of the varied setting, with the same methods."""
+
+    title: str
+    found: tuple[Sheet, ...]
+
+    @property
+    def methods(self) -> list[str]:
+        return [line.label for line in self.found[0].lines]
+
+    @property
+    def scenarios(self) -> list[str]:
+        return [sheet.scenario for sheet in self.found]
+
+
+def _tpr_row(found: Sequence[Sheet]) -> list[TprPanel]:
+    titles = list(dict.fromkeys(sheet.title for sheet in found))
+    if titles == [""]:
+        return [TprPanel(f"{sheet.scenario} request", (sheet,)) for sheet in found]
+    return [TprPanel(title, tuple(sheet for sheet in found if sheet.title == title)) for title in titles]
+
+
+def _tprs(panel: Axes, shown: TprPanel) -> None:
+    for sheet in shown.found:
+        places = np.arange(len(sheet.lines)) + 0.2 * (shown.found.index(sheet) - (len(shown.found) - 1) / 2)
+        values = [[100 * value for value in line.values("lira/tpr").values()] for line in sheet.lines]
+        means = [statistics.mean(each) if each else math.nan for each in values]
+        spread = [_deviation(each) for each in values]
+        style: dict[str, Any] = {"color": _scenario_colour(sheet.scenario), "marker": _scenario_marker(sheet.scenario)}
+        panel.errorbar(means, places, xerr=spread, linestyle="", capsize=1.5, **style)
+    if not any(line.values("lira/tpr") for sheet in shown.found for line in sheet.lines):
+        panel.text(0.5, 0.5, "too few non-members", transform=panel.transAxes, ha="center", color=SOFT, fontsize=7)
+    panel.axvline(1, color=SOFT, linestyle=":", linewidth=1)
+    panel.set(ylim=(len(shown.methods) - 0.5, -0.5), xlim=(-2, 102))
+    panel.tick_params(axis="y", length=0)
+    panel.grid(axis="x", color=FAINT, linewidth=0.4)
+
+
+def _scenario_colour(scenario: str) -> str:
+    return COLOURS[SCENARIOS.index(scenario)]
+
+
+def _scenario_marker(scenario: str) -> str:
+    return MARKERS[SCENARIOS.index(scenario)]
+
+
+def baselines(results: BenchResults) -> Figure:
+    """Forget and retained recall of every method, one panel each: a bar for each kind of request."""
+    found = sheets(results)
+    lines = [line for line in found[0].lines if line.role != "trained"]
+    places, width = np.arange(len(lines)), 0.8 / len(found)
+    figure, panels = _panels(2, height=2.2, width=COLUMN_INCHES)
+    for panel, part in zip(panels, ("forget", "retain"), strict=True):
+        for number, sheet in enumerate(found):
+            shown = [line for line in sheet.lines if line.role != "trained"]
+            means = [_mean(line, f"{part}/recall@1") for line in shown]
+            spread = [_deviation(list(line.values(f"{part}/recall@1").values())) for line in shown]
+            where = places + width * (number - (len(found) - 1) / 2)
+            style: dict[str, Any] = {"color": _scenario_colour(sheet.scenario), "label": f"{sheet.scenario} request"}
+            errors: dict[str, Any] = {"yerr": spread, "capsize": 2} if any(spread) else {}
+            panel.bar(where, np.nan_to_num(means), 0.9 * width, **errors, **style)
+        panel.set_xticks(places, [line.label for line in lines])
+        panel.set(title=f"{part} pairs", ylim=(0, 103))
+    panels[0].set_ylabel(RECALL)
+    _legend(figure, *panels[0].get_legend_handles_labels())
     return figure
 
 
@@ -372,10 +495,11 @@ def _cloud(panel: Axes, values: np.ndarray, height: float, colour: str) -> None:
 
 
 def subspaces(results: BenchResults) -> Figure:
-    """How alike the clients' update subspaces are, and the principal angles of five pairs, in each side's most
-    entangled block."""
+    """Similarity of the clients' update subspaces and the principal angles of five pairs, in each side's most
+    entangled projector layer; in its most entangled block if the model has no projectors."""
     blocks = results.subspaces[0].blocks
-    by_side = [[overlap for overlap in blocks if overlap.modality == side] for side in ("image", "text")]
+    projectors = [overlap for overlap in blocks if ".projector." in overlap.block] or blocks
+    by_side = [[overlap for overlap in projectors if overlap.modality == side] for side in ("image", "text")]
     chosen = [max(side, key=mean_similarity) for side in by_side if side]
     figure = Figure(figsize=(2 * COLUMN_INCHES, 2.6 * len(chosen)), layout="constrained")
     panels = figure.subplots(len(chosen), 2, squeeze=False)
@@ -411,6 +535,8 @@ def representative_pairs(similarity: np.ndarray, count: int = 5) -> list[tuple[i
 DRAWN: dict[str, Callable[[BenchResults], Figure]] = {
     "curves": curves,
     "grid": grid,
+    "tpr": tpr,
+    "baselines": baselines,
     "tradeoff": tradeoff,
     "bars": bars,
     "raincloud": raincloud,
@@ -418,9 +544,13 @@ DRAWN: dict[str, Callable[[BenchResults], Figure]] = {
 }
 
 
+ALSO = {"grid": ("tpr",)}
+"""Further figures of a kind."""
 CAPTIONS = {
     "curves": "Recall@1 over the varied setting; dashed, in the same colour, what retraining gives.",
     "grid": "AUC of the likelihood-ratio attack: 0.5 is chance; below it pairs show that they were pushed away.",
+    "tpr": "True positives of the likelihood-ratio attack at 1 % false positives; dotted: guessing.",
+    "baselines": "Recall@1 of forget and of retained pairs: a good method has the bars of retraining.",
     "tradeoff": "Recall@1 of retained over that of forget pairs as each method grows stronger; the cross is the aim.",
     "bars": "Recall of each method in percent, R@1, R@5 and R@10 in one bar; the arcs are retraining, which "
     "bars should reach and not pass.",

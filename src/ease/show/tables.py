@@ -93,6 +93,7 @@ FORGET = (
     *_recalls("F", "forget"),
     Column("MIA %", "mia", r"MIA \%", scale=100),
     Column("LiRA AUC", "lira/auc", "LiRA", digits=2),
+    Column("LiRA TPR %", "lira/tpr", r"TPR@1\% FPR", scale=100),
     Column("rho", "rho", r"$\rho$", digits=2, judged="low"),
 )
 RETAIN = (
@@ -110,7 +111,7 @@ PRINTED = {
     for name, titles in (
         ("Forgetting", ("F-R@1", "F-R@5", "F-R@10", "MIA %")),
         ("Keeping, and what it costs", ("R-R@1", "R-R@5", "R-R@10", "up MB", "down MB")),
-        ("The rest", ("T-R@1", "LiRA AUC", "rho", "time s", "sum of gaps")),
+        ("The rest", ("T-R@1", "LiRA AUC", "LiRA TPR %", "rho", "time s", "sum of gaps")),
     )
 }
 """The parts of a table on a page: the paper's two, then what it does not tell. More columns, or three scenarios of them
@@ -289,7 +290,7 @@ def latex(results: BenchResults) -> str:
             r"\begin{table*}[t]",
             r"\centering",
             r"\setlength{\tabcolsep}{3pt}",
-            rf"\caption{{{_escape(caption)}. {_escape(' '.join(notes(here)))}}}",
+            rf"\caption{{{escape(caption)}. {escape(' '.join(notes(here)))}}}",
         ]
         for part in PRINTED.values():
             columns = [column for column in part if any(columns_of(sheet, [column]) for sheet in here)]
@@ -308,7 +309,7 @@ def _tabular(here: Sequence[Sheet], columns: Sequence[Column]) -> list[str]:
     cells = [figures(sheet, column) for sheet in here for column in columns]
     for number, line in enumerate(here[0].lines):
         lines += [r"\midrule"] if line.role == "retrain" else []
-        label = _escape(line.label + ("†" if line.tuned else ""))
+        label = escape(line.label + ("†" if line.tuned else ""))
         lines.append(" & ".join([label, *(_latex(column[number]) for column in cells)]) + r" \\")
     return [*lines, r"\bottomrule", r"\end{tabular}}"]
 
@@ -318,7 +319,7 @@ def _latex(figure: Figure | None) -> str:
         return ""
     text = rf"\textbf{{{figure.value}}}" if figure.best else figure.value
     text += rf"{{\scriptsize$\pm${figure.spread}}}" if figure.spread else ""
-    note = _escape(figure.note).replace("-", "$-$")
+    note = escape(figure.note).replace("-", "$-$")
     return text + (f" ({note})" if note else "") + (r"$^\circ$" if figure.inside else "")
 
 
@@ -330,5 +331,6 @@ ESCAPES = str.maketrans(
 )
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Text as LaTeX, on one line and without control characters."""
     return plain(" ".join(text.split())).translate(ESCAPES)

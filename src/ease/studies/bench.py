@@ -142,7 +142,7 @@ class Yardstick:
         found = {key: value for key, value in recorded.items() if "/recall@" in key or key == "gallery"}
         found["rho"] = alignment_residual(similarities(self.world, state, self.sets["forget"]), self.before, self.goal)
         if self.attackers is not None:
-            found |= {"mia": self.attackers.share_called_member(state), "lira/auc": self.attackers.auc(state)}
+            found |= self.attackers.metrics(state)
         for key in COSTS:
             if f"cost/{key}" in recorded:
                 cost = recorded[f"cost/{key}"]

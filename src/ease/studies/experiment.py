@@ -16,7 +16,7 @@ from ease.runs.config import RunConfig, anchor_paths
 from ease.storage import digest
 from ease.studies.scenarios import Scenario, scenario_config
 
-FORMAT = 3
+FORMAT = 4
 """Of a stored cell; raise it when the same settings give other figures."""
 QUICK: dict[str, Any] = {
     "seeds": [0],
@@ -48,8 +48,11 @@ class Experiment(Config):
 
     title: str
     """Of its tables."""
-    kind: Literal["table", "curves", "grid", "tradeoff", "bars", "raincloud", "subspaces"] = "table"
-    """The figure beside the tables; `subspaces` looks at training alone and has no table."""
+    kind: Literal["table", "ablation", "curves", "grid", "baselines", "tradeoff", "bars", "raincloud", "subspaces"] = (
+        "table"
+    )
+    """The figure beside the tables. `table` and `ablation` have none, and `paper.tex` of an ablation reports rho where
+    others report bytes. `subspaces` looks at training only and has no table."""
     run: RunConfig = RunConfig()
     """Settings of training, as in the file for `ease train`; its seed is not used."""
     scenarios: tuple[Scenario, ...] = Field(("client", "class", "sample"), min_length=1)
@@ -175,11 +178,26 @@ class Job:
 
 def load_experiment(path: Path, assignments: Sequence[str] = (), quick: bool = False) -> Experiment:
     """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
-    table = _anchor(read_toml(path), path.parent)
+    table = _with_bases(path)
     if quick:
         table = _merge(_merge(_at_hand(table, path), QUICK), table.get("quick", {}))
     table = _anchor(override(table, assignments), Path.cwd())
     return validate(Experiment, table, " with ".join([str(path), *(["--set"] if assignments else [])]))
+
+
+def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of the files that `base` names, one after the other, then the file's own; later ones override."""
+    if path.resolve() in above:
+        raise UserError(f"{path}: base: names itself")
+    own = _anchor(read_toml(path), path.parent)
+    named = own.pop("base", [])
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path}: base: name one TOML file or a list of them")
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = _merge(merged, _with_bases(path.parent / name, (*above, path.resolve())))
+    return _merge(merged, own)
 
 
 def _at_hand(table: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -272,14 +272,16 @@ def test_estimated_work_counts_recovery_and_rounds_that_are_trained_again(learnt
     training = learnt.trained.training.model_copy(update={"rounds": 20})
     assert Ease().estimated_work(training, CLIENT, 0.25) == 4
     assert Ease(replay=0.5).estimated_work(training, samples, 0.25) == 5 + 0.25 * 0.5 * 20
+    assert Ease().estimated_work(training, samples, 1.0, replay_cost=1.2) == 5 + 1.2 * 20
     thinned = training.model_copy(update={"history_every": 4})
     assert Ease().estimated_work(thinned, CLIENT, 0.25) == 4 + 0.25 * 20 * 3 / 4
     assert Ease(contribution_source="remaining").estimated_work(thinned, CLIENT, 0.25) == 4
 
 
 def test_large_requests_are_advised_to_retrain() -> None:
-    assert Ease().advice(0.25) == "" == Retrain().advice(0.9)
-    assert "40% of all pairs: --method retrain" in Ease().advice(0.4)
+    assert Ease().advice(0.25, 0.7) == "" == Retrain().advice(0.9, 1.0)
+    assert "40% of all pairs: --method retrain" in Ease().advice(0.4, 0.7)
+    assert "about 140% of retraining's work: --method retrain" in Ease().advice(0.1, 1.4)
 
 
 def test_client_requests_read_the_leaving_clients_updates_only(learnt) -> None:

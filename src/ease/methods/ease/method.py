@@ -1,7 +1,7 @@
 """EASE: subtract the contribution of the forget data once, recover with plain FedAvg rounds, and lock its direction."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from statistics import fmean
@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from ease.config import Config
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Precision
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, told_of
@@ -18,20 +19,32 @@ from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.stored_sums import Source
 from ease.methods.unlearning_base import UnlearningBase
 from ease.params import Params
-from ease.requests.request import ClassRequest, ClientRequest, Request
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.subspace import Basis, excise, joined
 
 CLIENT_RECOVERY, REPLAY_RECOVERY = 0.15, 0.2
 """Recovery rounds after client requests and after others, as shares of the training rounds."""
+LARGEST_SHARE = 1.1
+"""Bound for trainings of a few rounds, whose loss is still large. With 5 rounds, shares of up to 1.03 were right."""
 LARGE_REQUEST = 0.25
 """Share of all training pairs above which retained recall falls short of retraining's by more than two points."""
+
+
+class SharePrior(Config):
+    """The fitted numbers of assets/share_prior.toml."""
+
+    client: float
+    class_: float = Field(alias="class")
+    sample: float
+    per_loss: float
+    adam: float
 
 
 class Ease(Unlearner):
     """Subtract what the forget pairs contributed to the model, then train a few rounds on retained pairs.
 
     The contribution is FedRecovery's residual (Zhang et al., TIFS 2023), the mean update of a round less that mean
-    without the leaving client, summed over all rounds and scaled by a constant. EASE extends it by replay to classes
+    without the leaving client, summed over all rounds and scaled by a prior. EASE extends it by replay to classes
     and single pairs. Plain FedAvg rounds recover, and later training is locked along the contribution's direction.
     The algorithm of the EASE paper is `ease_paper`.
     """
@@ -43,7 +56,7 @@ class Ease(Unlearner):
     tuned: ClassVar[Space] = {"share": ("auto", 0.7, 0.8, 0.9, 1.0), "recovery_share": ("auto", 0.1, 0.3)}
     method: Literal["ease"] = "ease"
     share: Annotated[float, Field(ge=0, le=1.2)] | Literal["auto"] = "auto"
-    """Share of the contribution that is subtracted; `auto`: the constant of the request's kind."""
+    """Share of the contribution that is subtracted. `auto`: by the request's kind and the final training loss."""
     replay: float = Field(1.0, gt=0, le=1)
     """Class and sample requests: share of the training rounds that are replayed. Fewer are cheaper and less exact."""
     replay_precision: Precision = "auto"
@@ -64,7 +77,8 @@ class Ease(Unlearner):
         contribution = contribution_of(
             trained, request, federation, self.replay, self.contribution_source, self.replay_precision
         )
-        share = share_prior(request, trained.training.optimiser) if self.share == "auto" else self.share
+        goal = final_loss(trained)
+        share = share_prior(request, trained.training.optimiser, goal or 0.0) if self.share == "auto" else self.share
         base = trained.base_state - share * self._chosen(contribution.total)
         # Along locked directions of closed requests the model stays where their recovery left it.
         state, _ = excise(base, trained.start, dict(trained.locked), drifted=trained.base_state)
@@ -72,7 +86,6 @@ class Ease(Unlearner):
 
         clients, training = retained_clients(request, federation), trained.training
         least, most = (each(training, request) - 1 for each in (self.rounds, self.most_rounds))
-        goal = final_loss(trained)
         for number in range(1, most + 1):
             job = training.job(number, trained.seed, trained.temperature, self.name, request=request, data="retain")
             drawn = participants(clients, training, trained.seed, number)
@@ -102,19 +115,23 @@ class Ease(Unlearner):
         extends = self.recovery_share == "auto" and training.aggregation == "mean"
         return 1 + (2 * recovery if extends else recovery)
 
-    def estimated_work(self, training: TrainingConfig, request: Request, holders: float) -> float:
+    def estimated_work(
+        self, training: TrainingConfig, request: Request, holders: float, replay_cost: float = 1.0
+    ) -> float:
         """Recovery, and the rounds that clients train once more: replays, or updates that are not stored."""
         work = super().estimated_work(training, request, holders)
         if not isinstance(request, ClientRequest):
-            return work + holders * self.replay * training.rounds
+            return work + holders * self.replay * training.rounds * replay_cost
         if self.contribution_source == "leaving":  # leaving clients repeat what is not stored
             work += holders * training.rounds * (1 - training.history_share / training.history_every)
         return work
 
-    def advice(self, forget_share: float) -> str:
-        if forget_share <= LARGE_REQUEST:
-            return ""
-        return f"this is {forget_share:.0%} of all pairs: --method retrain keeps the others better"
+    def advice(self, forget_share: float, cost: float) -> str:
+        if forget_share > LARGE_REQUEST:
+            return f"this is {forget_share:.0%} of all pairs: --method retrain keeps the others better"
+        if cost >= 1:
+            return f"about {cost:.0%} of retraining's work: --method retrain costs less"
+        return ""
 
     def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
         """Client requests read the leaving clients' updates only: global states contain the sum of the others."""
@@ -140,17 +157,20 @@ class Ease(Unlearner):
 
 
 @cache
-def _prior() -> Mapping[str, Mapping[str, float]]:
-    return tomllib.loads((files("ease") / "assets" / "share_prior.toml").read_text())
+def _prior() -> SharePrior:
+    return SharePrior(**tomllib.loads((files("ease") / "assets" / "share_prior.toml").read_text()))
 
 
-def share_prior(request: Request, optimiser: str) -> float:
-    """The share that requests of this kind need. It is below 1, because later rounds of a training without the forget
-    pairs would have made up for a part of what is missing."""
-    kind = (
-        "client" if isinstance(request, ClientRequest) else "class" if isinstance(request, ClassRequest) else "sample"
-    )
-    return _prior()[optimiser][kind]
+def share_prior(request: Request, optimiser: str, final_loss: float) -> float:
+    """The share that a request needs.
+
+    It is below 1 because later rounds, trained without the forget pairs, would have made up for a part of what is
+    missing. A model that has not converged made up for less, so the share grows with the final training loss.
+    """
+    prior = _prior()
+    kinds = {ClientRequest: prior.client, ClassRequest: prior.class_, SampleRequest: prior.sample}
+    share = kinds[type(request)] + prior.per_loss * final_loss + (prior.adam if optimiser == "adam" else 0.0)
+    return min(share, LARGEST_SHARE)
 
 
 def final_loss(trained: Trained) -> float | None:

@@ -74,7 +74,10 @@ def repeated_sum(
         longest[each.client] = longest.get(each.client, 0.0) + most
     # In full precision: this sum is an update itself, not a difference of two.
     job = trained.training_job(0, request=SampleRequest(ids=()), objective=REPLAY, replays=tuple(questions))
-    answers = {answer.client: answer for answer in federation.run(trained.start, job, sorted(rounds))}
+    try:
+        answers = {answer.client: answer for answer in federation.run(trained.start, job, sorted(rounds))}
+    except UserError as error:  # too few of them answered
+        raise UserError(f"{error}; or {OTHERWISE}") from error
     for client in sorted(rounds):
         summed = read_sum(answers[client].values, 0, trained.start) if client in answers else None
         if summed is None:

@@ -30,6 +30,8 @@ from ease.params import Params
 from ease.requests.request import ClientRequest, Request, leaving_clients
 
 OWN_UPDATES = "sum of own updates"
+ROUNDING = 1e-4
+"""Relative difference that single precision may leave between a sum and its parts."""
 Source = Literal["leaving", "remaining"]
 """Which clients report the updates that the server has not stored: those that leave, or all others."""
 
@@ -142,13 +144,15 @@ def _stored(
     """
     history, total, missing = trained.history, zeros(trained), list[MissingUpdate]()
     by_scale: dict[float, list[int]] = {}
-    excluded = frozenset[int]() if source == "leaving" else leaving_clients(request)
+    able = able_to_repeat(trained, federation)
+    if source == "remaining":
+        able -= leaving_clients(request)
     for each in rounds:
         stored = round_weights(trained, each.round)
         weights: Mapping[int, float] = _differences(stored, each)
         from_mean = len(weights) < len(each.weights)
-        if source == "remaining" and any(not history.stores(each.round, client) for client in weights):
-            from_mean = False
+        if any(not history.stores(each.round, client) and client not in able for client in weights):
+            from_mean = False  # nobody can tell what these clients added to the mean
         if trained.training.aggregation == "mean" and from_mean:
             by_scale.setdefault(_rounded(each.scale * sum(stored.values())), []).append(each.round)
         else:
@@ -163,7 +167,6 @@ def _stored(
         total = total + scale * history.moved_over(numbers)
     if not missing:
         return UpdateSum(total)
-    able = able_to_repeat(trained, federation) - excluded
     rest, repeated = repeated_sum(trained, federation, missing, able)
     return UpdateSum(total + rest, repeated)
 
@@ -184,6 +187,7 @@ def _reported(
 ) -> Params:
     total, here = zeros(trained), set(federation.clients)
     questions: list[Replay] = []
+    weights: dict[int, dict[int, float]] = {}
     for each in rounds:
         stored = round_weights(trained, each.round)
         differ = _differences(stored, each)
@@ -196,6 +200,8 @@ def _reported(
             clipped = trained.history.record(each.round).get("clipped", {})  # clients keep unclipped updates
             factors = {c: asked[c] * each.scale * clipped.get(str(c), 1.0) for c in asked}
             questions += [Replay(each.round, start, factors[c], 0, (c,)) for c in asked]
+            for client in asked:
+                weights.setdefault(client, {})[each.round] = asked[client] * each.scale
     clients = sorted({client for each in questions for client in each.clients})
     absent = [client for client in clients if client not in here]
     if absent:
@@ -212,13 +218,14 @@ def _reported(
                 f"client {silent[0]}: no sound answer about the updates it keeps; ask it again with the same command, "
                 "or use --method retrain"
             )
-        for _, answer in sorted(answers.items()):
-            total = total + _sum_of(answer, trained.start)
+        for client, answer in sorted(answers.items()):
+            longest = trained.history.longest_sum(client, weights[client])
+            total = total + _sum_of(answer, trained.start, longest)
     return total
 
 
-def _sum_of(answer: Update, like: Params) -> Params:
-    """A client's reported sum, refused if tensors are missing or not finite."""
+def _sum_of(answer: Update, like: Params, longest: float | None) -> Params:
+    """A client's reported sum, refused if tensors are missing or not finite, or if it is longer than its updates."""
     sums = {
         name: tensor.double()
         for name, like_tensor in like.tensors.items()
@@ -231,4 +238,10 @@ def _sum_of(answer: Update, like: Params) -> Params:
             f"client {answer.client}: its sum of updates lacks tensors of the model, or values are not finite; ask it "
             "again, or use --method retrain"
         )
-    return Params(sums, like.blocks)
+    total = Params(sums, like.blocks)
+    if longest is not None and total.norm() > longest * (1 + ROUNDING):
+        raise UserError(
+            f"client {answer.client}: its sum of updates has norm {total.norm():.3g}, and the updates that it sent add "
+            f"up to at most {longest:.3g}; ask it again, or use --method retrain"
+        )
+    return total

@@ -1,6 +1,6 @@
 """How near EASE comes to retraining on one request, now and ten rounds later, beside how near two retrainings come.
 
-    python benchmarks/counterfactual.py sample --seed 0 --after --variant "" --variant momentum=0 --set engine=cohort
+    python benchmarks/gaps.py sample --seed 0 --after --variant "" --variant share=0.8 --set engine=cohort
 
 Gaps are to the mean of two retrainings, in points of recall; rho and KS are means over both.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--beside", action="append", default=[], help="another method to answer it by; repeatable")
     parser.add_argument("--config", type=Path, help="TOML of the run")
     parser.add_argument("--set", action="append", default=[], dest="settings", help="a setting of the run; repeatable")
-    parser.add_argument("--work", type=Path, default=Path("results/counterfactual"))
+    parser.add_argument("--work", type=Path, default=Path("results/gaps"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
 

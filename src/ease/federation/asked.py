@@ -1,0 +1,80 @@
+"""What a node was asked, written down at its own site: one line each, whatever became of it."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ease.errors import UserError
+from ease.federation.codec import JobHeader
+from ease.federation.container import PREFIX
+from ease.federation.wire import Ask
+
+LARGEST = 1 << 24
+"""Bytes of the list; the older half goes when it is longer."""
+
+
+@dataclass(frozen=True)
+class AskedLog:
+    """The list in the folder of a node."""
+
+    path: Path
+
+    def note(self, ask: Ask, job: bytes, parts: Mapping[str, bytes], told: bytes, refused: str) -> None:
+        """Add one line. It holds no id and no number of the site, so that it may be shown to anyone there."""
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "kind": ask.kind,
+            "run": ask.run,
+            "cohort": ask.cohort,
+            "bytes_in": len(job) + sum(map(len, parts.values())),
+            "bytes_out": len(told),
+            "refused": refused,
+            **_of_job(job),
+            **({} if ask.search is None else {"words": ask.search.words}),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file() and self.path.stat().st_size > LARGEST:
+            lines = self.path.read_text().splitlines(keepends=True)
+            self.path.write_text("".join(lines[len(lines) // 2 :]))
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, sort_keys=True) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        if not self.path.is_file():
+            raise UserError(f"{self.path}: no such file; name the folder of a node that was asked something (--folder)")
+        try:
+            return [json.loads(line) for line in self.path.read_text().splitlines()]
+        except ValueError as error:
+            raise UserError(f"{self.path}: damaged ({str(error)[:100]}); move it away to begin a new one") from error
+
+    def counts(self) -> dict[tuple[str, str, bool], int]:
+        """How often each kind of question came: (kind, objective, whether it was refused) -> times."""
+        found = Counter((each["kind"], each.get("objective", ""), bool(each["refused"])) for each in self.lines())
+        return dict(sorted(found.items()))
+
+
+def asked_log(folder: Path) -> AskedLog:
+    return AskedLog(folder / "asked.jsonl")
+
+
+def _of_job(job: bytes) -> dict[str, Any]:
+    """What a job says of itself, where it can be read; one that cannot is refused anyway."""
+    if len(job) <= PREFIX.size:
+        return {}
+    try:
+        _, _, length, _ = PREFIX.unpack_from(job)
+        header = JobHeader.model_validate_json(job[PREFIX.size : PREFIX.size + length])
+    except ValueError:
+        return {}
+    named = header.request
+    return {
+        "objective": header.objective,
+        "round": header.round,
+        "data": header.data,
+        "replays": len(header.replays),
+        "named_pairs": len(named.ids) if named is not None and named.scope == "sample" else None,
+    }

@@ -24,6 +24,7 @@ ORDER = (
     "data",
     "requests",
     "federation",
+    "trainers",
     "methods",
     "audit",
     "runs",

@@ -187,7 +187,7 @@ class TrainedRun(_Uses, _Shows):
         samples: Path | Sequence[str] = (),
         name: str = "",
         threshold: float | None = None,
-        method: str = "ease",
+        method: str = "",
         settings: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> "Answer":
@@ -209,7 +209,7 @@ class TrainedRun(_Uses, _Shows):
         clients, concepts, ids = _clients(client, self.folder), _words(concept), _ids(samples)
         if not isinstance(method, str):
             raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
-        unlearner = make_method(method, table=_settings(settings))
+        unlearner = make_method(method or "ease", table=_settings(settings)) if method or settings else None
         wanted = Wanted(clients, (), concepts, ids or None, name=name, threshold=threshold)
         return Answer(self.folder, forget_run(self.folder, wanted, unlearner, quiet))
 

@@ -159,6 +159,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. training.rounds=5. Repeatable."),
 ]
+Method = Annotated[
+    str | None,
+    typer.Option(help="How to forget; `ease methods` lists the ways. By default `ease`, or `exact` where it applies."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
@@ -256,7 +260,7 @@ def forget(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Forget nothing: show whose pairs these are, and list their ids.")
     ] = False,
-    method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
+    method: Method = None,
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -270,7 +274,7 @@ def forget(
     from ease.methods import make_method
     from ease.runs.resolve import Wanted
 
-    unlearner = make_method(method, tuple(settings or ()))
+    unlearner = make_method(method or "ease", tuple(settings or ())) if method or settings else None
     wanted = Wanted(client or [], class_ or [], concept or [], samples, canaries, name, threshold)
     if dry_run:
         from ease.commands.preview import preview_run
@@ -321,7 +325,7 @@ def request_add(
     name: RequestName = "",
     id: Annotated[str | None, typer.Option(help="Its number in the ledger; by default made from its content.")] = None,
     approve: Annotated[bool, typer.Option("--approve", help="Approve it at once.")] = False,
-    method: Annotated[str, typer.Option(help="How to forget; `ease methods` lists the ways.")] = "ease",
+    method: Method = None,
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -335,7 +339,7 @@ def request_add(
     from ease.methods import make_method
     from ease.runs.resolve import Wanted
 
-    unlearner = make_method(method, tuple(settings or ()))
+    unlearner = make_method(method or "ease", tuple(settings or ())) if method or settings else None
     wanted = Wanted(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
     told = (by, ground, reason, priority, due, id, approve)
     _finish(add_request(run, wanted, unlearner, *told, quiet or as_json), as_json)

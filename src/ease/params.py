@@ -14,7 +14,8 @@ from ease.errors import UserError
 from ease.storage import read_noted, tensor_bytes, tensors_in, write_tensors
 
 Modality = Literal["image", "text"]
-Kind = Literal["lora", "projector"]
+Kind = Literal["lora", "projector", "closed_form", "sums"]
+"""What a block is: adapters and projectors are trained, closed-form maps are solved from sums."""
 
 
 @dataclass(frozen=True)

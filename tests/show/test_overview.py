@@ -83,7 +83,12 @@ def test_every_verdict_has_a_plain_sentence(reason: Reason, audit: Make, joint: 
         Reason.TOO_FEW: None,
         Reason.NO_SIGNAL: {**joint(0.4, 0.0), "smallest_caught": None},
     }
-    verdict = Verdict.model_validate({"measures": [measure("rho", 0.2, 0.1, None)], "joint": tests[reason]})
+    hashes = {"sums": "a", "model": "b", "retrain_sums": "a", "retrain_model": "b"}
+    compared = {Reason.IDENTICAL: hashes, Reason.DIFFERENT: {**hashes, "sums": "c"}}
+    measures = [measure("rho", 0.2, 0.1, None)]
+    verdict = Verdict.model_validate(
+        {"measures": measures, "joint": tests.get(reason), "identity": compared.get(reason)}
+    )
     assert verdict.reason is reason
     told = plainly(verdict)
     assert (told == PLAIN[reason]) if reason is not Reason.KEPT else ("about 20% of what these pairs" in told)

@@ -147,9 +147,26 @@ def judged_together(measures: Sequence[Measure], rng: np.random.Generator, level
     )
 
 
+class Identity(Config):
+    """Hashes of an exact answer beside those of retraining."""
+
+    sums: str
+    """Of the sums that the answer was solved from."""
+    retrain_sums: str
+    model: str
+    retrain_model: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the answer is the retrained model, bit for bit."""
+        return bool(self.sums) and (self.sums, self.model) == (self.retrain_sums, self.retrain_model)
+
+
 class Reason(StrEnum):
     """Why a verdict is what it is."""
 
+    IDENTICAL = "identical to retraining"
+    DIFFERENT = "different from retraining"
     LIKE_RETRAINING = "like one more retraining"
     KEPT = "forget effect kept"
     OVERDONE = "forgotten too much"
@@ -165,6 +182,8 @@ class Verdict(Judged):
     joint: JointTest | None
     """None with too few retrained models."""
     level: float = LEVEL
+    identity: Identity | None = None
+    """Of an exact answer: the hashes that decide instead of measures."""
 
     @property
     def retrained(self) -> int:
@@ -178,6 +197,8 @@ class Verdict(Judged):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def reason(self) -> Reason:
+        if self.identity is not None:
+            return Reason.IDENTICAL if self.identity.holds else Reason.DIFFERENT
         if self.joint is None:
             return Reason.TOO_FEW
         if self.joint.passed:
@@ -193,7 +214,7 @@ class Verdict(Judged):
         """Whether the answer could be one more retraining; None: it cannot be told."""
         if self.reason in (Reason.TOO_FEW, Reason.NO_SIGNAL):
             return None
-        return self.reason is Reason.LIKE_RETRAINING
+        return self.reason in (Reason.IDENTICAL, Reason.LIKE_RETRAINING)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -209,6 +230,8 @@ class Verdict(Judged):
 
     @property
     def headline(self) -> str:
+        if self.identity is not None:
+            return self.reason.capitalize()
         if self.weak:
             return f"Weak {EVIDENCE}"
         return {True: EVIDENCE.capitalize(), False: f"Not enough {EVIDENCE}", None: "Cannot tell"}[self.passed]
@@ -216,6 +239,8 @@ class Verdict(Judged):
     @property
     def explanation(self) -> str:
         joint = self.joint
+        if self.identity is not None:
+            return _compared(self.identity)
         if joint is None:
             return (
                 f"{self.retrained} retrained models, and their spread is hardly known with fewer than "
@@ -252,3 +277,19 @@ class Verdict(Judged):
         span = f"[{joint.trace.low:.0%}, {joint.trace.high:.0%}]"
         names = ", ".join(measure.title for measure in self.outside)
         return f"no retraining looks like this ({odds}): {away} {span}" + (f"; look at {names}" if names else "")
+
+
+def _compared(found: Identity) -> str:
+    """What comparing an exact answer with retraining showed."""
+    if found.holds:
+        return (
+            f"the sums of the retained pairs ({found.sums[:12]}) and the model solved from them "
+            f"({found.model[:12]}) are those of training on the retained pairs only, bit for bit, so that no measure "
+            "can tell them apart"
+        )
+    sides = (("sums", found.sums, found.retrain_sums), ("model", found.model, found.retrain_model))
+    other = [f"{name} {ours[:12] or 'missing'} and not {theirs[:12]}" for name, ours, theirs in sides if ours != theirs]
+    return (
+        f"training on the retained pairs gives another result ({'; '.join(other) or 'no sums'}); delete the answer and "
+        "run `ease forget` again"
+    )

@@ -11,19 +11,25 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ease.audit.config import AuditConfig
-from ease.audit.verdict import EVIDENCE, Measure
+from ease.audit.verdict import EVIDENCE, Identity, Measure
 from ease.commands.forget import answer
 from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
 from ease.errors import UserError
 from ease.ledger.outlook import seconds_per_round
+from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
-from ease.runs.answers import find_answer, open_world
-from ease.runs.audit import Audit, Together, check_possible
+from ease.requests.request import Request
+from ease.runs.answers import StoredAnswer, find_answer, open_world
+from ease.runs.audit import Audit, Together, check_audited, check_possible
+from ease.runs.identity import judge_identity
 from ease.runs.next_steps import next_steps
 from ease.runs.quick import RULE, Level, QuickCheck, quick_check
 from ease.runs.records import AuditRecord, PairRecord, Price
 from ease.runs.run import Run
+from ease.runs.world import World
+from ease.storage import remove_leftovers
+from ease.trainers import trainer_of
 
 EXIT_CODES = {True: 0, False: 1, None: 3}
 """Of `ease audit --exit-code`, by whether the answer passed; 2 is a user's mistake, as everywhere."""
@@ -53,7 +59,6 @@ class AuditSummary:
 
     def render(self) -> Iterator[RenderableType]:
         found, verdict = self.record, self.record.verdict
-        shown = [each for each in verdict.measures if each.inside is False or "recall@5" not in each.name]
         yield Panel(
             Text(verdict.words),
             title=Text(f"Audit of {self.name} ({found.method_name})"),
@@ -61,6 +66,27 @@ class AuditSummary:
             border_style="green" if verdict.passed else "yellow",
         )
         yield from (labelled("next", step, "bold") for step in self.next_steps)
+        yield from self._measured() if verdict.identity is None else [identity_table(verdict.identity)]
+        costs = [_cost(name, price) for name, price in found.costs.totals.items()]
+        yield table("Cost", ["", "answer", "retrain", "ratio"], costs)
+        if found.costs.compute_matched_retrain:
+            yield table(
+                "Retraining stopped early, R@1",
+                ["share of rounds", *PARTS],
+                [
+                    [share, *(f"{row[part]:.1f}" if part in row else "" for part in PARTS)]
+                    for share, row in found.costs.compute_matched_retrain.items()
+                ],
+            )
+        yield from (labelled("note", warning, "yellow") for warning in found.warnings)
+        yield from (labelled("not tested", gap) for gap in found.not_tested)
+        most = "" if verdict.identity else f"{EVIDENCE.capitalize()} is the most such measures can show. "
+        yield f"{most}Kept in {self.folder / 'audit.json'}"
+
+    def _measured(self) -> Iterator[RenderableType]:
+        """The measures that the verdict rests on."""
+        found = self.record
+        shown = [each for each in found.verdict.measures if each.inside is False or "recall@5" not in each.name]
         yield table(
             "Each measure beside retraining",
             ["", "before", "answer", "retrain", "band", ""],
@@ -81,19 +107,16 @@ class AuditSummary:
             "recall", f"in percent, both ways, in galleries of {found.gallery.pairs} pairs; by chance {chance}"
         )
         yield from (labelled(each.title, each.note) for each in shown if each.note and "recall" not in each.name)
-        costs = [_cost(name, price) for name, price in found.costs.totals.items()]
-        yield table("Cost", ["", "answer", "retrain", "ratio"], costs)
-        yield table(
-            "Retraining stopped early, R@1",
-            ["share of rounds", *PARTS],
-            [
-                [share, *(f"{row[part]:.1f}" if part in row else "" for part in PARTS)]
-                for share, row in found.costs.compute_matched_retrain.items()
-            ],
-        )
-        yield from (labelled("note", warning, "yellow") for warning in found.warnings)
-        yield from (labelled("not tested", gap) for gap in found.not_tested)
-        yield f"{EVIDENCE.capitalize()} is the most such measures can show. Kept in {self.folder / 'audit.json'}"
+
+
+def identity_table(found: Identity) -> RenderableType:
+    """Each hash of an exact answer beside that of retraining."""
+    sides = (("sums", found.sums, found.retrain_sums), ("model", found.model, found.retrain_model))
+    rows: list[list[str | Text]] = [
+        [name, ours[:16], theirs[:16], Text("equal", "green") if ours == theirs else Text("other", "red")]
+        for name, ours, theirs in sides
+    ]
+    return table("SHA-256 beside retraining", ["", "answer", "retrain", ""], rows)
 
 
 def _row(measure: Measure) -> list[str | Text]:
@@ -169,6 +192,8 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
+    if trainer_of(run.config.model) == "sums":
+        return _identity_audit(run, world, found[0], names[0], config, quiet)
     check_possible(run, world, request, config)  # before the long work begins
     if retrain:
         answer(run, world, request, Retrain(), quiet)
@@ -187,6 +212,24 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
             for record, name, audit in zip(records, names, together.audits, strict=True)
         )
     )
+
+
+def _identity_audit(
+    run: Run,
+    world: World,
+    found: tuple[StoredAnswer, Request, Unlearner],
+    name: str,
+    config: AuditConfig,
+    quiet: bool,
+) -> AuditsSummary:
+    """Of an exact answer: retraining takes a second, and its hashes say everything."""
+    stored, request, method = found
+    check_audited(name, method)
+    answer(run, world, request, Retrain(), quiet)
+    with run.locked():
+        remove_leftovers(stored.folder)
+        record = judge_identity(run, stored, request, config)
+    return AuditsSummary((AuditSummary(record, name, stored.folder),))
 
 
 def _tell_time(run: Run, audit: Together, quiet: bool) -> None:

@@ -21,12 +21,14 @@ from ease.requests.request import ClientRequest, Request, in_words
 from ease.runs.answers import (
     StoredAnswer,
     answer_of,
+    check_method,
     check_named,
     continuation,
     find_answer,
     open_world,
     release,
     trained_of,
+    usual_method,
 )
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
@@ -40,6 +42,7 @@ from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import check_writable
 from ease.studies.scenarios import Scenario, scenario_config, scenario_request
+from ease.trainers import trainer_of
 
 TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
 BARS = "▁▂▃▄▅▆▇█"
@@ -98,7 +101,12 @@ class ForgetSummary:
             f"{metrics['cost/seconds']:.1f} s; {megabytes(metrics['cost/bytes_down'])} sent, "
             f"{megabytes(metrics['cost/bytes_up'])} received; model and record in {self.folder}"
         )
-        if method != "retrain" and not self.labels[1]:
+        if method == "exact":
+            yield (
+                "This is the model that retraining gives, bit for bit: the sums of the forget pairs were subtracted. "
+                "Check it with `ease audit`"
+            )
+        elif method != "retrain" and not self.labels[1]:
             yield "Compare with the reference: the same command with --method retrain"
         if self.check is not None:
             yield labelled("quick look, no verdict", self.check.words)
@@ -187,11 +195,12 @@ def bars(cosines: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
 
 
-def forget_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> ForgetSummary:
-    """Answer a request on a finished run."""
+def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bool) -> ForgetSummary:
+    """Answer a request on a finished run, by its usual method where none is given."""
     run = Run.load(folder)
+    method = method or usual_method(run)
     trained_of(run)  # refuses an unfinished training before the long work begins
-    method.check(run.config.training)
+    check_method(run, method)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
     check_wanted(run, wanted)
     tell_threads(run)
@@ -246,7 +255,12 @@ def _summary(
 def _looked_at(
     run: Run, world: World, stored: StoredAnswer, request: Request, method: Unlearner
 ) -> tuple[QuickCheck | None, str]:
-    """A quick look at an answer, or why there is none: the answer stands without it."""
+    """A quick look at an answer, or why there is none: the answer stands without it.
+
+    An exact answer is the retrained model, so that a look could find nothing but chance.
+    """
+    if trainer_of(run.config.model) == "sums":
+        return None, ""
     try:
         return check_answer(run, world, stored, request, method), ""
     except UserError as error:

@@ -11,6 +11,7 @@ from ease.evidence.log import LogRecord
 from ease.evidence.statement import Statement, VerdictWords
 from ease.federation.kept import KeptRound
 from ease.ledger.states import State
+from ease.model.closed_form import Ridge
 from ease.requests.request import Request
 from ease.requests.tombstones import Tombstones
 from ease.runs.config import RunConfig
@@ -36,8 +37,8 @@ class TrainOutput(Config):
     run: str
     """Its folder."""
     rounds: int
-    loss: float
-    """Mean training loss of the last round."""
+    loss: float | None
+    """Mean training loss of the last round; a closed-form head has none."""
     parameters: int
     """Trained values."""
     metrics: Metrics
@@ -611,6 +612,8 @@ class RoundFile(Config):
     it is halved; empty where clients keep them."""
     moved: float | None = None
     """How far the round moved the model, before anything was held."""
+    ridge: Ridge | None = None
+    """Of a closed-form head: how strongly it is regularised; absent in a round of averaging."""
     clipped: dict[str, float] = Field(default_factory=dict)
     """Client -> factor by which its update was shortened; absent where none was."""
     bytes_down: int

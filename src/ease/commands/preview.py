@@ -14,7 +14,7 @@ from ease.console import duration, errors, labelled, plain, status, table
 from ease.ledger.outlook import Outlook, outlook
 from ease.methods.base import Unlearner
 from ease.requests.request import ClassRequest, Request, in_words
-from ease.runs.answers import StoredAnswer, answer_of, open_world, trained_of
+from ease.runs.answers import StoredAnswer, answer_of, check_method, open_world, trained_of, usual_method
 from ease.runs.concepts import Match, class_words
 from ease.runs.resolve import Resolved, Wanted, check_request, check_wanted, named_ids, parse_request, request_id
 from ease.runs.run import Run
@@ -171,11 +171,12 @@ def tell(preview: Preview, quiet: bool) -> None:
         errors.print(plain(preview.line()), soft_wrap=True, markup=False, highlight=False)
 
 
-def preview_run(folder: Path, wanted: Wanted, method: Unlearner, quiet: bool) -> Preview:
+def preview_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bool) -> Preview:
     """Look at a request on a finished run; write its ids and pictures into the run, and change nothing else."""
     run = Run.load(folder)
+    method = method or usual_method(run)
     trained_of(run)
-    method.check(run.config.training)
+    check_method(run, method)
     check_wanted(run, wanted)
     tell_threads(run)
     with status("preparing data and backbone", quiet):

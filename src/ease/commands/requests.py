@@ -22,7 +22,7 @@ from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request, in_words
 from ease.requests.tombstones import read_tombstones
-from ease.runs.answers import check_named, open_world
+from ease.runs.answers import check_method, check_named, open_world, usual_method
 from ease.runs.purge import Pass
 from ease.runs.resolve import Wanted, check_wanted, parse_request, request_id
 from ease.runs.run import Run
@@ -199,7 +199,7 @@ def someone(name: str | None) -> str:
 def add_request(
     folder: Path,
     wanted: Wanted,
-    method: Unlearner,
+    method: Unlearner | None,
     by: str | None,
     ground: str,
     reason: str,
@@ -211,8 +211,9 @@ def add_request(
 ) -> EntrySummary:
     """Hand a request in; it is resolved now, so that what is approved is what will be done."""
     run = Run.load(folder)
+    method = method or usual_method(run)
     deadline = None if due is None else _date(due)
-    method.check(run.config.training)
+    check_method(run, method)
     check_wanted(run, wanted)
     with status("preparing data and backbone", quiet):
         request = _resolved(run, wanted)

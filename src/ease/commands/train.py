@@ -17,6 +17,7 @@ from ease.errors import UserError
 from ease.params import Params
 from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
+from ease.runs.forget import check_trains_on
 from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -29,7 +30,8 @@ class TrainSummary:
 
     folder: Path
     rounds: int
-    loss: float
+    loss: float | None
+    """Of the last round; a closed-form head has none."""
     recalls: dict[str, GalleryRecall]
     before: dict[str, GalleryRecall]
     bytes_down: int
@@ -76,7 +78,8 @@ class TrainSummary:
         )
         yield (
             f"{self.parameters:,} trained values; {megabytes(self.bytes_down)} sent to clients, "
-            f"{megabytes(self.bytes_up)} received; loss {self.loss:.3f}"
+            f"{megabytes(self.bytes_up)} received; "
+            + ("solved from sums" if self.loss is None else f"loss {self.loss:.3f}")
             + (f"; run kept in {self.folder}" if self.folder.exists() else "")
         )
         if self.prospects:
@@ -112,6 +115,7 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
 def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
     """Go on with a run until it has so many rounds; the same call again finds them there."""
     config = Run.load(folder).config
+    check_trains_on(Run.load(folder), f"--until {until}")
     if until < config.training.rounds:
         raise UserError(f"--until {until}: {folder} has {config.training.rounds} rounds; name more")
     grown = config.training.model_copy(update={"rounds": until})
@@ -132,7 +136,7 @@ def _data_report(world: World) -> DataReport | None:
 
 def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
     """A round in a few words, with the recall on pairs no client trained on."""
-    figures = {"clients": str(len(record["pairs"])), "loss": f"{record['loss']:.3f}"}
+    figures = {"clients": str(len(record["pairs"])), "loss": "-" if record["loss"] is None else f"{record['loss']:.3f}"}
     held_out = np.concatenate([shard.validation for shard in world.shards])
     if len(held_out) > 1:
         state = run.history.state(record["round"])

@@ -13,6 +13,8 @@ from ease.evidence.envelope import Envelope, open_envelope
 from ease.evidence.log import ANSWERED, AUDITED, LogRecord, append, head_path, now, read_log
 from ease.evidence.salted import public_name, told
 from ease.evidence.statement import (
+    EXACT_LIMITS,
+    LIMITS,
     PAYLOAD,
     UNAUDITED,
     Certificate,
@@ -27,6 +29,7 @@ from ease.evidence.statement import (
 from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, find_answer
 from ease.runs.audit import current_audit
+from ease.runs.identity import sums_hash
 from ease.runs.records import AnswerRecord, AuditRecord
 from ease.runs.run import Run
 from ease.storage import SMALL_JSON, read_bytes, sha256
@@ -91,6 +94,7 @@ def gathered(
     record = stored.record()
     files = answer_files(stored, record, audited=audit is not None)
     table = told(run, request, stored.folder.parent.name)
+    identity = None if audit is None else audit.verdict.identity
     return Certificate(
         issued=now(),
         asked=asked(table),
@@ -101,6 +105,8 @@ def gathered(
             before=record.trained_sha256,
             after=files[stored.model_path.name],
             retrain=None if audit is None else audit.retrain_sha256,
+            sums=sums_hash(run, stored) or None,
+            retrain_sums=None if identity is None else identity.retrain_sums,
         ),
         code=installed_code(),
         configuration=plain(run.config.model_dump(mode="json")),
@@ -112,6 +118,7 @@ def gathered(
         audit=None if audit is None else audit_figures(audit),
         verdict=verdict_of(audit),
         not_tested=("everything: the answer was not audited",) if audit is None else audit.not_tested,
+        limits=LIMITS if identity is None else EXACT_LIMITS,
         log=position,
     )
 

@@ -31,6 +31,7 @@ from ease.params import Params
 from ease.runs.answers import StoredAnswer, check_current, open_world
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure
+from ease.runs.identity import computed_again, sums_file, sums_hash
 from ease.runs.records import AuditRecord, read_record
 from ease.runs.resolve import named_ids
 from ease.runs.run import Run
@@ -186,8 +187,12 @@ def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool)
         yield _unless_purged(_looked("retrained model", _retrained, stored, certificate), left)
     if certificate.audit is not None:
         yield _looked("audit", _audited, stored, certificate)
+    if certificate.models.sums is not None:
+        yield _unless_purged(_looked("sums", _sums, run, stored, certificate), left)
     yield _looked("configuration", _configured, run, certificate)
     yield _code(certificate)
+    if certificate.models.sums is not None and not quick:
+        yield _looked("computed again", _computed_again, run, stored, certificate)
     if not quick:
         yield _looked("measured figures", _measured, run, stored, certificate)
 
@@ -359,6 +364,35 @@ def _audited(stored: StoredAnswer, certificate: Certificate) -> str:
     if audit.not_tested != certificate.not_tested or audit.retrain_sha256 != certificate.models.retrain:
         raise Refuted("audit: what was not tested, or the retrained model, is another in audit.json")
     return "every figure is that of audit.json, and the verdict follows from them"
+
+
+def _sums(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
+    """The sums that the model was solved from, and those of retraining where they were compared."""
+    models = certificate.models
+    if sums_hash(run, stored) != models.sums:
+        raise Refuted(f"{sums_file(run, stored)}: its hash is not the one that the certificate lists")
+    if models.retrain_sums is not None:
+        beside = StoredAnswer(stored.folder.with_name(Retrain.name))
+        if sums_hash(run, beside) != models.retrain_sums:
+            raise Refuted(f"{sums_file(run, beside)}: its hash is not the one that the certificate lists")
+    return "as certified"
+
+
+def _computed_again(run: Run, stored: StoredAnswer, certificate: Certificate) -> str | Check:
+    """Sums and model of the retained pairs, computed from their features once more."""
+    request, models = stored.record().request, certificate.models
+    try:
+        sums, model = computed_again(run, request)
+    except (UserError, OSError) as error:
+        return Check("computed again", None, f"not computed again: {error}")
+    if sums != models.sums:
+        raise Refuted(
+            f"the retained pairs give sums {sums[:12]}, and the certificate lists {str(models.sums)[:12]}: the answer "
+            "was not solved from the retained pairs only"
+        )
+    if model != models.after:
+        return Check("computed again", None, "the sums are equal; another machine solves them to other last digits")
+    return "the retained pairs give the certified sums and model, bit for bit"
 
 
 def _configured(run: Run, certificate: Certificate) -> str:

@@ -22,6 +22,13 @@ LIMITS = (
     "Figures were measured by whoever signed first; whoever has the run can measure them again with ease verify.",
 )
 
+EXACT_LIMITS = (
+    "The model is the one that training on the retained pairs gives; whether clients summed the pairs that they say "
+    "they hold, no hash can show.",
+    *LIMITS[1:],
+)
+"""Where a closed-form head was solved anew and compared with retraining."""
+
 
 class Digests(Config):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -50,6 +57,10 @@ class Models(Config):
     after: str
     retrain: str | None
     """Of the retrained model that the audit compared with."""
+    sums: str | None = None
+    """Of the sums that the model after was solved from, where it has a closed-form head."""
+    retrain_sums: str | None = None
+    """Of those that retraining gave, where the audit compared them."""
 
 
 class Directions(Config):

@@ -125,7 +125,8 @@ class Quorum(Wrapped):
                 sound += 1
                 yield update
         self._refused |= refused
-        everyone = self.everyone or (self.patient and (bool(job.replays) or job.data == "forget"))
+        patient = self.patient or objective(job.objective).all_forget
+        everyone = self.everyone or (patient and (bool(job.replays) or job.data == "forget"))
         needed = len(clients) if everyone else math.ceil(self.share * len(clients))
         if sound < needed:
             raise too_few(job, sound, len(clients), needed, refused, everyone)

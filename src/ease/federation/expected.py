@@ -1,7 +1,7 @@
 """What an answer must hold, declared beside each objective as a value, and why an answer is not taken."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,8 @@ class Expected:
     """Further values; each group is there as a whole or not at all."""
     abstains: bool = True
     """Whether a client may have nothing to say: no pairs, no change and no values."""
+    fault: Callable[[Update], str | None] | None = None
+    """What else must hold of an answer whose values have these forms: why it does not, or None."""
 
 
 LARGEST_LOSS = 1e6
@@ -92,7 +94,8 @@ def answer_fault(update: Update, expected: Expected | None, state: Params, held:
             return reason
     elif update.delta is not None:
         return "it carries parameters, and values alone were asked for"
-    return _values_fault(update.values, expected)
+    reason = _values_fault(update.values, expected)
+    return expected.fault(update) if reason is None and expected.fault is not None else reason
 
 
 def _values_fault(values: Mapping[str, Tensor], expected: Expected) -> str | None:

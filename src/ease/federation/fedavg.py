@@ -14,6 +14,7 @@ from ease.federation.aggregation import Aggregation, aggregated, clipped
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
+from ease.model.closed_form import Ridge
 from ease.params import Params
 from ease.requests.request import Request
 from ease.seeding import generator
@@ -130,6 +131,10 @@ class Round:
     """Client -> norm and hash of its update as it was sent, where the server does not store it."""
     moved: float | None = None
     """Norm of what the updates became; absent: nobody looked."""
+    sums: Params | None = None
+    """Of a closed-form head: the sums that the state was solved from."""
+    ridge: Ridge | None = None
+    """Of a closed-form head: how strongly it is regularised."""
 
     @property
     def loss(self) -> float | None:

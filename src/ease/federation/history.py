@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
+from ease.config import validate
 from ease.errors import UserError
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
 from ease.federation.fedavg import Round
 from ease.federation.protocol import Update
+from ease.model.closed_form import Ridge
 from ease.params import Block, Params
 from ease.seeding import generator
 from ease.storage import read_json, read_some, sha256, write_atomic, write_json
@@ -39,6 +41,7 @@ THINNED = (
     "ease, retrain or another one that reads no stored updates, or train with both at 1"
 )
 STATE = "state.safetensors"
+SUMS = "sums.safetensors"
 AVERAGED = "averaged.safetensors"
 """The state of a round before what is held was taken back, where it is needed and another one."""
 
@@ -89,6 +92,19 @@ class History:
         path = self.start_path(number)
         _verify_file(path, self.record(number)["start_sha256"])
         return Params.load(path)
+
+    def sums(self, number: int) -> Params:
+        """The sums that the state of a round was solved from."""
+        self._verify(number, SUMS)
+        return Params.load(self._round(number) / SUMS)
+
+    def sums_sha256(self, number: int) -> str:
+        """The hash of their file; empty where a round has none."""
+        return str(self.record(number)["sha256"].get(SUMS, ""))
+
+    def ridge(self, number: int) -> Ridge:
+        """How strongly the head that a round solved is regularised."""
+        return validate(Ridge, self.record(number).get("ridge", {}), str(self.record_path(number)))
 
     def moved(self, number: int) -> Params:
         """The mean update of a round, in double precision, from global states alone."""
@@ -234,6 +250,8 @@ class History:
         finished.state.save(folder / STATE, self.durable)
         if finished.averaged is not None:
             finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
+        if finished.sums is not None:
+            finished.sums.save(folder / SUMS, self.durable)
         places: dict[str, dict[str, Any]] = {}
         if self.updates:
             kept = [each for each in finished.updates if self.stores(finished.number, each.client)]
@@ -250,6 +268,7 @@ class History:
             "updates": places,
             **({"seen": {str(client): each for client, each in finished.seen.items()}} if finished.seen else {}),
             **({} if finished.moved is None else {"moved": finished.moved}),
+            **({} if finished.ridge is None else {"ridge": finished.ridge.model_dump(mode="json")}),
             **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),
             **extra,
         }

@@ -94,6 +94,8 @@ class Objective:
     """What a client makes of its update before it is sent; who asked for it knows how to read that."""
     expects: ExpectsFunction | None = None
     """What an answer must hold; absent: for a training its change and loss, for anything else finite values."""
+    all_forget: bool = False
+    """Whether a job on forget pairs needs the answers of all who are asked, in one process too."""
     reads: frozenset[Pairs] = frozenset()
     """Pairs it looks at whatever the job's `data` says."""
     passes: float | Callable[[LocalJob], float] = 1.0

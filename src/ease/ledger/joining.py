@@ -29,6 +29,7 @@ from ease.runs.resolve import find_clients, named_ids
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import remove_leftovers, write_json
+from ease.trainers import trainer_of
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ def join(run: Run, wish: Wish) -> Joined:
 
 def _ready(run: Run) -> Membership:
     """Who holds what, once nothing is open that began without the newcomer."""
+    if trainer_of(run.config.model) == "sums":
+        raise UserError(
+            f"{run.folder}: a closed-form head is trained in one round, which nobody can join later; train it again, "
+            "with the newcomer, into another folder"
+        )
     trained_of(run)  # an unfinished training would go on with other clients than it began with
     if run.config.data.canaries:
         raise UserError(f"{run.folder}: has canaries, which are drawn anew when the data grow; train without them")

@@ -15,6 +15,7 @@ from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRe
 from ease.requests.tombstones import read_tombstones
 from ease.runs.head import Head
 from ease.runs.run import Run
+from ease.trainers import trainer_of
 
 SHARED_REPLAY, DEEP_REPLAY = 0.5, 1.2
 """Cost of repeating a round, in rounds of training, measured on CPUs. Replays of small models share their passes; with
@@ -110,10 +111,14 @@ def outlook(run: Run, request: Request, method: Unlearner) -> Outlook:
 
 
 def answering(run: Run, request: Request, method: Unlearner, policy: Policy) -> Unlearner:
-    """The method that was asked for, or a training from the start that later requests go on from: once much is gone,
-    what is subtracted is no longer true. Where clients keep the history, a second one would overwrite the first."""
+    """The method that was asked for, or a training from the start that later requests go on from.
+
+    Once much is gone, what is subtracted is no longer true; exact subtractions stay true. Where clients keep the
+    history, a second training would overwrite the first.
+    """
+    stays = isinstance(method, Retrain) or trainer_of(run.config.model) == "sums"
     at_clients = run.config.training.history == "client"
-    if isinstance(method, Retrain) or at_clients or outlook(run, request, method).worn <= policy.retrain.gone_share:
+    if stays or at_clients or outlook(run, request, method).worn <= policy.retrain.gone_share:
         return method
     return Retrain(keep=True)
 

@@ -15,6 +15,7 @@ from ease.errors import UserError, did_you_mean
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease
 from ease.methods.ease_paper import EasePaper
+from ease.methods.exact import Exact
 from ease.methods.fed_eraser import FedEraser
 from ease.methods.fed_osd import FedOsd
 from ease.methods.fed_recover import FedRecover
@@ -38,6 +39,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 BUILT_IN: tuple[type[Unlearner], ...] = (
     Ease,
     EasePaper,
+    Exact,
     FedEraser,
     FedOsd,
     FedRecover,

@@ -15,6 +15,7 @@ from ease.methods.unlearning_base import ClientReport, UnlearningBase
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, leaving_clients
 from ease.subspace import Basis
+from ease.trainers import TrainerName
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class Unlearner(Config, ABC):
     """Authors, venue and year."""
     needs: ClassVar[frozenset[Need]] = frozenset()
     """A method touches nothing that it does not list here; the contract tests watch it."""
+    trainers: ClassVar[frozenset[TrainerName]] = frozenset({"fedavg"})
+    """Which trainings it can answer requests of."""
     tuned: ClassVar[Space] = {}
     """What a fair comparison may change: at most three settings."""
 

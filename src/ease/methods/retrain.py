@@ -7,10 +7,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ease.errors import UserError
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, retained_clients, share_of, step_of
 from ease.requests.request import Request
+from ease.trainers import TrainerName, train
 
 
 class Retrain(Unlearner):
@@ -19,6 +20,7 @@ class Retrain(Unlearner):
     name: ClassVar[str] = "retrain"
     title: ClassVar[str] = "Retrain"
     source: ClassVar[str] = "the reference: training again without the forget data"
+    trainers: ClassVar[frozenset[TrainerName]] = frozenset({"fedavg", "sums"})
     method: Literal["retrain"] = "retrain"
     order: int = Field(0, ge=0)
     """Another number gives another order of the data: several of them make the retrain band."""
@@ -33,7 +35,7 @@ class Retrain(Unlearner):
         recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
         clients = retained_clients(request, federation)
         stream = "train" if self.keep else f"retrain-{self.order}"  # more rounds and replays go on with it
-        for finished in fedavg(
+        for finished in train(
             trained.initial,
             federation,
             recipe,
@@ -42,9 +44,10 @@ class Retrain(Unlearner):
             clients,
             request=request,
             stream=stream,
+            again=trained.history,
         ):
             step = step_of(finished, "retrain")
-            yield replace(step, round=finished) if self.keep else step
+            yield replace(step, round=finished) if self.keep or finished.sums is not None else step
 
     def check(self, training: TrainingConfig) -> None:
         """Refuse to keep what could not take the place of the first training."""

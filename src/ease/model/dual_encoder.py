@@ -16,7 +16,7 @@ from ease.model.backbones import Backbone, Tower
 from ease.model.hub import HubTower
 from ease.model.lora import LoraLinear, check_rank, linear
 from ease.model.peft import load_adapter, read_adapter
-from ease.params import Block, Modality, Params
+from ease.params import Block, Kind, Modality, Params
 from ease.seeding import torch_generator
 
 
@@ -35,8 +35,9 @@ class ModelConfig(Config):
     """Layers of an attention block that carry adapters."""
     lora_blocks: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
-    projector: Literal["mlp", "none"] = "mlp"
-    """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already."""
+    projector: Literal["mlp", "none", "closed_form"] = "mlp"
+    """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already;
+    `closed_form` solves it from sums over pairs, so that forgetting is exact (frozen towers only)."""
     checkpointing: bool = False
     """Checkpoints of transformers: less memory for more time, the inner activations of a block are computed twice."""
     compile: bool = False
@@ -59,6 +60,8 @@ class ModelConfig(Config):
     def _trains_something(self) -> "ModelConfig":
         if self.lora == "off" and (self.projector == "none" or self.adapter is not None):
             raise ValueError('model.lora = "off": model.projector = "none" and model.adapter need adapters')
+        if self.lora != "off" and self.projector == "closed_form":
+            raise ValueError('model.projector = "closed_form": needs frozen towers; set model.lora = "off"')
         return self
 
 
@@ -96,6 +99,21 @@ def embedding_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.normalize(linear(F.gelu(hidden), weight, bias), dim=-1, eps=LEAST_NORM)
 
 
+class LinearBranch(nn.Module):
+    """One modality: the frozen tower, then one linear map, then unit norm."""
+
+    def __init__(self, tower: Tower, outputs: int, rng: torch.Generator):
+        super().__init__()
+        self.tower = tower
+        self.first = tower.depth
+        self.norm = nn.LayerNorm(tower.width, elementwise_affine=False)
+        self.projector = nn.ModuleList([_linear(tower.width, outputs, rng)])
+
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        features = self.norm(self.tower(states, mask, self.first))
+        return F.normalize(self.projector[0](features), dim=-1, eps=LEAST_NORM)
+
+
 class AlignedBranch(nn.Module):
     """One modality: the tower's own embedding, from its first adapted block on, with unit norm."""
 
@@ -108,17 +126,27 @@ class AlignedBranch(nn.Module):
         return F.normalize(self.tower(states, mask, self.first), dim=-1, eps=LEAST_NORM)
 
 
+def _branch(
+    tower: Tower, first: int, config: ModelConfig, rng: torch.Generator, narrowest: int
+) -> Branch | LinearBranch | AlignedBranch:
+    """One side of a model; canonical correlations are no more than the narrower tower has features."""
+    if config.projector == "none":
+        return AlignedBranch(tower, first)
+    if config.projector == "closed_form":
+        return LinearBranch(tower, min(config.embedding, narrowest), rng)
+    return Branch(tower, first, config, rng)
+
+
 class DualEncoder(nn.Module):
     """A stateless function of `Params`: the module itself holds only what is frozen and the start values."""
 
-    image: Branch | AlignedBranch
-    text: Branch | AlignedBranch
+    image: Branch | LinearBranch | AlignedBranch
+    text: Branch | LinearBranch | AlignedBranch
 
     def __init__(self, backbone: Backbone, config: ModelConfig, seed: int):
         super().__init__()
         self.config = config
         check_fits(backbone, config)
-        aligned = config.projector == "none"
         for modality, tower in (("image", backbone.image), ("text", backbone.text)):
             first = first_adapted(tower, config)
             tower.requires_grad_(False)
@@ -126,7 +154,7 @@ class DualEncoder(nn.Module):
                 _add_adapters(tower, first, config, modality, seed)
             _set_up(tower, first, config)
             rng = torch_generator(seed, "projector", modality)
-            setattr(self, modality, AlignedBranch(tower, first) if aligned else Branch(tower, first, config, rng))
+            setattr(self, modality, _branch(tower, first, config, rng, min(backbone.image.width, backbone.text.width)))
         if config.adapter is not None:
             load_adapter(self, config.adapter)
         self.blocks = _blocks(self)
@@ -265,10 +293,16 @@ def _blocks(model: DualEncoder) -> tuple[Block, ...]:
         Block(
             name=layer,
             modality="image" if layer.startswith("image.") else "text",
-            kind="projector" if ".projector." in layer else "lora",
+            kind=_kind(layer, model.config),
             tensors=tuple(sorted(names)),
         )
         for layer, names in sorted(
             found.items(), key=lambda item: (item[0].startswith("text."), ".projector." in item[0])
         )
     )
+
+
+def _kind(layer: str, config: ModelConfig) -> Kind:
+    if ".projector." not in layer:
+        return "lora"
+    return "closed_form" if config.projector == "closed_form" else "projector"

@@ -19,6 +19,7 @@ from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
+from ease.trainers import trainer_of
 
 BASE = "base.safetensors"
 
@@ -128,6 +129,27 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
         locked={} if held is None else held.bases,
         base=None if answer is None else answer.base(),
     )
+
+
+def check_method(run: Run, method: Unlearner) -> None:
+    """Refuse a method that cannot answer requests of such a run, or settings of it that cannot."""
+    trainer = trainer_of(run.config.model)
+    if trainer not in method.trainers and trainer == "sums":
+        raise UserError(
+            f"--method {method.name}: this run has a closed-form head, and forgets exactly by subtracting sums; leave "
+            "out --method"
+        )
+    if trainer not in method.trainers:
+        raise UserError(
+            f"--method {method.name}: only for runs with a closed-form head; leave out --method, or train with "
+            "--set model.projector=closed_form --set model.lora=off"
+        )
+    method.check(run.config.training)
+
+
+def usual_method(run: Run) -> Unlearner:
+    """The method by which requests of a run are answered where none is named."""
+    return make_method("exact" if trainer_of(run.config.model) == "sums" else "ease")
 
 
 def start_hash(run: Run, request: Request | None = None) -> str:
@@ -259,7 +281,7 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     request_name, _, label = name.partition("/")
     if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
         raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
-    stored = StoredAnswer(run.folder / "requests" / request_name / (label or "ease"))
+    stored = StoredAnswer(run.folder / "requests" / request_name / (label or usual_method(run).name))
     if not label and not stored.done:  # the queue may have answered by another method
         released = [each.answer for each in run.head.releases if each.answer.startswith(f"{request_name}/")]
         stored = StoredAnswer(run.folder / "requests" / released[-1]) if released else stored

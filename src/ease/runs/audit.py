@@ -68,8 +68,7 @@ class Audit:
     def of(cls, run: Run, world: World, name: str, config: AuditConfig) -> "Audit":
         """Audit the finished answer `REQUEST` or `REQUEST/METHOD`; retraining must have been done too."""
         stored, request, method = find_answer(run, name)
-        if isinstance(method, Retrain) and method.share == 1:
-            raise UserError(f"{name}: retraining is what others are measured against; audit another method's answer")
+        check_audited(name, method)
         audit = cls(run, world, stored, request, method, config)
         check_answer_file(stored.record(), stored.model_path)  # before the long work begins
         if not audit.reference.done:
@@ -300,6 +299,12 @@ class Together:
             if place:
                 self.first.lend(audit)
             yield audit.judge()
+
+
+def check_audited(name: str, method: Unlearner) -> None:
+    """Refuse to audit the reference itself."""
+    if isinstance(method, Retrain) and method.share == 1:
+        raise UserError(f"{name}: retraining is what others are measured against; audit another method's answer")
 
 
 def check_possible(run: Run, world: World, request: Request, config: AuditConfig) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ease.config import Config, override, read_toml, validate
 from ease.data.config import DataConfig, PartitionConfig
@@ -15,6 +15,7 @@ from ease.federation.fedavg import TrainingConfig
 from ease.model.backbones import anchor_checkpoint
 from ease.model.dual_encoder import ModelConfig
 from ease.storage import digest
+from ease.trainers import trainer_of
 
 
 class RunConfig(Config):
@@ -35,6 +36,29 @@ class RunConfig(Config):
     model: ModelConfig = ModelConfig()
     partition: PartitionConfig = PartitionConfig()
     training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_round_of_sums(cls, table: Any) -> Any:
+        """A closed-form head is solved in one round, whatever the default is."""
+        if not isinstance(table, dict) or not isinstance(table.get("model"), dict):
+            return table
+        training = table.get("training", {})
+        if table["model"].get("projector") != "closed_form" or not isinstance(training, dict):
+            return table
+        return {**table, "training": {"rounds": 1, **training}}
+
+    @model_validator(mode="after")
+    def _sums_are_of_all(self) -> "RunConfig":
+        if trainer_of(self.model) == "sums":
+            usual = TrainingConfig(rounds=1)
+            for name in ("rounds", "participation", "weighting", "history_every", "history_share", "aggregation"):
+                if getattr(self.training, name) != getattr(usual, name):
+                    raise ValueError(
+                        f'training.{name}: model.projector = "closed_form" is solved in one round from the sums of all '
+                        f"clients; leave it at {getattr(usual, name)}"
+                    )
+        return self
 
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

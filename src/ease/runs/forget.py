@@ -22,6 +22,7 @@ from ease.runs.answers import (
     StoredAnswer,
     answer_of,
     check_current,
+    check_method,
     continuation,
     find_answer,
     start_hash,
@@ -35,6 +36,7 @@ from ease.runs.run import Run, load_held
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256, write_json
 from ease.subspace import Held, save_bases
+from ease.trainers import trainer_of
 
 
 def forget(
@@ -43,7 +45,7 @@ def forget(
     """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was."""
     run.check_frozen(world.server.backbone, world.server.device)
     check_request(world, request)
-    method.check(run.config.training)
+    check_method(run, method)
     trained = trained_of(run, request)
     stored = answer_of(run, request, method)
     with run.locked():
@@ -65,6 +67,7 @@ def forget(
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
     """Train on with what is retained after a request, its directions locked or free, to see whether it comes back."""
+    check_trains_on(run, f"--after {after}")
     stored, request, method = find_answer(run, after)
     trained = trained_of(run, request)
     with run.locked():
@@ -82,6 +85,14 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
             closed = world if request in world.gone else world.without(request)
             key = digest(settings, sha256(stored.model_path))
             yield from _follow(run.hosted(closed), continued, request, steps, settings, run.config.seed, True, key=key)
+
+
+def check_trains_on(run: Run, option: str) -> None:
+    """Refuse more rounds of a head that is solved at once."""
+    if trainer_of(run.config.model) == "sums":
+        raise UserError(
+            f"{option}: a closed-form head is solved from its sums in one round, and more change nothing; leave it out"
+        )
 
 
 def continue_training(

@@ -24,8 +24,10 @@ def next_steps(record: AuditRecord, run: str = "RUN", name: str = "") -> tuple[s
     """
     name = name or f"{request_id(record.request)}/{record.method_name}"
     match record.verdict.reason:
-        case Reason.LIKE_RETRAINING:
+        case Reason.LIKE_RETRAINING | Reason.IDENTICAL:
             return ()
+        case Reason.DIFFERENT:
+            return (_retrained(record, run),)
         case Reason.TOO_FEW:
             return (_more_retrainings(record, run, name, max(USUAL_RETRAINS, LEAST_RETRAINED - 1)),)
         case Reason.NO_SIGNAL:

@@ -14,7 +14,6 @@ from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.federation.checked import checked
-from ease.federation.fedavg import fedavg
 from ease.federation.history import History
 from ease.federation.metered import Cost, Metered
 from ease.model.backbones import Backbone
@@ -37,6 +36,7 @@ from ease.storage import (
     write_tensors,
 )
 from ease.subspace import Held, load_bases
+from ease.trainers import train
 
 PURGING = ".purge"
 """Folder of what will take the place of purged files; with a plan in it, the run is between two states."""
@@ -260,7 +260,7 @@ class Run:
         here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
         sound = checked(here.federation, config.training)
         metered = Metered(sound)
-        for finished in fedavg(
+        for finished in train(
             state,
             metered,
             config.training,

@@ -90,7 +90,7 @@ def write_standalone(source: Source, out: Path) -> list[Path]:
         "crop": backbone.crop,
         "context": backbone.context,
         "temperature": source.config.model.temperature,
-        "projector": bool(tensors),
+        "layers": len([block for block in source.state.blocks if block.modality == "image" and block.kind != "lora"]),
         "request": source.request,
     }
     if isinstance(backbone, TinyBackbone):
@@ -164,7 +164,7 @@ def write_beside_graphs(source: Source, out: Path) -> list[Path]:
 
 
 def _projectors(source: Source) -> dict[str, Tensor]:
-    blocks = [block for block in source.state.blocks if block.kind == "projector"]
+    blocks = [block for block in source.state.blocks if block.kind != "lora"]
     return {name: source.state[name] for block in blocks for name in block.tensors}
 
 

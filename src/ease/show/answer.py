@@ -129,6 +129,8 @@ class ReportedAnswer:
         if self.audit is None:
             return "not audited"
         verdict = self.audit.verdict
+        if verdict.identity is not None:
+            return f"{STANDINGS[verdict.passed][1]} {verdict.reason}"
         words = {True: "like retraining", False: "unlike retraining", None: "cannot tell"}
         joint = f" (p = {verdict.joint.p_value:.2g})" if verdict.joint else ""
         return f"{STANDINGS[verdict.passed][1]} {words[verdict.passed]}{joint}"

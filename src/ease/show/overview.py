@@ -11,6 +11,8 @@ from ease.runs.records import AnswerRecord, AuditRecord
 
 RECALL = "recall@1"
 PLAIN = {
+    Reason.IDENTICAL: "the new model is the very one that training without these pairs gives",
+    Reason.DIFFERENT: "the new model is not the one that training without these pairs gives, and it should be",
     Reason.LIKE_RETRAINING: "the new model looks like one that was trained without these pairs from the start",
     Reason.OVERDONE: "the new model holds these pairs less than one that never saw them, and that shows, too",
     Reason.OTHERWISE: "the new model differs from models that were trained without these pairs",

@@ -1,0 +1,84 @@
+"""Exact forgetting of a closed-form head: the sums of the forget pairs are subtracted, and the maps solved anew."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from ease.errors import UserError
+from ease.federation.fedavg import Round, TrainingConfig
+from ease.federation.history import History
+from ease.federation.protocol import Federation, Update
+from ease.methods.base import Step, Trained, Unlearner, step_of
+from ease.model.closed_form import Sums, widths
+from ease.requests.request import ClientRequest, Request, leaving_clients
+from ease.trainers import TrainerName
+from ease.trainers.sums import Collected, all_asked, pairs_in, sum_and_solve, sums_job
+
+
+class Exact(Unlearner):
+    """Subtract the sums of the forget pairs and solve again: the result is the retrained model, bit for bit.
+
+    Sums are whole numbers, so that what is left is what the other pairs alone would have given. Clients that stay send
+    the sums of their forget pairs. Of a client that leaves, the server subtracts what it keeps; where it keeps the
+    total only (`training.history = "client"`), the others send their sums again, which is one round.
+    """
+
+    name: ClassVar[str] = "exact"
+    title: ClassVar[str] = "Exact"
+    source: ClassVar[str] = "sufficient statistics of a closed-form head, subtracted"
+    trainers: ClassVar[frozenset[TrainerName]] = frozenset({"sums"})
+    method: Literal["exact"] = "exact"
+
+    def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+        finished = self._without(trained, request, federation)
+        yield replace(step_of(finished, "subtraction"), round=finished)
+
+    def _without(self, trained: Trained, request: Request, federation: Federation) -> Round:
+        """The round of a training without the forget pairs."""
+        history, leaving = trained.history, leaving_clients(request)
+        recipe = trained.initial, federation, trained.training, trained.seed, trained.temperature
+        stay = [client for client in history.clients(1) if client not in leaving]
+        if leaving and not history.updates:
+            return sum_and_solve(*recipe, stay, request, history)
+        job = sums_job(trained.training, trained.seed, trained.temperature, request, "forget")
+        forgotten = {} if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
+        left = (_each_left if history.updates else _total_left)(history, stay, forgotten, widths(trained.start))
+        return left.solved(trained.initial, history.ridge(1))
+
+    def rounds(self, training: TrainingConfig, request: Request) -> int:
+        return 1
+
+
+def _each_left(
+    history: History, clients: Sequence[int], forgotten: Mapping[int, Sums], sides: tuple[int, int]
+) -> Collected:
+    """What the server keeps of each client, less the client's forget pairs."""
+
+    def left() -> Iterator[tuple[int, Sums]]:
+        for client in clients:
+            stored = Sums.from_state(history.update(1, client).change)
+            touched = client in forgotten and forgotten[client].count
+            yield client, _sound(stored - forgotten[client], f"client {client}", sides) if touched else stored
+
+    return Collected.of(left(), kept=True)
+
+
+def _total_left(
+    history: History, clients: Sequence[int], forgotten: Mapping[int, Sums], sides: tuple[int, int]
+) -> Collected:
+    """The total less all forget pairs, where the server knows of each client how many pairs it has."""
+    total, pairs = Sums.from_state(history.sums(1)), history.pairs(1)
+    for client, sums in forgotten.items():
+        total, pairs[client] = total - sums, pairs[client] - pairs_in(sums)
+    updates = {client: Update(client, pairs[client], None) for client in clients if pairs[client]}
+    return Collected(_sound(total, "the total", sides), updates)
+
+
+def _sound(left: Sums, whose: str, sides: tuple[int, int]) -> Sums:
+    """What is left, refused where no pairs could have it."""
+    if fault := left.fault(*sides):
+        raise UserError(
+            f"{whose}: without the sums of its forget pairs {fault.removeprefix('its ')}: other pairs were subtracted "
+            "than it trained on; answer the request with --method retrain"
+        )
+    return left

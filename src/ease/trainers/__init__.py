@@ -1,0 +1,47 @@
+"""How a run is trained: by rounds of federated averaging, or in one round of exact sums. It is decided here."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from ease.federation.fedavg import Round, TrainingConfig, fedavg
+from ease.federation.history import History
+from ease.federation.protocol import Federation
+from ease.model.closed_form import solves
+from ease.model.dual_encoder import ModelConfig
+from ease.params import Params
+from ease.requests.request import Request
+from ease.subspace import Held
+from ease.trainers.sums import sum_and_solve
+
+TrainerName = Literal["fedavg", "sums"]
+
+
+def trainer_of(model: ModelConfig) -> TrainerName:
+    """Which training a model goes through."""
+    return "sums" if model.projector == "closed_form" else "fedavg"
+
+
+def train(
+    params: Params,
+    federation: Federation,
+    config: TrainingConfig,
+    seed: int,
+    temperature: float,
+    clients: Sequence[int] | None = None,
+    first_round: int = 1,
+    request: Request | None = None,
+    stream: str = "train",
+    held: Sequence[Held] = (),
+    keep: bool = False,
+    again: History | None = None,
+) -> Iterator[Round]:
+    """Yield every finished round of a training from `params`; with a request, on retained pairs only.
+
+    `again` is the history of the training that is repeated: a closed-form head keeps its clients and ridge strengths.
+    """
+    if solves(params):
+        everyone = federation.clients if clients is None else clients
+        if first_round == 1:
+            yield sum_and_solve(params, federation, config, seed, temperature, everyone, request, again)
+        return
+    yield from fedavg(params, federation, config, seed, temperature, clients, first_round, request, stream, held, keep)

@@ -1,0 +1,242 @@
+"""Training in one round: clients send exact sums over their pairs, and the server solves the maps from the total."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ease.data.examples import Examples
+from ease.data.rows import CAPTIONS_PER_IMAGE
+from ease.errors import UserError
+from ease.federation.checked import each_reason
+from ease.federation.client import ClientData
+from ease.federation.expected import Expected, Value
+from ease.federation.fedavg import Round, TrainingConfig
+from ease.federation.history import History
+from ease.federation.objectives import Objective, register
+from ease.federation.protocol import Federation, LocalJob, Update
+from ease.model.closed_form import (
+    LARGEST_SUM,
+    POWERS,
+    ROWS,
+    TEXT_STRENGTHS,
+    Ridge,
+    Sums,
+    most_pairs,
+    on_grid,
+    packed_size,
+    solve,
+    widths,
+)
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+from ease.requests.request import ClientRequest, Request, SampleRequest
+
+SUMS = "sums"
+RANKS = "ranks"
+RANK_GRID = 1 << 20
+"""Steps of the grid on which reciprocal ranks are added, in any order to the same total."""
+
+
+def sum_and_solve(
+    params: Params,
+    federation: Federation,
+    config: TrainingConfig,
+    seed: int,
+    temperature: float,
+    clients: Sequence[int],
+    request: Request | None = None,
+    again: History | None = None,
+) -> Round:
+    """The one round of a training by sums; of one that is made `again`, with its clients and its ridge strengths.
+
+    The strengths stay as they were chosen, so that leaving pairs out is a subtraction and nothing else changes.
+    """
+    took_part = set(clients) if again is None else set(again.clients(1)).intersection(clients)
+    check_count(params, sum(len(federation.held.get(client, ())) for client in took_part))
+    job = sums_job(config, seed, temperature, request, "all" if request is None else "retain")
+    found = Collected.of(asked(federation, params, job, sorted(took_part)), kept=config.history == "server")
+    ridge = choose(params, federation, job, found) if again is None else again.ridge(1)
+    return found.solved(params, ridge)
+
+
+@dataclass
+class Collected:
+    """What clients' sums come to, added as they arrive: the total, and who sent what."""
+
+    total: Sums | None = None
+    updates: dict[int, Update] = field(default_factory=dict)
+    """Client -> how many pairs its sums are of, with the sums themselves where the server keeps them."""
+    rejected: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arriving: Iterable[tuple[int, Sums | str]], kept: bool) -> "Collected":
+        """From the sums of each client, or why it sent none that can be used; sums of no pair do not count."""
+        found = cls()
+        for client, sums in arriving:
+            if isinstance(sums, str):
+                found.rejected[client] = sums
+            elif sums.count:
+                found.total = sums if found.total is None else found.total + sums
+                found.updates[client] = Update(client, pairs_in(sums), sums.state() if kept else None)
+        return found
+
+    def solved(self, params: Params, ridge: Ridge) -> Round:
+        """The round that these sums make: the same for equal sums, however they were come by."""
+        if self.total is None:
+            raise UserError("no client sent sums of any pair, so that there is nothing to solve; run the command again")
+        updates = tuple(update for _, update in sorted(self.updates.items()))
+        state = solve(self.total, ridge, params)
+        return Round(1, state, updates, self.rejected, sums=self.total.state(), ridge=ridge)
+
+
+def pairs_in(sums: Sums) -> int:
+    return sums.count // CAPTIONS_PER_IMAGE
+
+
+def check_count(params: Params, pairs: int) -> None:
+    """Refuse more pairs than 64-bit sums can hold, before any client computes."""
+    most = most_pairs(*widths(params), CAPTIONS_PER_IMAGE)
+    if pairs > most:
+        raise UserError(
+            f"{pairs} pairs: exact sums of features this wide hold {most} at most; train on fewer, or with "
+            'model.projector = "mlp"'
+        )
+
+
+# --- sums ---
+
+
+def sums_job(
+    config: TrainingConfig,
+    seed: int,
+    temperature: float,
+    request: Request | None,
+    data: Literal["all", "retain", "forget"],
+) -> LocalJob:
+    """The job that asks clients for sums over all, retained or forget pairs; of the state it needs the widths only."""
+    return config.job(1, seed, temperature, SUMS, request=request, data=data, objective=SUMS, epochs=1)
+
+
+def asked(
+    federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]
+) -> Iterator[tuple[int, Sums | str]]:
+    """The sums of each client, or why it sent none that can be used."""
+    for update in federation.run(state, job, clients):
+        yield update.client, update.refused or Sums(update.values[SUMS])
+
+
+def all_asked(federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Sums]:
+    """Client -> its sums, where no one may be missing."""
+    found = dict(asked(federation, state, job, clients))
+    sums = {client: each for client, each in found.items() if isinstance(each, Sums)}
+    silent = {client: str(found.get(client, "no sound answer")) for client in clients if client not in sums}
+    if silent:
+        raise UserError(
+            f"exact forgetting needs the sums of everyone who may hold forget pairs ({each_reason(silent)}); run the "
+            "same command again once they answer"
+        )
+    return sums
+
+
+def measure_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
+    """Sums over the pairs that a job speaks of, from the frozen features."""
+    positions = client.select(job)
+    total = Sums.none(sum(widths(params)) + 1)
+    for start in range(0, len(positions), ROWS):
+        image, text = features(model, client.train, positions[start : start + ROWS])
+        total += Sums.of(on_grid(image), on_grid(text))
+    return {SUMS: total.packed}
+
+
+def features(model: DualEncoder, examples: Examples, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+    """What the frozen towers give: image [pairs, width] and text [pairs, captions, width]."""
+    chosen = [(positions, np.full(len(positions), caption)) for caption in range(examples.captions)]
+    pictures, words = [], []
+    for image, text, mask in examples.feed(chosen):
+        pictures.append(model.image.tower(image, None, model.image.first))
+        words.append(model.text.tower(text, mask, model.text.first))
+    return pictures[0], torch.stack(words, dim=1)
+
+
+def sums_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """Sums of the right size and count that some pairs could have."""
+    image, text = widths(state)
+    exact = pairs_expected(job, client, held)
+
+    def fault(update: Update) -> str | None:
+        sums = Sums(update.values[SUMS])
+        pairs = f"{sums.count / CAPTIONS_PER_IMAGE:g}"
+        if exact is not None and sums.count != exact * CAPTIONS_PER_IMAGE:
+            return f"its sums are of {pairs} pairs, and {exact} are expected"
+        if sums.count % CAPTIONS_PER_IMAGE or not 0 <= sums.count <= held * CAPTIONS_PER_IMAGE:
+            return f"its sums are of {pairs} pairs, and it holds {held}"
+        return sums.fault(image, text)
+
+    form = Value((packed_size(image + text + 1),), torch.int64, -LARGEST_SUM, LARGEST_SUM)
+    return Expected(values={SUMS: form}, abstains=False, fault=fault)
+
+
+def pairs_expected(job: LocalJob, client: int, held: int) -> int | None:
+    """How many pairs a job speaks of, where the server knows it; of a class only the client can tell."""
+    if job.data == "all" or job.request is None:
+        return held
+    if isinstance(job.request, SampleRequest):
+        named = len(job.request.ids)  # narrowed to the client's own
+    elif isinstance(job.request, ClientRequest):
+        named = held if client in job.request.clients else 0
+    else:
+        return None
+    return named if job.data == "forget" else held - named
+
+
+register(SUMS, Objective(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
+
+
+# --- the choice of ridge strengths ---
+
+
+def choose(params: Params, federation: Federation, job: LocalJob, found: Collected) -> Ridge:
+    """The strengths under which clients find their own held-out pairs best: first the power, then that for text."""
+    ranks = replace(job, objective=RANKS)
+    scores: dict[Ridge, int] = {}
+
+    def best(choices: Iterable[Ridge]) -> Ridge:
+        tried = list(choices)
+        for ridge in tried:
+            if ridge not in scores:
+                answers = federation.run(found.solved(params, ridge).state, ranks, sorted(found.updates))
+                scores[ridge] = sum(int(update.values[RANKS]) for update in answers if not update.refused)
+        return max(tried, key=scores.__getitem__)
+
+    power = best(Ridge(power=power) for power in POWERS).power
+    return best(Ridge(text=text, power=power) for text in TEXT_STRENGTHS)
+
+
+def measure_ranks(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
+    """Reciprocal ranks of held-out pairs among themselves, both ways, added on a grid."""
+    held_out = client.validation
+    if not len(held_out):
+        return {RANKS: torch.tensor(0)}
+    tensors, captions = dict(params.tensors), range(held_out.captions)
+    everyone = np.arange(len(held_out))
+    pictures, words = [], []
+    for image, text, mask in held_out.feed([(everyone, np.full(len(everyone), caption)) for caption in captions]):
+        pictures.append(model.embed(tensors, "image", image))
+        words.append(model.embed(tensors, "text", text, mask))
+    similarity = torch.einsum("nd,mcd->nmc", pictures[0], torch.stack(words, dim=1))
+    own = similarity.diagonal().T  # [pairs, captions]
+    by_text = 1 + (similarity > own[None]).sum(0)
+    by_image = 1 + (similarity > own.amax(1)[:, None, None]).sum((1, 2))
+    ranks = torch.cat([by_text.flatten(), by_image])
+    return {RANKS: (RANK_GRID / ranks.double()).round().long().sum()}
+
+
+def ranks_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    return Expected(values={RANKS: Value((), torch.int64, 0, LARGEST_SUM)}, abstains=False)
+
+
+register(RANKS, Objective(measure=measure_ranks, expects=ranks_expected, passes=1 / 3))

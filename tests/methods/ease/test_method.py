@@ -120,7 +120,7 @@ def test_every_kind_of_request_runs_and_notes_what_it_did(learnt, samples, reque
     assert all(step.state.is_finite() for step in steps)
     assert not any(same(one, two) for one, two in pairwise(step.state for step in steps))
     notes = ContributionNotes.model_validate(steps[0].notes)
-    assert notes.share == share_prior(request, "sgd")
+    assert notes.share == share_prior(request, "sgd", final_loss(learnt.trained))
     replayed = (6, 3) if request_ == "samples" else (0, 0) if isinstance(request, ClientRequest) else (6, 4)
     assert (notes.replayed_rounds, notes.replaying_clients) == replayed
     assert steps[1].notes == {} == steps[2].notes

@@ -39,7 +39,7 @@ def test_no_schema_is_left_over() -> None:
 
 
 def test_every_command_has_an_output_and_no_other() -> None:
-    lasting = {"node", "server", "up"}  # they end when someone ends them
+    lasting = {"server", "up"}  # they end when someone ends them
     assert set(OUTPUTS) == set(commands()) - lasting
 
 

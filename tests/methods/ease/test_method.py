@@ -152,17 +152,24 @@ def test_the_first_step_subtracts_a_share_of_the_contribution(learnt, share: flo
         torch.testing.assert_close(first.state[name], tensor - share * contribution[name], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("request_", [CLIENT, CLASS, SampleRequest(ids=("a",))], ids=["client", "class", "sample"])
-@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-def test_a_constant_share_is_below_one_and_depends_on_the_optimiser(request_, optimiser: str) -> None:
-    """Later rounds without the pairs would have made up for a part, and never for most of it."""
-    assert 0.5 < share_prior(request_, optimiser) < 1
-    assert share_prior(request_, "sgd") != share_prior(request_, "adam")
+KINDS = pytest.mark.parametrize(
+    "request_", [CLIENT, CLASS, SampleRequest(ids=("a",))], ids=["client", "class", "sample"]
+)
 
 
-def test_by_default_the_constant_share_is_subtracted(learnt, samples) -> None:
+@KINDS
+def test_the_share_grows_with_the_final_loss_up_to_a_bound(request_) -> None:
+    """A model that has converged made up for more of what is missing."""
+    shares = [share_prior(request_, "sgd", loss) for loss in (0.0, 0.3, 1.0, 100.0)]
+    assert shares == sorted(shares) and 0.5 < shares[0] < shares[1] < 1 < shares[-1] < 1.2
+    assert share_prior(request_, "adam", 0.3) > shares[1]
+
+
+def test_by_default_the_share_of_the_prior_is_subtracted(learnt, samples) -> None:
+    loss = final_loss(learnt.trained)
     for request in (CLIENT, samples):
-        auto, named = (next(unlearn(learnt, request, share=share)) for share in ("auto", share_prior(request, "sgd")))
+        prior = share_prior(request, "sgd", loss)
+        auto, named = (next(unlearn(learnt, request, share=share)) for share in ("auto", prior))
         assert auto.notes == named.notes and same(auto.state, named.state)
 
 

@@ -61,7 +61,7 @@ def test_tiles_do_not_change_the_spectrum(learnt, monkeypatch) -> None:
     f, r = [[update.column(block) for update in part] for part in (forget, retain)]
     oracle = decompose(gram(f, f), gram(f, r), gram(r, r), 0.95)
     for size in (1, 5 * f[0].numel() * 4, 1 << 29):
-        monkeypatch.setattr(columns, "TILE_BYTES", size)
+        monkeypatch.setattr("ease.methods.columns.TILE_BYTES", size)
         spectrum = block_spectrum(block, forget, retain, 0.95)
         torch.testing.assert_close(spectrum.cosines, oracle.cosines, atol=1e-9, rtol=0)
         torch.testing.assert_close(spectrum.energies, oracle.energies, atol=1e-9, rtol=0)

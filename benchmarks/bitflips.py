@@ -146,7 +146,7 @@ def build(folder: Path, audited: bool) -> None:
     held = json.loads((folder / "run" / "membership.json").read_text())["clients"]
     ids = [pair for client in held for pair in client["train_ids"][:3]]
     (folder / "ids.txt").write_text("\n".join(ids))
-    told = forked(lambda: _killed_after(5), folder)
+    told = forked(lambda: _killed_after(3), folder)
     assert told.code == -9, told.said
 
 

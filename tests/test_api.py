@@ -37,7 +37,7 @@ def test_a_quick_look_from_python(tmp_path: Path, small) -> None:
     answer = run.forget(client=1, method="finetune", quiet=True)
     check = answer.check(quiet=True)
     assert check.words == answer.summary.check.words and check.found == (not check.gap.contains(0))
-    assert check.words.split()[0] in repr(check) and "This is no verdict" in repr(check)
+    assert check.words.split()[0] in repr(check) and "This is not a verdict" in repr(check)
 
 
 def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> None:

@@ -50,7 +50,8 @@ def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Pat
     assert result.code == 2 and result.err.count("\n") == 1 and "Traceback" not in result.err, result.err
     assert files(here / "rounds") == before and not list(here.rglob(f"{LEFTOVER}*"))
     filler.unlink()
-    assert states(here) == {"c": "approved"} and not Run.load(here).head.releases
+    # A line that gives the request back needs space too; without it the next `ease work` does that first.
+    assert states(here) in ({"c": "approved"}, {"c": "running"}) and not Run.load(here).head.releases
     assert told(ease, "work", here)["finished"][0]["state"] == "done"
     told(ease, "work", run)
     model = "requests/client-1/ease/model.safetensors"

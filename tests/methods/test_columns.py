@@ -5,6 +5,7 @@ import torch
 from ease.federation.fedavg import Round
 from ease.federation.history import History
 from ease.federation.protocol import Update
+from ease.methods import columns
 from ease.methods.columns import Change, StoredUpdate, block_spectrum, canonical_basis
 from ease.params import Block, Params
 from ease.subspace import decompose, displacement, gram
@@ -58,8 +59,7 @@ def test_a_change_in_memory_is_read_as_the_stored_one(learnt) -> None:
 def test_tiles_do_not_change_the_spectrum(learnt, monkeypatch) -> None:
     forget, retain = columns_of(learnt, 1)
     block = learnt.trained.final.blocks[0]
-    columns = [[update.column(block) for update in part] for part in (forget, retain)]
-    f, r = columns
+    f, r = ([update.column(block) for update in part] for part in (forget, retain))
     oracle = decompose(gram(f, f), gram(f, r), gram(r, r), 0.95)
     for size in (1, 5 * f[0].numel() * 4, 1 << 29):
         monkeypatch.setattr(columns, "TILE_BYTES", size)

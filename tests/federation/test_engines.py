@@ -34,7 +34,7 @@ TRAINING = TrainingConfig(rounds=3, local_epochs=1, batch_size=8, learning_rate=
 NEAR = 1e-9
 """Largest difference of a value after each round: rounding is 2e-16, and a round enlarges it less than 1e6 times."""
 SINGLE = 1e-6
-"""The same where a method keeps some of its numbers in single precision, as the paper's EASE does with its directions."""
+"""The same where a method keeps some numbers in single precision, as the paper's EASE keeps its directions."""
 METHODS: tuple[tuple[str, tuple[str, ...], Request], ...] = (
     ("retrain", (), ClassRequest(classes=(2,))),
     ("grad_ascent", (), ClientRequest(clients=(1,))),

@@ -160,7 +160,7 @@ def test_the_tree_on_the_page_is_the_order_of_imports() -> None:
 
 
 def test_a_request_enters_the_modules_in_the_order_that_is_drawn(ease, small, tmp_path: Path) -> None:
-    settings = [part for change in small for part in ("--set", change)]
+    settings = [part for change in (*small, "model.lora=ffa") for part in ("--set", change)]
     assert ease("train", "--out", tmp_path / "run", *settings, "--quiet").code == 0
     drawn = block("A request on its way")
     entered: list[str] = []

@@ -124,7 +124,7 @@ def test_6_far_below_a_half_is_outside_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"), [((), "with its default settings"), (("delta=0.5",), "with delta = 0.5:")], ids=str
+    ("settings", "told"), [((), "with its default settings"), (("share=0.5",), "with share = 0.5:")], ids=str
 )
 def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(settings, told: str) -> None:
     """Lines 7 and 8: settings tuned on these measures, and baselines that nobody tuned."""

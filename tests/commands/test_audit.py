@@ -192,7 +192,7 @@ def test_a_quick_look_is_one_object_or_a_few_lines_and_no_verdict(ease, run: Pat
     }
     assert kept["found"] is (not kept["after"]["gap"]["low"] <= 0 <= kept["after"]["gap"]["high"])
     page = ease("audit", run, "--request", "client-1/finetune", "--quick")
-    assert page.code == 0 and "Quick look at client-1/finetune" in page.out and "This is no verdict" in page.out
+    assert page.code == 0 and "Quick look at client-1/finetune" in page.out and "This is not a verdict" in page.out
     assert "one of twenty" in page.out and not (run / "shadows").exists()
 
 

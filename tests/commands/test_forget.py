@@ -372,7 +372,7 @@ def test_a_client_that_never_took_part_is_one_line(refused, small, tmp_path: Pat
     train_run(config, tmp_path / "run", quiet=True)
     drawn = {client for number in (1, 2) for client in participants([0, 1, 2], config.training, config.seed, number)}
     absent = min({0, 1, 2} - drawn)
-    parts = (f"client {absent} never took part", "nothing of it to excise")
+    parts = (f"client {absent}: it never took part", "nothing to forget")
     refused(tmp_path / "run", ["--client", absent], *parts)
 
 
@@ -410,9 +410,8 @@ def test_a_damaged_record_of_a_round_is_one_line(refused, run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "of another round"])
-@pytest.mark.parametrize("arguments", [["--class", "1"], ["--client", "1"]])
-def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, arguments, damage: str) -> None:
-    """A class request replays round 2 from it; a client request takes from it what the rounds did."""
+def test_a_damaged_early_state_is_refused_before_it_is_used(ease, refused, run: Path, damage: str) -> None:
+    """A class request replays round 2 from it. A client request reads only the states at both ends of the training."""
     path = run / "rounds/00001/state.safetensors"
     if damage == "flipped":
         content = bytearray(path.read_bytes())
@@ -420,7 +419,8 @@ def test_a_damaged_early_state_is_refused_before_it_is_used(refused, run: Path, 
         path.write_bytes(content)
     else:  # whole, and its seal with it
         shutil.copy(run / "rounds/00002/state.safetensors", path)
-    refused(run, arguments, "rounds/00001/state.safetensors", "damaged", "restore it or train again")
+    refused(run, ["--class", "1"], "rounds/00001/state.safetensors", "damaged", "restore it or train again")
+    assert ease("forget", run, "--client", 1, "--quiet").code == 0
 
 
 def test_damage_of_a_retained_clients_update_does_not_concern_a_client_that_leaves(ease, refused, run: Path) -> None:
@@ -475,20 +475,20 @@ def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, m
     answers = Loop.run
 
     def stop(self, params, job, clients):
-        if job.round == 1:  # the first round of recovery
+        if job.round == 1:  # the first round of recovery, after replays
             raise KeyboardInterrupt
         yield from answers(self, params, job, clients)
 
     monkeypatch.setattr(Loop, "run", stop)
-    result = ease("forget", run, "--client", 1)
+    result = ease("forget", run, "--class", 1)
     assert result.code == 130 and "run the same command again" in result.err
     monkeypatch.setattr(Loop, "run", answers)
     answer = sorted(run.glob("requests/*/*/journal/*"))[-1]
     whole = answer.read_bytes()
     answer.write_bytes(whole[:-10])
-    refused(run, ["--client", "1", "--quiet"], answer.name, "damaged", "delete it and run the same command again")
+    refused(run, ["--class", "1", "--quiet"], answer.name, "damaged", "delete it and run the same command again")
     answer.unlink()
-    assert ease("forget", run, "--client", 1, "--quiet").code == 0
+    assert ease("forget", run, "--class", 1, "--quiet").code == 0
 
 
 # --- the demo ---

@@ -97,7 +97,7 @@ def test_it_says_what_is_on_record_and_no_more(run: Run, certificate: Path) -> N
         "bases.safetensors",
         "record.json",
         "audit.json",
-        "foundation.safetensors",
+        "base.safetensors",
     }
     assert all(sha256(folder / name) == told for name, told in found.files.items())
     assert found.directions is not None and found.directions.bases_sha256 == sha256(folder / "bases.safetensors")
@@ -280,7 +280,7 @@ def test_a_verdict_is_drawn_anew(bare: Run, tmp_path: Path) -> None:
         (lambda it: it["configuration"].update(gallery=9), "configuration: gallery"),
         (lambda it: it["seeds"].update(answer=5), "seeds"),
         (lambda it: it["seeds"].update(training=5), "seeds"),
-        (lambda it: it["directions"].update(spectrum=None), "directions: spectrum"),
+        (lambda it: it["directions"].update(spectrum={"delta": 0.3}), "directions: spectrum"),
         (lambda it: it["files"].update({"record.json": "0" * 64}), "record.json with the hash"),
         (lambda it: it["files"].update({"../../../run.json": "0" * 64}), "no file that an answer has"),
         (lambda it: it["request"].update(name="../../../etc"), "request: name: the record has"),

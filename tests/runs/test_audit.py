@@ -179,7 +179,7 @@ def test_whatever_decides_a_shadow_decides_its_key(learnt) -> None:
 
 def test_methods_share_retrainings_and_trained_shadows_and_nothing_that_was_unlearned(learnt) -> None:
     ours, other = plan(learnt), plan(learnt, pool=17)
-    methods = [plan(learnt, method=make_method(*each)) for each in (("finetune",), ("ease", ("lock_strength=0.5",)))]
+    methods = [plan(learnt, method=make_method(*each)) for each in (("finetune",), ("ease", ("share=0.5",)))]
     for each in methods:
         assert each.retrain_path(1) == ours.retrain_path(1)
         assert (each.shadow_path(0), each.state_path(0)) == (ours.shadow_path(0), ours.state_path(0))

@@ -142,7 +142,7 @@ def test_answers_about_another_model_are_not_taken(world, run: Run, few, small_c
     """Killed before its first step; then the run is trained further, and the same request is made again."""
     shutil.rmtree(run.folder / "requests")
     whole = Run.load(shutil.copytree(run.folder, run.folder.parent / "whole"))
-    interrupted(run, world, few, 4)
+    interrupted(run, world, few, 2)
     models = []
     for each in (run, whole):
         grown = Run.create(each.folder, small_config("partition.validation_share=0.3", "training.rounds=3"))
@@ -153,7 +153,7 @@ def test_answers_about_another_model_are_not_taken(world, run: Run, few, small_c
 
 
 def test_a_flipped_bit_in_a_journaled_answer_is_refused(world, run: Run, few) -> None:
-    journal = interrupted(run, world, few, 4) / "journal"
+    journal = interrupted(run, world, few, 2) / "journal"
     path = sorted(journal.iterdir())[1]
     for place in (3, 80, 150, path.stat().st_size // 2, -1):
         whole = path.read_bytes()

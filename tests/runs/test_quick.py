@@ -51,9 +51,9 @@ def test_what_is_not_there_is_found_in_less_than_one_of_twenty_looks(counts: dic
 
 def test_the_gap_of_one_client_without_covariate_is_a_difference_of_means() -> None:
     """All pairs stood alike at the start: nothing is adjusted, and Welch's error is widened for the four fits."""
-    forget, kin = torch.tensor([3.0, 4.0, 5.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])
+    forget, held_out = torch.tensor([3.0, 4.0, 5.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])
     start = {0: {"forget": torch.ones(4), "held_out": torch.ones(3)}}
-    found = compare({0: {"forget": forget, "held_out": kin}}, start)
+    found = compare({0: {"forget": forget, "held_out": held_out}}, start)
     error = (float(forget.var()) / 4 + 1.0 / 3) ** 0.5 * (7 / 4) ** 0.5
     assert (found.forget, found.held_out, found.expected) == pytest.approx((4.0, 2.0, 2.0))
     assert found.gap.value == pytest.approx(2.0)
@@ -95,11 +95,8 @@ def test_less_than_unseen_is_a_finding_too_and_it_is_never_a_verdict() -> None:
     assert "held more than unseen" in check(seen, seen).words and check(seen, seen).found
     assert "held less than unseen" in check(Estimate(-2.0, -3.0, -1.0), seen).words
     for each in (check(none, seen), check(seen, seen), check(none, none)):
-        assert any("no verdict" in note for note in each.notes)
+        assert any("not a verdict" in note for note in each.notes)
     assert any("blind" in note for note in check(none, none).notes)
-    assert not any("EASE" in note for note in check(none, seen).notes)
-    assert any("says less of it" in note for note in check(none, seen, method="ease", share="auto").notes)
-    assert not any("EASE" in note for note in check(none, seen, method="ease", share=0.9).notes)
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def audit() -> Callable[..., dict[str, Any]]:
 def contents() -> Callable[..., Contents]:
     """The whole page's contents; `caption` is that of a forgotten pair, `delta` the threshold EASE used."""
 
-    def make(caption: str = "A red ball on the beach.", delta: float | str = "auto") -> Contents:
+    def make(caption: str = "A red ball on the beach.", delta: float = 0.5) -> Contents:
         ranks = {"trained": 1.0, "unlearned": 57.0, "retrain": 43.5}
         pairs = [Pair(PIXEL, caption, ranks, False), Pair(PIXEL, "A cup.", ranks, True)]
         answers = [

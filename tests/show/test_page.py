@@ -102,7 +102,7 @@ def test_each_of_few_pairs_is_shown_with_the_span_of_all_retrainings(record: Mak
 def test_a_list_of_answers_tells_how_each_stands(contents: Make) -> None:
     text = text_of(page(contents()))
     assert (
-        "Forgetting client 8 by ease ! unlike retraining (p = 0.001) Forgetting client 8 by finetune not audited"
+        "Forgetting client 8 by ease_paper ! unlike retraining (p = 0.001) Forgetting client 8 by finetune not audited"
         in text
     )
 
@@ -140,13 +140,6 @@ def test_a_measure_stands_beside_retrain_and_the_model_before(contents: Make) ->
     assert cells[0].startswith("R@186.723.024.0") and cells[0].endswith("inside")
     assert "forget R@1: 23.0 against retrain’s 24.0, band from 21.5 to 28.0" in unescape(html)
     assert "alignment rho: 0.200 against retrain’s 0.170, band from no lower end to 0.300" in unescape(html)
-
-
-def test_the_threshold_starts_where_as_much_goes_as_went(contents: Make) -> None:
-    """Both blocks lost 0.7 of their energy. At 0.5 the mean that goes is (0.6 + 0.8) / 2 = 0.7, just below it 0.55."""
-    text = text_of(page(contents()))
-    assert "At δ = 0.50, 3 of 5 directions go: ηf = 0.70, ηr = 0.25." in text
-    assert "each direction counts by 1 − cosine², together 0.70 of the forget energy" in text
 
 
 def test_a_threshold_that_was_used_is_where_the_slider_starts(contents: Make) -> None:

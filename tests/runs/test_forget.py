@@ -18,7 +18,7 @@ from ease.errors import UserError
 from ease.federation.protocol import Wrapped
 from ease.methods import make_method
 from ease.methods.base import Unlearner
-from ease.methods.ease.method import Ease, share_prior
+from ease.methods.ease.method import Ease, final_loss, share_prior
 from ease.methods.ease_paper import EasePaper
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, trained_of
@@ -181,7 +181,9 @@ def test_the_record_tells_everything(world, run: Run) -> None:
     assert record.request == CLIENT and record.method_name == "ease" and record.seed == 0
     assert [entry.phase for entry in record.rounds] == [step.phase for step, _ in steps]
     assert all("forget/recall@1" in entry.metrics for entry in record.rounds)
-    assert record.contribution is not None and record.contribution.share == share_prior(CLIENT, "sgd")
+    assert record.contribution is not None and record.contribution.share == share_prior(
+        CLIENT, "sgd", final_loss(trained_of(run))
+    )
     assert record.spectrum is None
     for name in ("forget", "retain", "test"):
         assert all(0 <= record.metrics[f"{name}/recall@{k}"] <= 100 for k in (1, 5, 10))

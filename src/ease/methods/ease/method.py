@@ -119,7 +119,7 @@ class Ease(Unlearner):
         self, training: TrainingConfig, request: Request, holders: float, replay_cost: float = 1.0
     ) -> float:
         """Recovery, and the rounds that clients train once more: replays, or updates that are not stored."""
-        work = super().estimated_work(training, request, holders)
+        work = self.rounds(training, request) - 1.0  # the subtraction is not a round of training
         if not isinstance(request, ClientRequest):
             return work + holders * self.replay * training.rounds * replay_cost
         if self.contribution_source == "leaving":  # leaving clients repeat what is not stored
@@ -129,7 +129,7 @@ class Ease(Unlearner):
     def advice(self, forget_share: float, cost: float) -> str:
         if forget_share > LARGE_REQUEST:
             return f"this is {forget_share:.0%} of all pairs: --method retrain keeps the others better"
-        if cost >= 1:
+        if cost > 1:
             return f"about {cost:.0%} of retraining's work: --method retrain costs less"
         return ""
 

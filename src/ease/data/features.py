@@ -18,7 +18,7 @@ from ease.model.backbones import Backbone, Tower
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
 BATCH_PAIRS = 16
-"""Encoded at once on a CPU: what lies between two layers then stays in a core's cache. The batch does not show."""
+"""How many pairs a CPU encodes at once: few enough that the states between two layers stay in a core's cache."""
 GPU_BATCHES = 8
 """So many of these at once on a GPU, which would wait for work otherwise."""
 MARKER = "complete.json"
@@ -44,7 +44,8 @@ def cached_activations(
     pairs: PairSet, backbone: Backbone, first_image: int, first_text: int, device: torch.device | str
 ) -> Activations:
     """Activations of all pairs from the cache, or computed now; the backbone must already be on `device`."""
-    key = digest("activations", pairs.fingerprint, backbone.fingerprint, first_image, first_text)
+    # The batch size is in the key because it decides the last bits.
+    key = digest("activations", pairs.fingerprint, backbone.fingerprint, first_image, first_text, BATCH_PAIRS)
     folder = cache_folder() / "activations" / key
     make = partial(_compute, folder, pairs, backbone, first_image, first_text, device)
     return cached(partial(_open, folder), make)
@@ -69,12 +70,13 @@ def _compute(
     captions_each = len(pairs.captions[0])
     # One call for all captions gives all batches the same number of tokens.
     tokens = backbone.tokenize([caption for captions in pairs.captions for caption in captions])
+    tokens = tokens.unflatten(0, (-1, captions_each))
 
-    def images(rows: slice) -> Tensor:
+    def images(rows: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(pairs.pixels[rows])).to(device)
 
-    def captions(rows: slice) -> Tensor:
-        return tokens[rows.start * captions_each : rows.stop * captions_each].to(device)
+    def captions(rows: np.ndarray) -> Tensor:
+        return tokens[torch.from_numpy(rows)].flatten(0, 1).to(device)
 
     batch = BATCH_PAIRS * (1 if torch.device(device).type == "cpu" else GPU_BATCHES)
     written = _write_tower(folder, "image", backbone.image, first_image, images, len(pairs), (), batch)
@@ -88,18 +90,19 @@ def _write_tower(
     modality: str,
     tower: Tower,
     first: int,
-    inputs: Callable[[slice], Tensor],
+    inputs: Callable[[np.ndarray], Tensor],
     pairs: int,
     per_pair: tuple[int, ...],
     batch: int,
 ) -> list[str]:
     """Run one frozen tower over all pairs and write its arrays; returns their names."""
     arrays: dict[str, np.ndarray] = {}
-    # All of about one size: a last one of one to three pairs would be multiplied in another way, to other last bits.
-    count = max(1, round(pairs / batch))
-    batches = [slice(pairs * number // count, pairs * (number + 1) // count) for number in range(count)]
+    starts = range(0, pairs, batch)
     with ExitStack() as files:
-        for rows in with_progress(batches, len(batches), f"Encoding {modality}s"):
+        for start in with_progress(starts, len(starts), f"Encoding {modality}s"):
+            # The last batch is padded with the first pairs, because kernels can round differently for other batch sizes.
+            # A pair's activations must not depend on how many others are encoded with it.
+            rows = np.arange(start, start + batch) % pairs
             with torch.no_grad():
                 states, mask = tower.prefix(inputs(rows), first)
                 pooled = tower(states, mask, first)
@@ -111,7 +114,7 @@ def _write_tower(
                 if name not in arrays:
                     shape = (pairs, *values.shape[1:])
                     arrays[name] = files.enter_context(new_array(folder / f"{name}.npy", shape, values.dtype))
-                arrays[name][rows] = values
+                arrays[name][start : start + batch] = values[: pairs - start]
     return sorted(arrays)
 
 

@@ -387,7 +387,7 @@ def messages() -> dict[str, tuple[Callable[[bytes], object], bytes]]:
     lock = Lock(0.25, state())
     job = LocalJob(
         round=1, seed=0, stream="x", optimiser=optimiser, epochs=1, batch_size=2, temperature=0.1,
-        request=SampleRequest(ids=("a",)), lock=lock, replays=(Replay(1, state(), 0.5, 0, (3,)),),
+        request=SampleRequest(ids=("a",)), lock=lock, replays=(Replay(1, state(), 0.5, 0, (3,)),), inbox={3: b"letter"},
     )  # fmt: skip
     sent, parts = encode_job(job, state())
     update = Update(3, 5, state(), {"loss": torch.tensor(1.0)})

@@ -22,6 +22,7 @@ from ease.federation.checked import checked
 from ease.federation.node import listen, serve
 from ease.federation.protocol import LocalJob, Update, Wrapped
 from ease.federation.remote import node_socket
+from ease.federation.secure import ADDENDS, MASKED
 from ease.methods import METHODS, make_method
 from ease.methods.exact import Exact
 from ease.methods.retrain import Retrain
@@ -41,7 +42,7 @@ from ease.runs.using import Source, encode_text
 from ease.runs.world import World
 from ease.seeding import generator
 from ease.storage import sha256
-from ease.trainers.sums import RANK_GRID, SUMS, Collected, sums_expected, sums_job
+from ease.trainers.sums import RANK_GRID, SECURE_SUMS, SUMS, Collected, masked_sums_expected, sums_expected, sums_job
 
 CLOSED_FORM = (
     "data.train=90",
@@ -87,6 +88,8 @@ def runs(shared_cache, tmp_path_factory) -> dict[str, Path]:
         for history in ("server", "client"):
             run, _ = trained(tmp_path_factory.mktemp(history) / "run", f"training.history={history}")
             found[history] = run.folder
+        run, _ = trained(tmp_path_factory.mktemp("secure") / "run", "training.secure=true")
+        found["secure"] = run.folder
     return found
 
 
@@ -222,6 +225,113 @@ class Asked(Wrapped):
         self.who += clients
         self.jobs.append(job)
         return super().run(params, job, clients)
+
+
+# --- secure aggregation ---
+
+
+@pytest.fixture
+def secure(runs: dict[str, Path], tmp_path: Path) -> Site:
+    """One whose server learns totals only."""
+    shutil.copytree(runs["secure"], tmp_path / "secure")
+    run = Run.load(tmp_path / "secure")
+    return Site(run, open_world(run))
+
+
+def test_secure_training_gives_the_bytes_of_plain_training(runs: dict[str, Path]) -> None:
+    plain, secure = (Run.load(runs[name]).history for name in ("client", "secure"))
+    assert plain.record(1)["sha256"] == secure.record(1)["sha256"]
+    assert plain.ridge(1) == secure.ridge(1) and plain.pairs(1) == secure.pairs(1)
+    assert not secure.updates and not secure.update_path(1, 0).exists()
+
+
+@pytest.mark.parametrize("kind", ["client", "class", "samples", "a client and pairs"])
+def test_secure_forgetting_gives_the_bytes_of_retraining(secure: Site, kind: str) -> None:
+    request = kinds(secure.world)[kind]
+    exact = answered(secure.run, request, "exact")
+    assert exact == answered(secure.run, request, "retrain") == computed_again(secure.run, request)
+    assert exact[0] != secure.run.history.sums_sha256(1), "something was forgotten"
+
+
+@pytest.mark.parametrize("kind", ["client", "class"])
+def test_no_unmasked_sums_leave_a_client(secure: Site, kind: str) -> None:
+    asked = Asked(secure.run.hosted(secure.world).federation)
+    list(Exact().unlearn(trained_of(secure.run), kinds(secure.world)[kind], asked))
+    names = [job.objective for job in asked.jobs]
+    assert names == ["secure: advertise keys", "secure: share keys", SECURE_SUMS, "secure: unmask"]
+
+
+def test_a_class_is_forgotten_only_with_everyone(secure: Site) -> None:
+    federation = Silent(secure.run.hosted(secure.world).federation)
+    with pytest.raises(UserError, match=r"3 of 4 clients sent masked sums and 4 are needed \(client 1: "):
+        list(Exact().unlearn(trained_of(secure.run), ClassRequest(classes=(0,)), federation))
+    leaves = Exact().unlearn(trained_of(secure.run), ClientRequest(clients=(0,)), federation)
+    assert [each.client for each in next(leaves).round.updates] == [2, 3]
+
+
+class Silent(Wrapped):
+    """Client 1 drops out once it has shared its keys."""
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        gone = {1} if job.objective == SECURE_SUMS else set()
+        yield from super().run(params, job, [client for client in clients if client not in gone])
+
+
+@pytest.mark.parametrize("place", [-1, 1, 0])
+def test_a_wrong_total_is_refused(secure: Site, place: int) -> None:
+    """No one can tell whose sums are wrong, as no one sees them."""
+
+    class LyingInSecret(Wrapped):
+        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+            for update in super().run(params, job, clients):
+                if update.client == 1 and MASKED in update.values:
+                    update.values[MASKED][place] += {-1: -5, 1: GRID**2 * 10**5, 0: 2**62}[place]
+                yield update
+
+    lying = LyingInSecret(secure.run.hosted(secure.world).federation)
+    reason = {-1: "and .* are expected", 1: "not positive semi-definite", 0: "larger than those of any"}[place]
+    with pytest.raises(UserError, match=f"the total of 3 clients is refused: .*{reason}.*cannot tell whose"):
+        list(Exact().unlearn(trained_of(secure.run), ClientRequest(clients=(0,)), lying))
+
+
+def test_a_client_says_how_many_pairs_it_adds_up(secure: Site) -> None:
+    """Where the server knows the number, another one is refused and the client named."""
+    request = SampleRequest(ids=secure.world.shards[1].train_ids[:3])
+    job = sums_job(secure.run.config.training, 0, 0.07, request, "forget").own(1, secure.world.shards[1].train_ids)
+    held = len(secure.world.shards[1].train_ids)
+    fault = masked_sums_expected(trained_of(secure.run).start, job, 1, held).fault
+    assert fault is not None
+    for pairs, words in ((3, None), (2, "its sums are of 2 pairs, and 3 are expected")):
+        assert fault(Update(1, held, None, {ADDENDS: torch.tensor(pairs)})) == words
+
+
+def test_the_last_client_is_not_left_alone(secure: Site) -> None:
+    with pytest.raises(UserError, match="1 client takes part, whose sums would be the total"):
+        federation = secure.run.hosted(secure.world).federation
+        list(Exact().unlearn(trained_of(secure.run), ClientRequest(clients=(0, 1, 2)), federation))
+
+
+def test_secure_answers_are_released_purged_and_certified(secure: Site, ease, tmp_path: Path) -> None:
+    run = secure.run
+    answered(run, kinds(secure.world)["class"], "exact")
+    audit_run(run.folder, "class-0", AuditConfig(), retrain=True, quiet=True)
+    found = verify(certified(run, tmp_path, "class-0"), run)
+    assert found.holds, found.reasons
+    release(run, "class-0/exact")
+    list(purge(run.folder))
+    run = Run.load(run.folder)
+    request = ClientRequest(clients=(2,))
+    assert answered(run, request, "exact") == answered(run, request, "retrain") == computed_again(run, request)
+
+
+@pytest.mark.parametrize(
+    "setting, reason",
+    [("model.projector=mlp", "only sums are aggregated securely"), ("training.history=server", "cannot store them")],
+)
+def test_settings_that_secure_aggregation_excludes_are_refused(ease, tmp_path: Path, setting: str, reason: str) -> None:
+    chosen = [part for each in (*CLOSED_FORM, "training.secure=true", setting) for part in ("--set", each)]
+    refused = ease("train", "--out", tmp_path / "run", *chosen)
+    assert refused.code == 2 and reason in refused.err and refused.err.count("\n") == 1
 
 
 # --- sums that cannot be ---
@@ -543,7 +653,8 @@ def test_most_of_the_data_may_go_without_training_anew(kept: Site, ease) -> None
 
 
 @pytest.mark.slow
-def test_nodes_give_the_bytes_of_one_process(tmp_path: Path, shared_cache) -> None:
+@pytest.mark.parametrize("more", [(), ("training.secure=true",)])
+def test_nodes_give_the_bytes_of_one_process(tmp_path: Path, shared_cache, more: Sequence[str]) -> None:
     """Over sockets: training, a client that leaves, pairs of several clients, and retraining."""
     here, world = trained(tmp_path / "here")
     sockets = tmp_path / "federation"
@@ -552,7 +663,7 @@ def test_nodes_give_the_bytes_of_one_process(tmp_path: Path, shared_cache) -> No
         for shard, line in zip(world.shards, lines, strict=True):
             node = node_of(world, shard.client, sockets / str(shard.client))
             threading.Thread(target=serve, args=(node, line), daemon=True).start()
-        there, _ = trained(tmp_path / "there", "engine=nodes", f"federation={sockets}")
+        there, _ = trained(tmp_path / "there", "engine=nodes", f"federation={sockets}", *more)
         for run in (here, there):
             answered(run, kinds(world)["samples"], "exact")
         assert there.history.record(1)["sha256"] == here.history.record(1)["sha256"]

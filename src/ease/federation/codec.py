@@ -6,6 +6,7 @@ A job names its heavy parts by the hash of their bytes, so that each travels onc
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from ease.requests.request import Request
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Round = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Part = Literal["state", "lock", "reference", "base"]
+INBOX = "inbox/"
 UNKNOWN = "0" * 64
 """Stands for a hash where only the length counts."""
 
@@ -177,13 +179,13 @@ def encode_job(job: LocalJob, state: Params) -> tuple[bytes, dict[str, bytes]]:
             data = encode_state(each.state)
             names.append(content_hash(data))
             parts[names[-1]] = data
-    return pack(_job_header(job, hashes, names), {}), parts
+    return pack(_job_header(job, hashes, names), _letters(job)), parts
 
 
 def job_length(job: LocalJob) -> int:
     """Length of the job's bytes without its parts."""
     present: dict[Part, str] = dict.fromkeys(("state", "lock", "reference", "base"), UNKNOWN)
-    return packed_length(_job_header(job, present, [UNKNOWN] * len(job.replays)), {})
+    return packed_length(_job_header(job, present, [UNKNOWN] * len(job.replays)), _letters(job))
 
 
 def decode_job(
@@ -204,7 +206,6 @@ def decode_job(
         base = decode_state(_part(header.sparse.base, parts, "base", what), f"{what}: base", limits)
         require(set(header.sparse.blocks) <= set(base.blocks), what, "its adapter has layers that its base has not")
         sparse = Sparse(base, header.sparse.blocks, header.sparse.density, header.sparse.seed)
-    require(not tensors, what, "it has tensors that belong to nothing")
     job = LocalJob(
         round=header.round,
         seed=header.seed,
@@ -235,8 +236,28 @@ def decode_job(
         ),
         keep=header.keep,
         precision=header.precision,
+        inbox=_inbox(tensors, what),
     )
     return job, state
+
+
+def _letters(job: LocalJob) -> dict[str, Tensor]:
+    """Messages for single clients, as they travel with the job."""
+    return {
+        f"{INBOX}{client}": torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        for client, message in job.inbox.items()
+    }
+
+
+def _inbox(tensors: Mapping[str, Tensor], what: str) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for name, tensor in tensors.items():
+        client = name.removeprefix(INBOX)
+        named = name.startswith(INBOX) and client.isascii() and client.isdigit() and len(client) < 10
+        require(named, what, "it has tensors that belong to nothing")
+        require(tensor.dtype == torch.uint8 and tensor.dim() == 1, what, "a message to a client is made of bytes")
+        found[int(client)] = tensor.numpy().tobytes()
+    return found
 
 
 def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[str]) -> JobHeader:

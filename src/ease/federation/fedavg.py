@@ -60,6 +60,25 @@ class TrainingConfig(Config):
     deadline: float | None = Field(None, gt=0)
     """Seconds to wait for a client's answer; absent: as long as it takes."""
 
+    secure: bool = False
+    """The server sees the total of the clients' sums only (secure aggregation); for `model.projector = "closed_form"`,
+    with `history = "client"`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _secure_sums_stay_with_clients(cls, table: Any) -> Any:
+        """With secure aggregation the server has no client's sums that it could store."""
+        return {"history": "client", **table} if isinstance(table, dict) and table.get("secure") is True else table
+
+    @model_validator(mode="after")
+    def _nothing_of_one_client(self) -> "TrainingConfig":
+        if self.secure and self.history != "client":
+            raise ValueError(
+                "training.secure = true hides each client's sums from the server, so that it cannot store them; leave "
+                "out training.history"
+            )
+        return self
+
     @model_validator(mode="after")
     def _sums_tell_the_mean(self) -> "TrainingConfig":
         if self.history == "client" and self.aggregation != "mean":
@@ -81,9 +100,9 @@ class TrainingConfig(Config):
 
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A training whose updates are all stored is told as it was before there was a choice, to the byte."""
-        chosen = ("history_every", "history_share")
-        return {name: value for name, value in dump(self).items() if name not in chosen or value != 1}
+        """Omit defaults of settings that most trainings leave alone, so that their configurations keep their bytes."""
+        usual = {"history_every": 1, "history_share": 1, "secure": False}
+        return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
 
     @property
     def thinned(self) -> bool:

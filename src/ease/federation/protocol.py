@@ -85,6 +85,8 @@ class LocalJob:
     """The client keeps the state it is sent and its update, on its own disk."""
     precision: Precision = "float32"
     """In which projectors multiply; `auto`: in what is faster where they do. Sums and steps are never rounded."""
+    inbox: Mapping[int, bytes] = field(default_factory=dict)
+    """Client -> a message for this client only."""
 
     def __hash__(self) -> int:
         return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request))
@@ -100,13 +102,14 @@ class LocalJob:
         replays = tuple(
             replace(each, clients=()) for each in self.replays if not each.clients or client in each.clients
         )
-        return replace(self, request=request, replays=replays)
+        inbox = {client: self.inbox[client]} if client in self.inbox else {}
+        return replace(self, request=request, replays=replays, inbox=inbox)
 
     @property
     def common(self) -> "LocalJob":
         """What is left without that which is a client's own: it is the same for all who are given the job."""
         request = SampleRequest(ids=()) if isinstance(self.request, SampleRequest) else self.request
-        return replace(self, request=request, replays=())
+        return replace(self, request=request, replays=(), inbox={})
 
     @property
     def plain(self) -> bool:

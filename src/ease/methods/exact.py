@@ -12,7 +12,7 @@ from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.model.closed_form import Sums, widths
 from ease.requests.request import ClientRequest, Request, leaving_clients
 from ease.trainers import TrainerName
-from ease.trainers.sums import Collected, all_asked, pairs_in, sum_and_solve, sums_job
+from ease.trainers.sums import Collected, all_asked, securely_collected, sum_and_solve, sums_job
 
 
 class Exact(Unlearner):
@@ -20,7 +20,8 @@ class Exact(Unlearner):
 
     Sums are whole numbers, so that what is left is what the other pairs alone would have given. Clients that stay send
     the sums of their forget pairs. Of a client that leaves, the server subtracts what it keeps; where it keeps the
-    total only (`training.history = "client"`), the others send their sums again, which is one round.
+    total only (`training.history = "client"`), the others send their sums again, which is one round. With
+    `training.secure` it learns totals only, of forget pairs as well.
     """
 
     name: ClassVar[str] = "exact"
@@ -40,9 +41,18 @@ class Exact(Unlearner):
         stay = [client for client in history.clients(1) if client not in leaving]
         if leaving and not history.updates:
             return sum_and_solve(*recipe, stay, request, history)
-        job = sums_job(trained.training, trained.seed, trained.temperature, request, "forget")
+        job, sides = (
+            sums_job(trained.training, trained.seed, trained.temperature, request, "forget"),
+            widths(trained.start),
+        )
+        if trained.training.secure:
+            total = securely_collected(federation, trained.start, job, stay, everyone=True)
+            return _total_left(history, stay, total, sides).solved(trained.initial, history.ridge(1))
         forgotten = {} if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
-        left = (_each_left if history.updates else _total_left)(history, stay, forgotten, widths(trained.start))
+        if history.updates:
+            left = _each_left(history, stay, forgotten, sides)
+        else:
+            left = _total_left(history, stay, Collected.of(forgotten.items(), kept=False), sides)
         return left.solved(trained.initial, history.ridge(1))
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
@@ -63,13 +73,13 @@ def _each_left(
     return Collected.of(left(), kept=True)
 
 
-def _total_left(
-    history: History, clients: Sequence[int], forgotten: Mapping[int, Sums], sides: tuple[int, int]
-) -> Collected:
+def _total_left(history: History, clients: Sequence[int], forgotten: Collected, sides: tuple[int, int]) -> Collected:
     """The total less all forget pairs, where the server knows of each client how many pairs it has."""
     total, pairs = Sums.from_state(history.sums(1)), history.pairs(1)
-    for client, sums in forgotten.items():
-        total, pairs[client] = total - sums, pairs[client] - pairs_in(sums)
+    if forgotten.total is not None:
+        total -= forgotten.total
+    for client, update in forgotten.updates.items():
+        pairs[client] -= update.pairs
     updates = {client: Update(client, pairs[client], None) for client in clients if pairs[client]}
     return Collected(_sound(total, "the total", sides), updates)
 

@@ -60,6 +60,15 @@ class RunConfig(Config):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _secure_adds_sums(self) -> "RunConfig":
+        if self.training.secure and trainer_of(self.model) != "sums":
+            raise ValueError(
+                'training.secure = true: only sums are aggregated securely; set model.projector = "closed_form", or '
+                "leave it out"
+            )
+        return self
+
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Within one process a run is what it was before there were nodes, to the byte."""

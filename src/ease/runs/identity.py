@@ -96,7 +96,8 @@ def computed_again(run: Run, request: Request) -> tuple[str, str]:
     stay = [client for client in engine.clients if client not in leaving]
     if not stay:
         raise UserError(f"{run.folder}: no client is left whose sums could be computed again")
-    recipe = config.training, config.seed, config.model.temperature
+    training = config.training.model_copy(update={"secure": False})  # nobody is asked, so that nothing needs masks
+    recipe = training, config.seed, config.model.temperature
     return hashes_of(sum_and_solve(history.initial(), engine, *recipe, stay, again=history))
 
 

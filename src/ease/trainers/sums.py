@@ -18,6 +18,7 @@ from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import Federation, LocalJob, Update
+from ease.federation.secure import masked_expected, measure_masked, secure_total
 from ease.model.closed_form import (
     LARGEST_SUM,
     POWERS,
@@ -36,6 +37,7 @@ from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
 
 SUMS = "sums"
+SECURE_SUMS = "secure: masked sums"
 RANKS = "ranks"
 RANK_GRID = 1 << 20
 """Steps of the grid on which reciprocal ranks are added, in any order to the same total."""
@@ -58,7 +60,10 @@ def sum_and_solve(
     took_part = set(clients) if again is None else set(again.clients(1)).intersection(clients)
     check_count(params, sum(len(federation.held.get(client, ())) for client in took_part))
     job = sums_job(config, seed, temperature, request, "all" if request is None else "retain")
-    found = Collected.of(asked(federation, params, job, sorted(took_part)), kept=config.history == "server")
+    if config.secure:
+        found = securely_collected(federation, params, job, sorted(took_part))
+    else:
+        found = Collected.of(asked(federation, params, job, sorted(took_part)), kept=config.history == "server")
     ridge = choose(params, federation, job, found) if again is None else again.ridge(1)
     return found.solved(params, ridge)
 
@@ -142,6 +147,31 @@ def all_asked(federation: Federation, state: Params, job: LocalJob, clients: Seq
     return sums
 
 
+def securely_collected(
+    federation: Federation, state: Params, job: LocalJob, clients: Sequence[int], everyone: bool = False
+) -> Collected:
+    """What clients' sums come to, where the server learns the total and the counts only."""
+    added = secure_total(federation, state, replace(job, objective=SECURE_SUMS), clients, everyone)
+    total, pairs = Sums(added.packed), sum(added.counts.values())
+    if reason := total_fault(total, pairs, widths(state)):
+        raise UserError(
+            f"the total of {len(added.counts)} clients is refused: {reason.removeprefix('its ')}; secure aggregation "
+            "cannot tell whose sums are wrong: run the command again, or train without training.secure to find out"
+        )
+    updates = {client: Update(client, count, None) for client, count in added.counts.items() if count}
+    return Collected(total if pairs else None, updates, dict(added.refused))
+
+
+def total_fault(total: Sums, pairs: int, sides: tuple[int, int]) -> str | None:
+    """Why a total cannot be the sums of so many pairs, or None when it may be."""
+    low, high = total.packed.aminmax()
+    if int(low) < -LARGEST_SUM or int(high) > LARGEST_SUM:
+        return "sums are larger than those of any pairs"
+    if total.count != pairs * CAPTIONS_PER_IMAGE:
+        return f"sums are of {total.count / CAPTIONS_PER_IMAGE:g} pairs, and {pairs} are expected"
+    return total.fault(*sides)
+
+
 def measure_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """Sums over the pairs that a job speaks of, from the frozen features."""
     positions = client.select(job)
@@ -180,6 +210,22 @@ def sums_expected(state: Params, job: LocalJob, client: int, held: int) -> Expec
     return Expected(values={SUMS: form}, abstains=False, fault=fault)
 
 
+def measure_masked_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
+    """The same sums with masks, for secure aggregation."""
+    sums = Sums(measure_sums(model, params, client, job)[SUMS])
+    return measure_masked(client, job, sums.packed, pairs_in(sums))
+
+
+def masked_sums_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+    """Masked sums of the right size, and the right count where the server knows it."""
+    exact = pairs_expected(job, client, held)
+
+    def fault(pairs: int) -> str | None:
+        return None if exact in (None, pairs) else f"its sums are of {pairs} pairs, and {exact} are expected"
+
+    return masked_expected(packed_size(sum(widths(state)) + 1), held, fault)
+
+
 def pairs_expected(job: LocalJob, client: int, held: int) -> int | None:
     """How many pairs a job speaks of, where the server knows it; of a class only the client can tell."""
     if job.data == "all" or job.request is None:
@@ -194,6 +240,7 @@ def pairs_expected(job: LocalJob, client: int, held: int) -> int | None:
 
 
 register(SUMS, Objective(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
+register(SECURE_SUMS, Objective(measure=measure_masked_sums, expects=masked_sums_expected, all_forget=True, passes=0.0))
 
 
 # --- the choice of ridge strengths ---

@@ -11,8 +11,8 @@ from ease.requests.request import ClientRequest
 from ease.testing import Spy
 
 CLIENT = ClientRequest(clients=(1,))
-AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback"}
-"""Methods that begin again from the start of training."""
+AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback", "exact"}
+"""Methods that begin again from the start of training, or solve anew."""
 
 
 def test_a_training_that_nothing_was_forgotten_of(learnt) -> None:

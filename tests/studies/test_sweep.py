@@ -51,7 +51,8 @@ def test_every_method_gets_the_same_budget_and_begins_with_its_defaults(name) ->
 
 
 def test_all_but_the_reference_are_tuned() -> None:
-    assert set(TUNED) == METHODS.keys() - {"retrain"}
+    comparable = {name for name, method in METHODS.items() if "fedavg" in method.trainers}
+    assert set(TUNED) == comparable - {"retrain"}
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -100,7 +100,7 @@ def _write_tower(
     starts = range(0, pairs, batch)
     with ExitStack() as files:
         for start in with_progress(starts, len(starts), f"Encoding {modality}s"):
-            # The last batch is padded with the first pairs, because kernels can round differently for other batch sizes.
+            # The last batch is padded with the first pairs, because kernels can round otherwise for other batch sizes.
             # A pair's activations must not depend on how many others are encoded with it.
             rows = np.arange(start, start + batch) % pairs
             with torch.no_grad():

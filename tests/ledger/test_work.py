@@ -91,8 +91,8 @@ def test_expected_cost_is_rounds_times_the_measured_seconds_of_one(ease, run: Pa
     for number, time in enumerate((100.0, 104.0), start=1):
         os.utime(run / "rounds" / f"{number:05d}" / "round.json", (time, time))
     shown = add(ease, run, "--client", 1, id="c", approve=False)
-    # One step of excision and one round of recovery, at 4 s each; retraining takes two rounds.
-    assert shown["touches"]["seconds"] == 8.0 and shown["touches"]["share"] == 1.0
+    # One round of recovery, at 4 s; retraining takes two rounds.
+    assert shown["touches"]["seconds"] == 4.0 and shown["touches"]["share"] == 0.5
 
 
 def test_what_cannot_be_is_refused_at_once(ease, run: Path, tmp_path: Path) -> None:

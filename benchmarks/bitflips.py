@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ease.cli import main as ease_main
-from ease.evidence import new_key, read_log
-from ease.ledger.store import NAME as LEDGER
-from ease.ledger.store import Ledger
+from ease.operations.evidence import new_key, read_log
+from ease.operations.ledger.store import NAME as LEDGER
+from ease.operations.ledger.store import Ledger
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json
 from ease.runs.run import Run

@@ -83,7 +83,7 @@ def retrieve(way: str, pairs: int, threads: int) -> dict[str, float]:
     import torch
     from torch.nn import functional as F
 
-    from ease.audit.retrieval import recall
+    from ease.measures.retrieval import recall
 
     torch.set_num_threads(threads)
     rng = torch.Generator().manual_seed(0)
@@ -112,15 +112,15 @@ def round_seconds(clients: int, pairs: int, threads: int) -> float:
     import torch
     from synthetic import Setting
 
-    from ease.federation.checked import checked
+    from ease.federation.check import checked
     from ease.federation.engines import make_engine
     from ease.federation.fedavg import fedavg
-    from ease.federation.metered import Metered
+    from ease.federation.meter import Metered
 
     torch.set_num_threads(threads)
     setting = Setting(clients=clients, pairs=pairs, rounds=4)
     world = setting.world()
-    engine = make_engine("loop", world.model, world.shards, world.activations, torch.device("cpu"))
+    engine = make_engine("sequential", world.model, world.shards, world.activations, torch.device("cpu"))
     sound = Metered(checked(engine, setting.training))
     rounds = fedavg(world.model.initial(), sound, setting.training, 0, setting.temperature)
     next(rounds)
@@ -143,7 +143,7 @@ def request_seconds(clients: int, rounds: int, threads: int) -> float:
     torch.set_num_threads(threads)
     setting = Setting(clients=clients, pairs=4 * clients, rounds=rounds)
     world = setting.world()
-    engine = make_engine("loop", world.model, world.shards, world.activations, torch.device("cpu"))
+    engine = make_engine("sequential", world.model, world.shards, world.activations, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         history, state = History(Path(folder), durable=False), world.model.initial()
         state.save(history.initial_path, durable=False)

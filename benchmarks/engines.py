@@ -26,11 +26,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.fedavg import fedavg
 from ease.federation.flower import Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.remote import Remote, node_socket
 from ease.runs.answers import open_world
 from ease.runs.config import load_config
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=64, help="width of the projectors: larger states")
-    parser.add_argument("--engines", nargs="+", default=["loop", "nodes", "cold", "flower"])
+    parser.add_argument("--engines", nargs="+", default=["sequential", "nodes", "cold", "flower"])
     options = parser.parse_args()
     changes, states = settings(options.nodes, options.rounds, options.hidden), None
     with tempfile.TemporaryDirectory(prefix="ease-", dir="/tmp") as name:

@@ -1,6 +1,6 @@
 """How near EASE comes to retraining on one request, now and ten rounds later, beside how near two retrainings come.
 
-    python benchmarks/gaps.py sample --seed 0 --after --variant "" --variant share=0.8 --set engine=cohort
+    python benchmarks/gaps.py sample --seed 0 --after --variant "" --variant share=0.8 --set engine=vectorized
 
 Gaps are to the mean of two retrainings, in points of recall; rho and KS are means over both.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from scipy.stats import ks_2samp
 
-from ease.audit.alignment import alignment_residual
+from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.params import Params

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
 from ease.data.examples import Examples, Streamed
-from ease.federation.groups import GroupSize, train_in_groups
+from ease.federation.microbatching import GroupSize, train_in_groups
 from ease.federation.objectives import Draw, embed_states
 from ease.federation.protocol import LocalJob, Optimiser
-from ease.federation.together import LocalTraining, train_together
+from ease.federation.stacked import LocalTraining, train_stacked
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.model.hub import ClipImageTower, ClipTextTower, HubBackbone, SiglipImageTower, SiglipTextTower
 from ease.model.losses import info_nce
@@ -121,7 +121,7 @@ def measure(name: str, clients: int, batch: int, steps: int, repeats: int, devic
 
     def loop() -> None:
         for one in trainings:
-            train_together(model, examples, [replace(one, draws=one.draws[:1])], job)
+            train_stacked(model, examples, [replace(one, draws=one.draws[:1])], job)
 
     streamed_examples = on_host(examples)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ease.commands.train import recall_sets
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
 from ease.federation.protocol import Federation, LocalJob, Update, Wrapped

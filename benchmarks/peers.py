@@ -39,8 +39,8 @@ CONTENDERS = {
     "torch_vmap": ("vmap, torch.func", "peers", ("torch_vmap.py",)),
     "jax_vmap": ("vmap, compiled by JAX", "peers", ("jax_vmap.py",)),
     "flower": ("Flower over Ray", "peers", ("flower_sim.py",)),
-    "ours_loop": ("**ours: `loop`**", "own", ("ours.py", "loop")),
-    "ours_cohort": ("**ours: `cohort`**", "own", ("ours.py", "cohort")),
+    "ours_loop": ("**ours: `sequential`**", "own", ("ours.py", "sequential")),
+    "ours_cohort": ("**ours: `vectorized`**", "own", ("ours.py", "vectorized")),
     "ours_auto_history": ("**ours: `auto`, history on disk**", "own", ("ours.py", "auto", "history")),
 }
 ONE_RUN = ("flower",)

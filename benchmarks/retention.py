@@ -14,7 +14,7 @@ from pathlib import Path
 
 from marked import write_section
 
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain

@@ -23,11 +23,11 @@ from marked import write_section
 from matplotlib.figure import Figure
 from synthetic import Setting
 
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import contribution_of
@@ -66,7 +66,7 @@ def measure(clients: int, rounds: int) -> dict[str, Any]:
     setting = setting_of(clients, rounds)
     began = time.perf_counter()
     world = setting.world()
-    engine = make_engine("loop", world.model, world.shards, world.activations, torch.device("cpu"))
+    engine = make_engine("sequential", world.model, world.shards, world.activations, torch.device("cpu"))
     prepared = time.perf_counter() - began
     found: dict[str, Any] = {"clients": clients, "prepared": prepared, "seconds": [], "bytes": [], "requests": []}
     with tempfile.TemporaryDirectory(prefix="ease-scale-") as folder:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ease.audit.shadow_runs import Subjects
 from ease.audit.shadows import shadow_shards, train_federations
 from ease.federation.client import ClientData
 from ease.federation.fedavg import average
 from ease.federation.local import train
 from ease.requests.request import ClientRequest
-from ease.runs.attackers import Subjects
 from ease.runs.config import load_config
 from ease.runs.world import World
 
@@ -46,7 +46,7 @@ def measure(world: World, shadows: int, repeats: int) -> dict[str, float]:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    times: dict[str, list[float]] = {"together": [], "loop": []}
+    times: dict[str, list[float]] = {"together": [], "sequential": []}
     for _ in range(repeats):
         began = wait()
         together = next(
@@ -72,7 +72,7 @@ def measure(world: World, shadows: int, repeats: int) -> dict[str, float]:
             updates = [train(world.server.model, start.to(world.server.device), one, job) for one in held]
             sent = [replace(update, delta=update.delta and update.delta.to("cpu")) for update in updates]
             loop.append(average(start, sent, training, 1))
-        times["loop"].append(wait() - began)
+        times["sequential"].append(wait() - began)
     difference = max(
         float((a.state[name] - b.state[name]).abs().max())
         for a, b in zip(together, loop, strict=True)
@@ -83,8 +83,8 @@ def measure(world: World, shadows: int, repeats: int) -> dict[str, float]:
     best = {name: min(values) for name, values in times.items()}
     return {
         "shadows_per_minute_together": 60 * shadows / (best["together"] * rounds),
-        "shadows_per_minute_loop": 60 * shadows / (best["loop"] * rounds),
-        "ratio": best["loop"] / best["together"],
+        "shadows_per_minute_loop": 60 * shadows / (best["sequential"] * rounds),
+        "ratio": best["sequential"] / best["together"],
         "difference": difference,
     }
 

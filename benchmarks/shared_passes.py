@@ -3,8 +3,9 @@
     python benchmarks/shared_passes.py --threads 1
 
 Random features and projectors of several sizes, no adapters. Each cell is the least of several repetitions, the ways
-taken in turn, in seconds of the processor: on a busy machine those of the clock tell of others. Ratios above 1 mean
-that `cohort` is faster than `loop`. The last two columns are what replaying a round costs of training it by `loop`.
+taken in turn, in processor seconds, which other programs on the machine change less than wall-clock seconds. Ratios
+above 1 mean that `vectorized` is faster than `sequential`. The last two columns are the cost of replaying a round,
+relative to training it by `sequential`.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.cohort import Cohort
-from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Optimiser, Replay
+from ease.federation.sequential import Sequential
+from ease.federation.vectorized import Vectorized
 from ease.methods.ease.replay import REPLAY
 from ease.model.dual_encoder import DualEncoder, ModelConfig
 from ease.requests.request import SampleRequest
@@ -80,16 +81,16 @@ def measured(size: tuple[int, ...], clients: int, repeats: int) -> dict[str, flo
         classes, ids = np.zeros(pairs, dtype=int), tuple(map(str, own))
         shards.append(Shard(client, own, own[:0], ids, classes, classes[:0]))
     device = torch.device("cpu")
-    loop = Loop(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
-    cohort = Cohort.of(model, shards, activations, device)
+    loop = Sequential(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
+    cohort = Vectorized.of(model, shards, activations, device)
     state = model.initial()
     job = LocalJob(1, 0, "train", Optimiser(learning_rate=0.1), 2, batch, 0.07)
     forgotten = SampleRequest(ids=shards[0].train_ids[::10])
     replays = tuple(Replay(number, state, 1.0, 0) for number in range(1, ROUNDS + 1))
     again = replace(job, objective=REPLAY, request=forgotten, replays=replays)
     ways: dict[str, Callable[[], object]] = {
-        "loop": lambda: list(loop.run(state, job, loop.clients)),
-        "cohort": lambda: list(cohort.run(state, job, loop.clients)),
+        "sequential": lambda: list(loop.run(state, job, loop.clients)),
+        "vectorized": lambda: list(cohort.run(state, job, loop.clients)),
         "replay float32": lambda: list(loop.run(state, again, [0])),
         "replay auto": lambda: list(loop.run(state, replace(again, precision="auto"), [0])),
     }
@@ -108,7 +109,7 @@ def main() -> None:
     for size in SIZES:
         for clients in asked.clients:
             found = measured(size, clients, asked.repeats)
-            training = found["loop"] / clients * ROUNDS
+            training = found["sequential"] / clients * ROUNDS
             image, text, hidden, embedding, batch, _ = size
             print(
                 f"| {image} and {text}, {hidden}, {embedding} | {batch} | {clients} | {found['loop']:.3f} | "

@@ -23,9 +23,9 @@ import tomli_w
 import torch
 from scipy.stats import ks_2samp
 
-from ease.audit.alignment import alignment_residual
 from ease.audit.membership_scores import measure_scores
 from ease.federation.fedavg import average, participants
+from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
 from ease.methods.base import Trained, forget_holders, retained_clients
 from ease.methods.ease.contribution import ForgetContribution, contribution_of

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
+from ease.audit.at_sites import instruments_for
 from ease.audit.config import AuditConfig
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import load_config
 from ease.runs.run import Run
-from ease.runs.sites import instruments_for
 from ease.studies.scenarios import scenario_config, scenario_request
 
 SCENARIOS = ("client", "class", "sample")

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from ease.federation.history import History
-from ease.ledger.policy import load_policy
-from ease.ledger.store import Draft, Ledger
-from ease.ledger.work import work
 from ease.methods import make_method
+from ease.operations.ledger.policy import load_policy
+from ease.operations.ledger.store import Draft, Ledger
+from ease.operations.ledger.work import work
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, without
 from ease.runs.answers import StoredAnswer, trained_of

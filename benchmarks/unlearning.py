@@ -23,7 +23,7 @@ import torch
 from marked import write_section
 from peers import HERE, Contender, distance
 
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.params import Params

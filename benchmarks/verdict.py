@@ -30,13 +30,13 @@ import torch
 from ease.audit.band import prediction_band
 from ease.audit.config import AuditConfig
 from ease.audit.joint import JointTest
+from ease.audit.runner import Audit, Together
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.runs.answers import answer_of, open_world
-from ease.runs.audit import Audit, Together
 from ease.runs.config import load_config
 from ease.runs.forget import forget
 from ease.runs.resolve import request_id

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import matplotlib
 
-from ease.runs.records import BenchResults, read_record
+from ease.runs.records import read_record
 from ease.show.figures import STYLE, encode, tpr_grid
 from ease.storage import write_atomic
+from ease.studies.records import BenchResults
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from ease.audit.config import AuditConfig
 from ease.cli import EXIT_CODES, commands
 from ease.commands.methods import methods_page
 from ease.commands.outputs import ELSEWHERE, FILES, OUTPUTS, UNSEALED
-from ease.ledger.policy import Policy
 from ease.methods import METHODS
+from ease.operations.ledger.policy import Policy
 from ease.runs.config import RunConfig
 from ease.storage import write_atomic
 from ease.studies.experiment import Experiment

@@ -24,10 +24,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ease.errors import UserError
-from ease.runs.records import BenchExperiment, BenchHeader, BenchResults, BenchRow, read_record
+from ease.runs.records import read_record
 from ease.show.figures import COLOURS, PANEL_INCHES, STYLE, draw, encode
 from ease.show.tables import RANKED, Line, Sheet, markdown, mean_similarity, sheets
 from ease.storage import write_atomic
+from ease.studies.records import BenchExperiment, BenchHeader, BenchResults, BenchRow
 
 HERE = Path(__file__).parent
 PLACE = re.compile(r"\{\{([\w+-]+): ([\w-]+)(?: ([^}]*))?\}\}")

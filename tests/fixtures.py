@@ -23,27 +23,27 @@ from pydantic import TypeAdapter
 import ease as package
 from ease.audit.config import AuditConfig
 from ease.audit.membership_scores import measure_scores
+from ease.audit.records import AuditRecord
+from ease.audit.runner import Audit
 from ease.cli import main
 from ease.commands.outputs import OUTPUTS
 from ease.commands.train import train_run
 from ease.config import to_toml
-from ease.evidence import certificates, checks
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.loop import Loop
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, Wrapped
+from ease.federation.sequential import Sequential
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
 from ease.methods.retrain import Retrain
 from ease.model import hub
 from ease.model.hub import quiet_transformers
+from ease.operations.evidence import certificates, checks
 from ease.params import Block, Params
 from ease.requests.request import ClientRequest, Request, forget_mask
 from ease.runs.answers import answer_of, trained_of
-from ease.runs.audit import Audit
 from ease.runs.config import RunConfig, load_config
 from ease.runs.forget import forget
-from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 
@@ -64,7 +64,7 @@ SMALL = (
     "training.rounds=2",
     "training.local_epochs=1",
     "training.batch_size=8",
-    "engine=loop",
+    "engine=sequential",
     "model.lora=off",
     "model.hidden=16",
     "model.embedding=8",
@@ -82,7 +82,7 @@ LEARNT = (
     "training.rounds=6",
     "training.local_epochs=3",
     "training.batch_size=16",
-    "engine=loop",
+    "engine=sequential",
     "model.lora=off",
     "model.hidden=64",
     "model.embedding=32",
@@ -315,7 +315,7 @@ def adapted(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Lea
 
 
 @pytest.fixture(scope="session")
-def poison() -> Callable[[World, Request], Loop]:
+def poison() -> Callable[[World, Request], Sequential]:
     """A federation in which everything a request names is not a number: whoever reads it cannot hide it."""
 
     def spoil(client: ClientData, request: Request) -> ClientData:
@@ -326,7 +326,7 @@ def poison() -> Callable[[World, Request], Loop]:
             spoilt[name][named] = torch.nan
         return replace(client, train=replace(client.train, **spoilt))
 
-    return lambda world, request: Loop(
+    return lambda world, request: Sequential(
         world.server.model, {client: spoil(data, request) for client, data in world.federation.data.items()}
     )
 

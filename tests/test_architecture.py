@@ -26,13 +26,12 @@ ORDER = (
     "federation",
     "trainers",
     "methods",
-    "audit",
+    "measures",
     "runs",
-    "show",
-    "evidence",
-    "ledger",
+    "audit",
     "studies",
-    "serving",
+    "show",
+    "operations",
     "commands",
     "testing",
     "api",
@@ -115,10 +114,10 @@ def test_only_the_command_that_serves_loads_a_web_server() -> None:
     """Others must start without the extra, and without waiting for it."""
     web = {module for module in MODULES if {name.split(".")[0] for name in imports(module)} & {"starlette", "uvicorn"}}
     names = {"ease." + ".".join(module.with_suffix("").parts) for module in web}
-    assert names == {"ease.serving.app", "ease.serving.guard", "ease.serving.server"}
+    assert names == {"ease.operations.serving.app", "ease.operations.serving.guard", "ease.operations.serving.server"}
     for module in set(MODULES) - web:
         loaded = {
-            f"{node.module}.{name.name}" if node.module == "ease.serving" else node.module
+            f"{node.module}.{name.name}" if node.module == "ease.operations.serving" else node.module
             for node in parsed(module).body
             if isinstance(node, ast.ImportFrom)
             for name in node.names

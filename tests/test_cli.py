@@ -152,7 +152,7 @@ def test_help_waits_for_no_library() -> None:
     [
         ("training.round=2", ("--set", "training.round", "unknown key", "known keys here", "rounds")),
         ("training.rounds=0", ("--set", "training.rounds", "greater than or equal to 1")),
-        ("partition.scheme=odd", ("partition.scheme", "'iid', 'dirichlet', 'uniform', 'sites' or 'apart'")),
+        ("partition.scheme=odd", ("partition.scheme", "'iid', 'dirichlet', 'uniform', 'sites' or 'on_site'")),
         ("model.lora_rank=0", ("model.lora_rank", "greater than or equal to 1")),
         ("model.lora_rank=129", ("model.lora_rank = 129", "choose 1..128")),
         ("partition.clients=31", ("partition.clients = 31", "60 pairs", "use fewer clients or more data")),

@@ -18,7 +18,7 @@ from ease.cli import app
 from ease.config import validate
 from ease.data.rows import Row
 from ease.errors import UserError
-from ease.ledger.policy import Policy
+from ease.operations.ledger.policy import Policy
 from ease.requests.request import ClientRequest
 from ease.runs.answers import answer_of, trained_of
 from ease.runs.config import RunConfig, load_config

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from ease.audit.records import AuditRecord
 from ease.config import validate
 from ease.data.config import DataConfig, load_pairs
 from ease.data.images import decode_image
@@ -37,10 +38,11 @@ from ease.params import Block, Params
 from ease.requests.request import SampleRequest
 from ease.runs.config import load_config
 from ease.runs.head import read_head
-from ease.runs.records import AnswerRecord, AuditRecord, BenchResults, read_record
+from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import read_ids
 from ease.runs.run import Run
 from ease.storage import BLANK, SEAL, read_json, read_noted, read_tensors, write_json, write_tensors
+from ease.studies.records import BenchResults
 from ease.subspace import Basis, load_bases, save_bases
 
 WEIRD = (

@@ -10,8 +10,8 @@ import pytest
 from recipes import results_page
 
 from ease.config import validate
-from ease.runs.records import BenchResults
 from ease.storage import write_json
+from ease.studies.records import BenchResults
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = (ROOT / "recipes" / "results_page.md").read_text()

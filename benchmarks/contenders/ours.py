@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from work import Weights, serve
 
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from synthetic import read_setting

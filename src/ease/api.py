@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ease.audit.config import AuditConfig
 from ease.audit.membership import Estimate
+from ease.audit.records import PairRecord
 from ease.audit.verdict import Measure, Reason
 from ease.commands.audit import AuditSummary, QuickSummary, audit_run, quick_run
 from ease.commands.export import export_run
@@ -39,7 +40,6 @@ from ease.params import Params
 from ease.runs import using
 from ease.runs.answers import StoredAnswer, finished_answers, open_world, trained_of
 from ease.runs.config import RunConfig, anchor_paths
-from ease.runs.records import PairRecord
 from ease.runs.resolve import Wanted, find_clients, request_id
 from ease.runs.run import Run
 from ease.runs.using import Hit, Picture, Source, forgotten_ids

@@ -413,7 +413,7 @@ def work(
     Example: `ease work runs/first --together --set hold.retain_points=1`
     """
     from ease.commands.requests import work_run
-    from ease.ledger.policy import load_policy
+    from ease.operations.ledger.policy import load_policy
 
     _finish(work_run(run, load_policy(run, tuple(settings or ())), by, together, quiet or as_json), as_json)
 

@@ -24,12 +24,12 @@ import torch
 from ease.config import to_toml, validate
 from ease.data.features import Activations
 from ease.errors import UserError
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
 from ease.federation.engines import make_engine
 from ease.federation.history import UPDATES, History
 from ease.federation.journal import Journal
-from ease.federation.metered import Cost, Metered
+from ease.federation.meter import Cost, Metered
 from ease.federation.objectives import objective
 from ease.federation.protocol import Engine, Federation, LocalJob, Update, Wrapped, own_jobs
 from ease.methods.base import Step, Trained, Unlearner
@@ -63,10 +63,10 @@ SMALL = (
 """60 pairs at 3 clients, 5 rounds: every phase of a method has a round."""
 MORE = ("partition.clients=4", "training.participation=0.67", "training.learning_rate=0.3")
 STAGES: Mapping[str, tuple[str, ...]] = {
-    "loop": ("engine=loop",),
-    "cohort, some clients a round": ("engine=cohort", *MORE),
-    "loop, both LoRA factors, some clients a round": ("engine=loop", "model.lora=full", *MORE),
-    "cohort, both LoRA factors": ("engine=cohort", "model.lora=full", "training.learning_rate=0.3"),
+    "sequential": ("engine=sequential",),
+    "vectorized, some clients a round": ("engine=vectorized", *MORE),
+    "sequential, both LoRA factors, some clients a round": ("engine=sequential", "model.lora=full", *MORE),
+    "vectorized, both LoRA factors": ("engine=vectorized", "model.lora=full", "training.learning_rate=0.3"),
 }
 """Any two of: the engine, what LoRA trains, and who takes part, meet in one of these."""
 

@@ -9,6 +9,9 @@ from ease.audit.attacks import Attacker
 from ease.audit.caveats import NOT_TESTED, settings_caveat
 from ease.audit.joint import joint_test
 from ease.audit.membership import auc, leakage
+from ease.audit.records import AuditRecord
+from ease.audit.runner import Audit
+from ease.audit.shadow_runs import gauge_of, read_shadow, write_shadow
 from ease.audit.shadows import Candidates, choose_candidates
 from ease.audit.verdict import Measure, Verdict
 from ease.data.partition import Shard
@@ -16,9 +19,6 @@ from ease.errors import UserError
 from ease.methods import make_method
 from ease.requests.request import ClientRequest, forget_mask
 from ease.runs.answers import answer_of
-from ease.runs.attackers import gauge_of, read_shadow, write_shadow
-from ease.runs.audit import Audit
-from ease.runs.records import AuditRecord
 from ease.runs.run import Run
 from ease.seeding import generator
 
@@ -37,7 +37,7 @@ def careless(audited, tmp_path_factory) -> AuditRecord:
         return included(self, shadow, seed) | (np.arange(len(self)) == 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ease.runs.audit.near_duplicates", lambda *_: 3)
+        patch.setattr("ease.audit.runner.near_duplicates", lambda *_: 3)
         patch.setattr(Candidates, "included", unbalanced)
         outcome = answer_of(run, audit.request, audit.method)
         return Audit(run, audited.world, outcome, audit.request, audit.method, config).judge()

@@ -31,8 +31,8 @@ from ease.errors import UserError
 from ease.federation import objectives
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.loop import Loop
 from ease.federation.protocol import Federation
+from ease.federation.sequential import Sequential
 from ease.methods import make_method
 from ease.methods.base import Order, Trained
 from ease.methods.retrain import Retrain
@@ -216,8 +216,8 @@ def test_a_retraining_holds_no_forget_pair_and_no_leaving_client(request_: Reque
 # --- training many federations at once ---
 
 
-def simulation(world, shards: Sequence[Shard]) -> Loop:
-    return Loop(
+def simulation(world, shards: Sequence[Shard]) -> Sequential:
+    return Sequential(
         world.server.model,
         {s.client: ClientData.of(s, world.evaluator.activations, world.server.device) for s in shards},
     )

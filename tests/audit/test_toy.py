@@ -21,7 +21,7 @@ from ease.audit.membership import (
 from ease.audit.statistic import STATISTICS, features, statistics
 from ease.data.examples import Examples
 from ease.federation.protocol import LocalJob, Optimiser
-from ease.federation.together import train_together, training_of
+from ease.federation.stacked import train_stacked, training_of
 from ease.params import Block, Params
 from ease.seeding import generator, torch_generator
 
@@ -57,7 +57,7 @@ def toy() -> tuple[dict[str, np.ndarray], np.ndarray]:
         trainings.append(training_of(Params(start, BLOCKS), rows, 1, job, generator(model, "toy")))
     model = Projectors()
     columns = []
-    for one, result in zip(trainings, train_together(model, examples, trainings, job), strict=True):
+    for one, result in zip(trainings, train_stacked(model, examples, trainings, job), strict=True):
         state = (one.start + result.delta).tensors
         first, second = (model.embed(state, side, states) for side, states in (("image", image), ("text", text)))
         measured, pool = slice(PAIRS + POPULATION), slice(PAIRS + POPULATION, None)

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ease.api import Verdict
+from ease.audit.quick_check import RULE
+from ease.audit.records import AuditRecord, PairRecord
 from ease.commands.audit import AuditsSummary, AuditSummary, _pair_rows
 from ease.commands.forget import answer
 from ease.commands.train import train_run
 from ease.methods import make_method
 from ease.requests.request import ClientRequest
 from ease.runs.config import load_config
-from ease.runs.quick import RULE
-from ease.runs.records import AuditRecord, PairRecord
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import read_json

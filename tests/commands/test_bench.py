@@ -9,9 +9,9 @@ from PIL import Image
 
 from ease.commands.bench import BenchSummary
 from ease.console import as_text
-from ease.runs.records import BenchResults, BenchRow, Role
 from ease.studies.bench import header
 from ease.studies.experiment import Experiment, load_tuned
+from ease.studies.records import BenchResults, BenchRow, Role
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = [

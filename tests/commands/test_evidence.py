@@ -9,9 +9,9 @@ import pytest
 
 from ease.commands.evidence import known_keys
 from ease.errors import UserError
-from ease.evidence import new_key, read_certificate
-from ease.evidence.keys import public_path
 from ease.methods.finetune import Finetune
+from ease.operations.evidence import new_key, read_certificate
+from ease.operations.evidence.keys import public_path
 from ease.requests.request import ClientRequest
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget

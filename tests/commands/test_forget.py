@@ -11,7 +11,7 @@ import pytest
 from ease.commands.train import train_run
 from ease.data.words import content, says_all
 from ease.federation.fedavg import participants
-from ease.federation.loop import Loop
+from ease.federation.sequential import Sequential
 from ease.methods import METHODS
 from ease.methods.ease.method import final_loss, share_prior
 from ease.requests.request import ClassRequest
@@ -473,17 +473,17 @@ def test_the_papers_algorithm_prints_its_spectrum(ease, run: Path) -> None:
 
 
 def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:
-    answers = Loop.run
+    answers = Sequential.run
 
     def stop(self, params, job, clients):
         if job.round == 1:  # the first round of recovery, after replays
             raise KeyboardInterrupt
         yield from answers(self, params, job, clients)
 
-    monkeypatch.setattr(Loop, "run", stop)
+    monkeypatch.setattr(Sequential, "run", stop)
     result = ease("forget", run, "--class", 1)
     assert result.code == 130 and "run the same command again" in result.err
-    monkeypatch.setattr(Loop, "run", answers)
+    monkeypatch.setattr(Sequential, "run", answers)
     answer = sorted(run.glob("requests/*/*/journal/*"))[-1]
     whole = answer.read_bytes()
     answer.write_bytes(whole[:-10])

@@ -16,6 +16,7 @@ from PIL import Image
 
 from ease.audit.band import Band
 from ease.audit.config import AuditConfig
+from ease.audit.records import AuditRecord, Costs, Gallery, Price
 from ease.audit.verdict import Measure, Verdict
 from ease.commands.report import EDGE, MOVED, NO_RUN, PRIVATE, RESISTED, own_ranks, report_run
 from ease.console import as_text
@@ -27,13 +28,14 @@ from ease.runs.answers import StoredAnswer, answer_of, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
-from ease.runs.records import AuditRecord, BenchResults, BenchRow, Costs, Gallery, Price, Role, write_record
+from ease.runs.records import write_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.show.sheet import data_address
 from ease.storage import read_json, sha256, write_json
 from ease.studies.bench import header
 from ease.studies.experiment import Experiment
+from ease.studies.records import BenchResults, BenchRow, Role
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ease as package
-from ease.audit.evaluate import embed_pairs
+from ease.measures.evaluate import embed_pairs
 from ease.runs.answers import StoredAnswer, open_world
 from ease.runs.run import Run
 from ease.runs.using import Source, encode_image, encode_text, gallery, search

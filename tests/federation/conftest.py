@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.federation.apart_sites import Sites, draw_sites
+from tests.federation.on_site import Sites, draw_sites
 
 from ease.runs.config import RunConfig
 from ease.runs.run import Run

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ease.errors import Disconnected, UserError
 from ease.federation import flower
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.credentials import admit, make_authority, make_node_key, read_admitted, told_key
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.flower import GRID, SERVER, Flower

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.federation.apart_sites import Sites, lasting
+from tests.federation.on_site import Sites, lasting
 from tests.federation.test_node import node_of, refused, task
 
 from ease.data.partition import joint_embedding
-from ease.federation.asked import asked_log
 from ease.federation.codec import decode_update
 from ease.federation.node import Node, Policy
+from ease.federation.question_log import asked_log
 from ease.federation.wire import (
     CENTRES,
     COUNTS,

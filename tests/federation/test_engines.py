@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ease.federation.cohort import Cohort
-from ease.federation.engines import better_together, make_engine
+from ease.federation.engines import make_engine, prefers_vectorized
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
-from ease.federation.loop import Loop
+from ease.federation.sequential import Sequential
+from ease.federation.vectorized import Vectorized
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.model.dual_encoder import DualEncoder, ModelConfig
@@ -44,7 +44,7 @@ METHODS: tuple[tuple[str, tuple[str, ...], Request], ...] = (
 )
 """Jobs of several kinds; none that sends a state in half precision, which clients take up in single."""
 
-Engines = Callable[[str, str], Loop]
+Engines = Callable[[str, str], Sequential]
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,14 @@ def exact(world) -> Engines:
     arrays = {name: np.asarray(getattr(kept, name), np.float64) for name in ("image", "text")}
     activations = replace(kept, **arrays)
 
-    def engine(kind: str, device: str = "cpu") -> Loop:
+    def engine(kind: str, device: str = "cpu") -> Sequential:
         place = torch.device(device)
         return make_engine(kind, copy.deepcopy(model).to(place), world.shards, activations, place)  # type: ignore[arg-type]
 
     return engine
 
 
-def trained_by(engine: Loop, folder: Path) -> Trained:
+def trained_by(engine: Sequential, folder: Path) -> Trained:
     start = engine.model.initial().to("cpu")
     assert all(tensor.dtype == torch.float64 for tensor in start.tensors.values())
     history = History(folder, durable=False)
@@ -77,7 +77,7 @@ def difference(one: Params, two: Params) -> float:
     return max(float((tensor - two[name]).abs().max()) for name, tensor in one.tensors.items())
 
 
-def assert_agree(one: Loop, two: Loop, folder: Path) -> None:
+def assert_agree(one: Sequential, two: Sequential, folder: Path) -> None:
     """Round for round: the training, retraining, and methods that send other jobs."""
     first, second = trained_by(one, folder / "one"), trained_by(two, folder / "two")
     for number in range(1, TRAINING.rounds + 1):
@@ -91,20 +91,25 @@ def assert_agree(one: Loop, two: Loop, folder: Path) -> None:
 
 
 def test_a_cohort_agrees_with_single_clients(exact: Engines, tmp_path: Path) -> None:
-    assert_agree(exact("loop", "cpu"), exact("cohort", "cpu"), tmp_path)
+    assert_agree(exact("sequential", "cpu"), exact("vectorized", "cpu"), tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_agrees_with_a_cpu(exact: Engines, tmp_path: Path) -> None:
-    assert_agree(exact("loop", "cpu"), exact("auto", "cuda"), tmp_path)
+    assert_agree(exact("sequential", "cpu"), exact("auto", "cuda"), tmp_path)
 
 
 def test_a_name_makes_an_engine(world) -> None:
     parts = world.server.model, world.shards, world.evaluator.activations, world.server.device
-    assert type(make_engine("loop", *parts)) is type(make_engine("auto", *parts)) is type(world.federation) is Loop
-    cohort = make_engine("cohort", *parts)
-    assert isinstance(cohort, Cohort) and cohort.clients == world.federation.clients
+    assert (
+        type(make_engine("sequential", *parts))
+        is type(make_engine("auto", *parts))
+        is type(world.federation)
+        is Sequential
+    )
+    cohort = make_engine("vectorized", *parts)
+    assert isinstance(cohort, Vectorized) and cohort.clients == world.federation.clients
     assert cohort.held == world.federation.held == {s.client: frozenset(s.train_ids) for s in world.shards}
 
 
@@ -122,12 +127,14 @@ def test_auto_lets_projectors_alone_share_passes(
     lora: str, hidden: int, clients: int, device: str, together: bool
 ) -> None:
     model = DualEncoder(load_tiny(), ModelConfig(lora=lora, hidden=hidden), 0)  # type: ignore[arg-type]
-    assert better_together(model, clients, torch.device(device)) is together
+    assert prefers_vectorized(model, clients, torch.device(device)) is together
 
 
 def test_a_cohort_does_jobs_that_differ_in_more_than_what_is_a_clients_own(world, local_job) -> None:
     """Three clients, two kinds of job and one that shares no pass: each gets its own answer, in the order asked."""
-    cohort = make_engine("cohort", world.server.model, world.shards, world.evaluator.activations, world.server.device)
+    cohort = make_engine(
+        "vectorized", world.server.model, world.shards, world.evaluator.activations, world.server.device
+    )
     jobs = {2: local_job(), 0: local_job(epochs=2), 1: local_job(optimiser=local_job().optimiser.scaled(0.5))}
     found = list(cohort.perform(world.server.initial(), jobs))
     assert [update.client for update in found] == [2, 0, 1]
@@ -141,10 +148,12 @@ def test_what_fills_up_a_batch_is_a_clients_own(world, local_job) -> None:
     """Client 0's pairs are not numbers, and batches of unequal size are filled up: others' answers stay the same."""
     cut = [replace(s, train=s.train[:n], train_ids=s.train_ids[:n], train_classes=s.train_classes[:n])
            for s, n in zip(world.shards, (9, 12, 7), strict=True)]  # fmt: skip
-    plain = Cohort.of(world.server.model, cut, world.evaluator.activations, world.server.device)
+    plain = Vectorized.of(world.server.model, cut, world.evaluator.activations, world.server.device)
     image = np.array(world.evaluator.activations.image)
     image[cut[0].train] = np.nan
-    spoilt = Cohort.of(world.server.model, cut, replace(world.evaluator.activations, image=image), world.server.device)
+    spoilt = Vectorized.of(
+        world.server.model, cut, replace(world.evaluator.activations, image=image), world.server.device
+    )
     job = local_job(batch_size=100)
     before, after = (
         {u.client: u for u in each.run(world.server.initial(), job, [0, 1, 2])} for each in (plain, spoilt)
@@ -179,7 +188,7 @@ def whole_path(ease, folder: Path, *settings: str) -> None:
 
 @pytest.mark.slow
 def test_the_whole_path_in_one_pass(ease, tmp_path: Path) -> None:
-    whole_path(ease, tmp_path, 'engine="cohort"')
+    whole_path(ease, tmp_path, 'engine="vectorized"')
 
 
 @pytest.mark.gpu

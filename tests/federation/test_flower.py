@@ -24,7 +24,7 @@ import pytest
 from tests.federation.faulty_node import HUGE
 
 from ease.errors import Disconnected
-from ease.federation.checked import checked, refusal
+from ease.federation.check import checked, refusal
 from ease.federation.codec import encode_job
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, told_key
 from ease.federation.fedavg import fedavg
@@ -222,7 +222,9 @@ class Reference:
 def here(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("here")
     succeed(
-        federation.ease("train", "--out", folder / "run", "--quiet", *assigned((*federation.settings, "engine=loop")))
+        federation.ease(
+            "train", "--out", folder / "run", "--quiet", *assigned((*federation.settings, "engine=sequential"))
+        )
     )
     trained = hashes(folder / "run")
     ids = [holding["train_ids"][0] for holding in read_json(folder / "run" / "membership.json")["clients"][:2]]
@@ -411,7 +413,7 @@ def test_answers_that_are_wrong_are_named_and_the_state_is_right(federation: Fed
     finally:
         for client in ("1", "2"):
             (federation.folder / f"lies-{client}.json").unlink()
-    config = load_config(None, (*settings, "engine=loop"))
+    config = load_config(None, (*settings, "engine=sequential"))
     world = World.open(config)
     sound = checked(AsTheyLie(world.federation), config.training)
     expected = fedavg(world.server.initial(), sound, config.training, config.seed, config.model.temperature)

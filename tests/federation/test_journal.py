@@ -7,7 +7,7 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.journal import Journal, read_update, write_update
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import Update, Wrapped
 
 

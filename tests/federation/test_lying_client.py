@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.protocol import LocalJob, Update, Wrapped
 from ease.params import Params

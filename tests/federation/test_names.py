@@ -8,14 +8,14 @@ import pytest
 
 import ease.federation
 import ease.methods
-from ease.audit.sites import AUDIT
+from ease.audit.site_measures import AUDIT
 from ease.federation import protocol
 from ease.federation.objectives import OBJECTIVES
 
 FOLDER = Path(ease.federation.__file__).parent
 PARTS = {name for name, value in vars(protocol).items() if getattr(value, "__module__", "") == protocol.__name__}
 """What jobs and updates are made of. A round that is replayed is such, whichever objective replays it."""
-ENGINES = ("local", "loop", "cohort", "engines", "metered", "journal", "codec", "container", "client")
+ENGINES = ("local", "sequential", "vectorized", "engines", "meter", "journal", "codec", "container", "client")
 
 
 def snake(name: str) -> str:

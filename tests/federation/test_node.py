@@ -24,19 +24,19 @@ from ease.audit.config import AuditConfig
 from ease.commands.audit import audit_run
 from ease.commands.federation import sharing
 from ease.errors import UserError
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
 from ease.federation.container import PREFIX
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve, without_paths
 from ease.federation.protocol import LocalJob, Replay, Update
 from ease.federation.remote import Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
-from ease.ledger.joining import Wish, join
-from ease.ledger.purging import purge_released
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY
+from ease.operations.joining import Wish, join
+from ease.operations.ledger.retention import purge_released
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import open_world, release
@@ -119,15 +119,17 @@ def test_nodes_give_the_bytes_of_one_process(
 ) -> None:
     """Training, a client that leaves, and single pairs with their rounds replayed, at three unequal clients."""
     settings = (*UNEQUAL, history, "model.lora=ffa")
-    here = small_config(*settings, "engine=loop")
+    here = small_config(*settings, "engine=sequential")
     world = World.open(here)
     assert len({len(shard.train) for shard in world.shards}) == 3
     there = small_config(*settings, "engine=nodes", f"federation={tmp_path / 'federation'}")
     site(world)
     wanted = SampleRequest(ids=(*world.shards[0].train_ids[:2], *world.shards[1].train_ids[:1]))
-    found = {name: digests(tmp_path / name, config, wanted) for name, config in (("loop", here), ("nodes", there))}
-    assert found["nodes"] == found["loop"]
-    assert len(found["loop"]) >= 3 + 2 * 2  # rounds of the training, and steps of each answer
+    found = {
+        name: digests(tmp_path / name, config, wanted) for name, config in (("sequential", here), ("nodes", there))
+    }
+    assert found["nodes"] == found["sequential"]
+    assert len(found["sequential"]) >= 3 + 2 * 2  # rounds of the training, and steps of each answer
 
 
 def digests(folder: Path, config: RunConfig, wanted: Request) -> list[str]:
@@ -152,13 +154,13 @@ def test_a_purge_over_nodes_is_that_of_one_process(
 ) -> None:
     """Single pairs and a client are purged in turn, and a class is forgotten after that."""
     settings = (*UNEQUAL, history)
-    here = small_config(*settings, "engine=loop")
+    here = small_config(*settings, "engine=sequential")
     world = World.open(here)
     started = site(world)
     there = small_config(*settings, "engine=nodes", f"federation={tmp_path / 'federation'}")
     wanted = SampleRequest(ids=(*world.shards[0].train_ids[:2], *world.shards[1].train_ids[:1]))
     found = {}
-    for name, config in (("loop", here), ("nodes", there)):
+    for name, config in (("sequential", here), ("nodes", there)):
         run = Run.create(tmp_path / name, config)
         list(run.train(open_world(run)))
         for request in (wanted, ClientRequest(clients=(2,))):
@@ -169,7 +171,7 @@ def test_a_purge_over_nodes_is_that_of_one_process(
         clients = run.folder / "clients"
         every = [path for path in sorted(run.folder.rglob("*.safetensors")) if clients not in path.parents]
         found[name] = {str(path.relative_to(run.folder)): sha256(path) for path in every}
-    assert found["nodes"] == found["loop"]
+    assert found["nodes"] == found["sequential"]
     kept = {client: list(node.folder.glob("runs/*/rounds/*")) for client, node in started.nodes.items()}
     assert bool(kept[0]) == (history == "training.history=client") and not kept[2]
 
@@ -177,7 +179,7 @@ def test_a_purge_over_nodes_is_that_of_one_process(
 def test_nobody_joins_nodes_that_deal_the_data_of_a_configuration(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    site(World.open(small_config("engine=loop")))
+    site(World.open(small_config("engine=sequential")))
     run = Run.create(tmp_path / "run", small_config("engine=nodes", f"federation={tmp_path / 'federation'}"))
     list(run.train(open_world(run)))
     with pytest.raises(UserError, match="a new one has no node; use engine"):
@@ -189,7 +191,7 @@ def test_an_audit_over_nodes_is_that_of_one_process(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """Where every machine opens the whole data set, nodes retrain, and the evaluator simulates shadows and measures."""
-    here = small_config("engine=loop")
+    here = small_config("engine=sequential")
     site(World.open(here))
     settings, found = AuditConfig(shadows=4, retrains=1, pool=16, workers=1), {}
     for config in (here, small_config("engine=nodes", f"federation={tmp_path / 'federation'}")):
@@ -198,7 +200,7 @@ def test_an_audit_over_nodes_is_that_of_one_process(
         list(forget(run, open_world(run), ClientRequest(clients=(1,)), make_method("ease"), False))
         record = audit_run(run.folder, "client-1", settings, retrain=True, quiet=True).record
         found[config.engine] = record.verdict, record.model_sha256, record.retrain_sha256, record.attacks
-    assert found["nodes"] == found["loop"]
+    assert found["nodes"] == found["sequential"]
 
 
 def test_nodes_repeat_rounds_of_a_training_made_again_as_one_process_does(
@@ -698,7 +700,7 @@ def test_a_node_that_is_killed_is_named_and_its_request_waits_for_it(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "federation"
-    here = small_config(*UNEQUAL, "engine=loop")
+    here = small_config(*UNEQUAL, "engine=sequential")
     there = small_config(*UNEQUAL, "engine=nodes", f"federation={folder}")
     nodes = {client: processes(client) for client in (0, 1, 2)}
     # In the second round of the training, client 1.
@@ -741,7 +743,10 @@ def test_the_papers_lock_reaches_node_processes(
 ) -> None:
     """Directions and reference are sent to other processes, and every step has the bytes of one process."""
     folder = tmp_path / "federation"
-    configs = small_config(*UNEQUAL, "engine=loop"), small_config(*UNEQUAL, "engine=nodes", f"federation={folder}")
+    configs = (
+        small_config(*UNEQUAL, "engine=sequential"),
+        small_config(*UNEQUAL, "engine=nodes", f"federation={folder}"),
+    )
     for client in (0, 1, 2):
         processes(client)
     method, found = make_method("ease_paper", ("reference=initial", "excision_share=0.5")), []

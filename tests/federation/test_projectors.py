@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.federation.test_spanned import CAPTIONS, IMAGE, TEXT, Backbone
+from tests.federation.test_gram_layer import CAPTIONS, IMAGE, TEXT, Backbone
 
 from ease.data.features import Activations
 from ease.data.partition import Shard
-from ease.federation import together
+from ease.federation import stacked
 from ease.federation.client import ClientData
-from ease.federation.cohort import Cohort
 from ease.federation.local import train
 from ease.federation.lock import Lock, pack_directions
-from ease.federation.loop import Loop
 from ease.federation.objectives import align_slopes, align_stack
 from ease.federation.projectors import Factors, Projected
 from ease.federation.protocol import Optimiser
+from ease.federation.sequential import Sequential
+from ease.federation.vectorized import Vectorized
 from ease.model.dual_encoder import LEAST_NORM, DualEncoder, ModelConfig
 from ease.requests.request import SampleRequest
 from ease.subspace import Basis
@@ -121,8 +121,8 @@ def test_engines_learn_what_autograd_teaches(model, activations, shards, local_j
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        loop = Loop(model, data)
-        cohort = Cohort.of(model, shards, activations, CPU)
+        loop = Sequential(model, data)
+        cohort = Vectorized.of(model, shards, activations, CPU)
         answers = {kind: list(engine.run(start, job, loop.clients)) for kind, engine in (("l", loop), ("c", cohort))}
         own = {client: job.own(client, data[client].shard.train_ids) for client in data}
         graph = [train(model, start, data[client], own[client]) for client in loop.clients]
@@ -142,10 +142,10 @@ def test_engines_learn_what_autograd_teaches(model, activations, shards, local_j
 
 def test_a_client_alone_is_asked_by_no_graph(model, activations, shards, local_job, monkeypatch) -> None:
     """The oracle above would not tell if both were one."""
-    monkeypatch.setattr(together, "_by_graph", None)
+    monkeypatch.setattr(stacked, "_by_graph", None)
     data = {0: ClientData.of(shards[0], activations, CPU)}
-    monkeypatch.setattr("ease.federation.loop.work", None)
-    (update,) = Loop(model, data).run(model.initial(), local_job(), [0])
+    monkeypatch.setattr("ease.federation.sequential.work", None)
+    (update,) = Sequential(model, data).run(model.initial(), local_job(), [0])
     assert update.change.norm() > 0
 
 
@@ -155,12 +155,12 @@ def test_an_error_in_one_thread_is_raised_and_leaves_the_number_of_threads(
     def fails(*_):
         raise ArithmeticError("no")
 
-    monkeypatch.setattr("ease.federation.groups.train_together", fails)
+    monkeypatch.setattr("ease.federation.microbatching.train_stacked", fails)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with pytest.raises(ArithmeticError):
-            list(Cohort.of(model, shards, activations, CPU).run(model.initial(), local_job(), [0, 1, 2, 3, 4]))
+            list(Vectorized.of(model, shards, activations, CPU).run(model.initial(), local_job(), [0, 1, 2, 3, 4]))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -173,7 +173,7 @@ def test_the_same_job_gives_the_same_bytes_in_threads(model, activations, shards
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        cohort = Cohort.of(single, shards, floats, CPU)
+        cohort = Vectorized.of(single, shards, floats, CPU)
         one, two = (list(cohort.run(single.initial(), local_job(epochs=2), cohort.clients)) for _ in range(2))
     finally:
         torch.set_num_threads(before)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.federation.checked import refusal
+from ease.federation.check import refusal
 from ease.federation.codec import decode_job, encode_job, job_length
 from ease.federation.journal import Journal
 from ease.federation.masking import PRIME, SECRET, SHARE, Keys, combined, commitment, pairwise, split, stream
 from ease.federation.protocol import LocalJob, Update
-from ease.federation.secure import (
+from ease.federation.secure_aggregation import (
     ADDENDS,
     ADVERTISE,
     COMMITMENTS,
@@ -289,7 +289,7 @@ def lying_about_its_card(answer: Callable[[int, LocalJob], dict[str, Tensor]]):
         if client != 1 or job.objective == ADVERTISE:
             return answer(client, job)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ease.federation.secure.Keys.card", SameAsAny())
+            patch.setattr("ease.federation.secure_aggregation.Keys.card", SameAsAny())
             return answer(client, job)
 
     return answered

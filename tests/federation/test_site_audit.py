@@ -7,28 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.federation.apart_sites import Sites, lasting
+from tests.federation.on_site import Sites, lasting
 
+from ease.audit.at_sites import AtSites, FewAtSites
 from ease.audit.config import AuditConfig
-from ease.audit.evaluate import embed_pairs
-from ease.audit.sites import AUDIT, FEWEST_UNSEEN, KINDS, TOLD
+from ease.audit.preflight import audit_prospects
+from ease.audit.runner import Audit, check_possible
+from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, TOLD
 from ease.audit.verdict import Reason
 from ease.commands.audit import audit_run
 from ease.errors import UserError
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.codec import decode_update, encode_update
 from ease.federation.node import Policy
 from ease.federation.wire import UPDATE, Ask, decode_answer, encode
+from ease.measures.evaluate import embed_pairs
 from ease.methods import make_method
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import answer_of, open_world, release, trained_of
-from ease.runs.audit import Audit, check_possible
 from ease.runs.forget import forget
-from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
-from ease.runs.sites import AtSites, FewAtSites
 from ease.runs.world import World
 
 BY_HEART = ("training.local_epochs=8", "model.hidden=64", "model.embedding=32")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.federation.apart_sites import Sites, answered, lasting
+from tests.federation.on_site import Sites, answered, lasting
 
 from ease.commands.preview import preview_run
 from ease.data.words import says_all

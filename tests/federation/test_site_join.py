@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.federation.apart_sites import Sites, answered, close, draw, lasting, states
+from tests.federation.on_site import Sites, answered, close, draw, lasting, states
 
 from ease.commands.federation import make_node
 from ease.data.scenes import load_scenes
@@ -13,9 +13,9 @@ from ease.errors import UserError
 from ease.federation.node import Node, Policy, listen, serve
 from ease.federation.remote import node_socket
 from ease.federation.wire import decode_dealt, encode
-from ease.ledger.joining import Wish, join
-from ease.ledger.purging import purge_released
-from ease.ledger.store import Ledger
+from ease.operations.joining import Wish, join
+from ease.operations.ledger.retention import purge_released
+from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 from ease.runs.run import Run
 

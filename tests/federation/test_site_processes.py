@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.federation.apart_sites import SIZES, Sites
+from tests.federation.on_site import SIZES, Sites
 
 from ease.federation.remote import node_socket, spoken
 from ease.federation.wire import Ask, encode

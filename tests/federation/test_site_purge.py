@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.federation.apart_sites import SIZES, Sites, answered, close, lasting, serving, states
+from tests.federation.on_site import SIZES, Sites, answered, close, lasting, serving, states
 
 from ease.errors import UserError
 from ease.federation.codec import encode_job
 from ease.federation.node import Policy
 from ease.federation.remote import node_socket
 from ease.federation.wire import JOB, Ask, Dropped, decode_answer, decode_dropped, encode
-from ease.ledger.purging import purge_released
+from ease.operations.ledger.retention import purge_released
+from ease.operations.purge import read_purges
 from ease.requests.request import ClientRequest, SampleRequest
 from ease.requests.tombstones import PREFIX
 from ease.runs.answers import open_world
-from ease.runs.purge import read_purges
 from ease.runs.run import Run
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ease.federation.codec import encode_job, encode_state, encode_update
 from ease.federation.journal import read_update, write_update
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import Optimiser, Update, reject_reason
 from ease.federation.sparse import LEAST_KEPT, Sparse
 from ease.params import Params

@@ -89,7 +89,7 @@ def test_a_class_says_what_it_is(check, name: str) -> None:
 def ground_of(stage_of) -> Callable[[str], Stage]:
     """Where a method is played: EASE with adapters, as ever; the others train projectors alone, which takes half the
     time. With adapters they are played elsewhere, below."""
-    return lambda name: stage_of("loop") if name == "ease" else stage_of("loop", "model.lora=off")
+    return lambda name: stage_of("sequential") if name == "ease" else stage_of("sequential", "model.lora=off")
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check not in SHARED], ids=named)
@@ -107,7 +107,7 @@ def test_the_contract_of_what_requests_share(ground_of, check, name: str, scope:
 @every_request
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_where_clients_keep_the_history(stage_of, check, scope: str) -> None:
-    check(stage_of("cohort, some clients a round", "training.history=client"), METHODS["ease"], scope)
+    check(stage_of("vectorized, some clients a round", "training.history=client"), METHODS["ease"], scope)
 
 
 @pytest.mark.slow
@@ -125,13 +125,13 @@ def test_the_contract_elsewhere(stage_of, ground: str, check, name: str, scope: 
     ("name", "fault", "scope"), kinds_in_turn([fault for fault in FAULTS if fault != "silence"]), ids=named
 )
 def test_every_fault_is_withstood(stage_of, name: str, scope: str, fault: Fault) -> None:
-    withstands(stage_of("loop"), PLAYED[name], scope, fault)
+    withstands(stage_of("sequential"), PLAYED[name], scope, fault)
 
 
 @every_request
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ease_withstands_every_fault(stage_of, scope: str, fault: Fault) -> None:
-    withstands(stage_of("loop", "model.lora=off"), METHODS["ease"], scope, fault)
+    withstands(stage_of("sequential", "model.lora=off"), METHODS["ease"], scope, fault)
 
 
 # --- the battery bites ---
@@ -197,21 +197,21 @@ class Heavy(Finetune):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (Still, r"still, client request \(loop\): it announces 2 rounds and yields 1 steps"),
-        (Secret, r"secret, client request \(loop\): it needs no forget data, and asks for all pairs"),
-        (Greedy, r"greedy, client request \(loop\): its states change"),
-        (Heavy, r"heavy, client request \(loop\): a client that fails makes its states not finite"),
+        (Still, r"still, client request \(sequential\): it announces 2 rounds and yields 1 steps"),
+        (Secret, r"secret, client request \(sequential\): it needs no forget data, and asks for all pairs"),
+        (Greedy, r"greedy, client request \(sequential\): its states change"),
+        (Heavy, r"heavy, client request \(sequential\): a client that fails makes its states not finite"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(stage_of, monkeypatch, kind: type[Unlearner], sentence: str) -> None:
     monkeypatch.setattr(testing, "make_stage", lambda name, folder: stage_of(name))
     with pytest.raises(AssertionError, match=sentence):
-        check_method(kind, ["loop"])
+        check_method(kind, ["sequential"])
 
 
 def test_forget_data_that_are_read_in_secret_show(stage_of) -> None:
     with pytest.raises(AssertionError, match=r"its states change when .* taken away; it lists nothing"):
-        needs_no_more_than_it_says(stage_of("loop"), Secret, "class")
+        needs_no_more_than_it_says(stage_of("sequential"), Secret, "class")
 
 
 def test_a_class_without_words_is_told(monkeypatch) -> None:
@@ -227,7 +227,7 @@ def test_a_class_without_words_is_told(monkeypatch) -> None:
 
 def test_a_sound_class_passes(stage_of, monkeypatch) -> None:
     monkeypatch.setattr(testing, "make_stage", lambda name, folder: stage_of(name))
-    check_method(Finetune, ["loop"])
+    check_method(Finetune, ["sequential"])
 
 
 @pytest.mark.slow

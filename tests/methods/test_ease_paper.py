@@ -11,7 +11,7 @@ from tests.fixtures import SMALL, Learnt, learn
 from ease.errors import UserError
 from ease.federation.local import train
 from ease.federation.lock import Lock, pack_directions
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.objectives import embed_states
 from ease.federation.protocol import LocalJob
 from ease.methods import make_method

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import Update
 from ease.methods import make_method
 from ease.methods.fused import critical, mean_changes

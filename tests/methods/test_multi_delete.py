@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ease.federation.codec import encode_state
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.methods.multi_delete import MultiDelete
 from ease.requests.request import ClientRequest
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.fixtures import Asked
 
-from ease.federation.loop import Loop
+from ease.federation.sequential import Sequential
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.params import Params
@@ -55,7 +55,7 @@ def test_several_leaving_clients_are_all_left_alone(learnt) -> None:
 
 
 def test_the_leaving_client_may_already_be_gone(learnt) -> None:
-    gone = Loop(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
+    gone = Sequential(learnt.world.server.model, {c: d for c, d in learnt.world.federation.data.items() if c != 1})
     method = make_method("ease")
     alone = [step.state for step in method.unlearn(learnt.trained, CLIENT, gone)]
     together = [step.state for step in learnt.play(CLIENT, method)]

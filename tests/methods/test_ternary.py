@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from ease.federation.codec import encode_update
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import Update, reject_reason
 from ease.methods.ternary import decode, encode, pack, quantise, unpack
 from ease.params import Params

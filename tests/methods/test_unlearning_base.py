@@ -9,7 +9,7 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.loop import Loop
+from ease.federation.sequential import Sequential
 from ease.methods.base import Step, Trained
 from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.method import Ease
@@ -19,7 +19,7 @@ from ease.requests.request import ClientRequest, Request, SampleRequest, forget_
 from ease.subspace import Basis
 
 
-class Asked(Loop):
+class Asked(Sequential):
     """Remembers who was asked to replay."""
 
     def __init__(self, model, data: Mapping[int, ClientData]) -> None:
@@ -42,7 +42,7 @@ class Closed:
     federation: Asked
 
 
-def without(federation: Loop, request: Request) -> Asked:
+def without(federation: Sequential, request: Request) -> Asked:
     def keep(data: ClientData) -> ClientData:
         kept = ~forget_mask(request, data.shard)
         return ClientData(data.shard.keep(kept), data.train.take(np.flatnonzero(kept)), data.validation)
@@ -91,7 +91,7 @@ def test_when_a_client_leaves_later_no_one_is_asked_and_nothing_forgotten_return
     assert relative(closed.contribution.total + stored.total, both.total) > 0.02, "or the test could not fail"
 
 
-def last(trained: Trained, request: Request, federation: Loop) -> tuple[Step, Step]:
+def last(trained: Trained, request: Request, federation: Sequential) -> tuple[Step, Step]:
     method = Ease(share=1.0, replay_precision="float32")  # as it is replayed here
     steps = list(method.unlearn(trained, request, federation))
     return steps[0], steps[-1]

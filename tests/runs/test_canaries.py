@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ease.audit.attack_suite import attack_canaries
 from ease.audit.config import AuditConfig
+from ease.audit.runner import Audit
+from ease.audit.shadow_runs import Subjects, gauge_of
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.retrain import Retrain
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 from ease.runs.answers import answer_of, open_world, trained_of
-from ease.runs.attackers import Subjects, gauge_of
-from ease.runs.attacking import attack_canaries
-from ease.runs.audit import Audit
 from ease.runs.config import RunConfig, load_config
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.forget import forget

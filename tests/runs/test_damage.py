@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ease.audit.shadow_runs import plan_of, remove_scratch
 from ease.errors import UserError
 from ease.federation.history import History
 from ease.methods import make_method
@@ -15,7 +16,6 @@ from ease.methods.ease.method import Ease
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest
 from ease.runs.answers import answer_of, release
-from ease.runs.attackers import plan_of, remove_scratch
 from ease.runs.forget import forget, go_on
 from ease.runs.run import Run
 from ease.runs.world import World

@@ -13,28 +13,28 @@ from tests.federation.test_node import node_of
 
 import ease as ease_package
 from ease.audit.config import AuditConfig
-from ease.audit.evaluate import embed_pairs
+from ease.audit.exact import computed_again, hashes_of, rounds_of, sums_hash
 from ease.commands.audit import audit_run
 from ease.commands.forget import forget_run
 from ease.errors import UserError
-from ease.evidence import issue, verify
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.node import listen, serve
 from ease.federation.protocol import LocalJob, Update, Wrapped
 from ease.federation.remote import node_socket
-from ease.federation.secure import ADDENDS, MASKED
+from ease.federation.secure_aggregation import ADDENDS, MASKED
+from ease.measures.evaluate import embed_pairs
 from ease.methods import METHODS, make_method
 from ease.methods.exact import Exact
 from ease.methods.retrain import Retrain
 from ease.model.closed_form import GRID, POWERS, TEXT_STRENGTHS, Ridge, Sums, on_grid, solve
+from ease.operations.evidence import issue, verify
+from ease.operations.purge import purge
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import StoredAnswer, answer_of, find_answer, open_world, release, trained_of, usual_method
 from ease.runs.config import RunConfig, load_config
 from ease.runs.export import export
 from ease.runs.forget import forget, go_on
-from ease.runs.identity import computed_again, hashes_of, rounds_of, sums_hash
-from ease.runs.purge import purge
 from ease.runs.records import write_record
 from ease.runs.resolve import Wanted
 from ease.runs.run import Run
@@ -55,7 +55,7 @@ CLOSED_FORM = (
     "model.lora=off",
     "model.projector=closed_form",
     "model.embedding=16",
-    "engine=loop",
+    "engine=sequential",
     "gallery=20",
 )
 
@@ -187,7 +187,7 @@ def test_the_order_of_two_requests_does_not_matter(original: Path, tmp_path: Pat
 def test_engines_and_threads_give_the_same_bytes(tmp_path: Path, shared_cache) -> None:
     before, found = torch.get_num_threads(), []
     try:
-        for engine, threads in (("loop", 1), ("cohort", 1), ("loop", 2)):
+        for engine, threads in (("sequential", 1), ("vectorized", 1), ("sequential", 2)):
             torch.set_num_threads(threads)
             run, world = trained(tmp_path / f"{engine}-{threads}", f"engine={engine}")
             record = run.history.record(1)

@@ -18,12 +18,13 @@ import torch
 from tests.runs.histories import BASE, CLIENT, requests_of, trained_run
 
 from ease.audit.config import AuditConfig
+from ease.audit.runner import Audit
 from ease.errors import UserError
+from ease.federation.client_history import kept_of
 from ease.federation.codec import encode_state, encode_update, job_length
 from ease.federation.container import content_hash
 from ease.federation.history import UPDATES, History
-from ease.federation.kept import kept_of
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Trained
@@ -33,7 +34,6 @@ from ease.methods.ease.stored_sums import OWN_UPDATES
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import answer_of, open_world, release, trained_of
-from ease.runs.audit import Audit
 from ease.runs.forget import forget
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -44,7 +44,7 @@ from ease.testing import Posted, Spy
 GROUNDS: Mapping[str, tuple[str, ...]] = {
     "all": (),
     "half": ("training.participation=0.5",),
-    "uniform, cohort": ("training.weighting=uniform", "engine=cohort"),
+    "uniform, cohort": ("training.weighting=uniform", "engine=vectorized"),
 }
 UNIT = 2.0**-24
 

@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
+from ease.audit.records import Price
 from ease.errors import UserError
 from ease.requests.request import ClientRequest
-from ease.runs.records import (
-    AnswerRecord,
-    ContributionNotes,
-    Price,
-    RoundRecord,
-    TrialRecord,
-    read_record,
-    write_record,
-)
+from ease.runs.records import AnswerRecord, ContributionNotes, RoundRecord, read_record, write_record
 from ease.storage import write_json
+from ease.studies.records import TrialRecord
 
 BLOCK = {
     "block": "image.tower.blocks.2.attention.q",

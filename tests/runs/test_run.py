@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from tests.runs.histories import trained_run
 
-from ease.audit.evaluate import LEAST_GALLERY
 from ease.commands.train import recall_sets, train_run
 from ease.config import to_toml
 from ease.errors import UserError
-from ease.federation.loop import Loop
+from ease.federation.sequential import Sequential
+from ease.measures.evaluate import LEAST_GALLERY
 from ease.runs.config import RunConfig, load_config
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -77,7 +77,7 @@ def test_paths_are_meant_from_the_file_or_from_where_the_user_stands(tmp_path, m
         (("training.rounds=many",), "--set: training.rounds: input should be a valid integer.*got 'many'"),
         (
             ("partition.scheme=random",),
-            "--set: partition.scheme: input should be 'iid', 'dirichlet', 'uniform', 'sites' or 'apart'",
+            "--set: partition.scheme: input should be 'iid', 'dirichlet', 'uniform', 'sites' or 'on_site'",
         ),
         (("model.lora_rank=0",), r"--set: model.lora_rank: input should be greater than or equal to 1 \(got 0\)"),
         (("data.name=folder",), '--set: data: data.path is needed when data.name = "folder"'),
@@ -217,7 +217,7 @@ def test_training_goes_on_without_a_faulty_client_and_names_it(small_config, wor
     faulty.__dict__["federation"] = Faulty(world.federation, fault, client=2)
     run = trained_run(tmp_path / "run", small_config(), faulty)
     without = replace(world)
-    without.__dict__["federation"] = Loop(world.server.model, {c: world.federation.data[c] for c in (0, 1)})
+    without.__dict__["federation"] = Sequential(world.server.model, {c: world.federation.data[c] for c in (0, 1)})
     assert run.history.state(2) == trained_run(tmp_path / "without", small_config(), without).history.state(2)
     assert all(list(run.history.record(number)["rejected"]) == ["2"] for number in (1, 2))
 

@@ -14,7 +14,7 @@ import pytest
 from tests.runs.histories import BASE, CLIENT, requests_of, trained_run
 
 from ease.errors import UserError
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.history import UPDATES, History
 from ease.federation.protocol import LocalJob, Replay
 from ease.methods import METHODS, make_method
@@ -23,11 +23,11 @@ from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.method import Ease
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.methods.ease.stored_sums import Source
+from ease.operations.purge import purge
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import open_world, release, trained_of
 from ease.runs.forget import forget
-from ease.runs.purge import purge
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.runs.world import World

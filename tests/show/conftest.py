@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from ease.audit.records import AuditRecord
 from ease.config import validate
-from ease.runs.records import AnswerRecord, AuditRecord, BenchResults
+from ease.runs.records import AnswerRecord
 from ease.show.answer import Pair, ReportedAnswer
 from ease.show.page import Contents
+from ease.studies.records import BenchResults
 
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw=="
 

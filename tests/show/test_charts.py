@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ease.audit.band import Band
+from ease.audit.records import RocPoints
 from ease.audit.verdict import Measure
-from ease.runs.records import BlockNotes, RocPoints
+from ease.runs.records import BlockNotes
 from ease.show.charts import (
     MOST_DOTS,
     band_picture,

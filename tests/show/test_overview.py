@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from ease.audit.records import AuditRecord
 from ease.audit.verdict import Reason, Verdict
 from ease.config import validate
 from ease.data.membership import Holding, Membership
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.records import AnswerRecord, AuditRecord
+from ease.runs.records import AnswerRecord
 from ease.show.overview import PLAIN, Extent, NextStep, asked, extent_of, overview, plainly, whose
 from ease.show.page import page
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.mathtext import MathTextParser
 
-from ease.runs.records import Overlap
 from ease.show.tables import FORGET, PRINTED, RETAIN, best_of, figures, latex, markdown, mean_similarity, sheets
+from ease.studies.records import Overlap
 
 
 def test_means_spreads_gaps_and_the_band(results, bench) -> None:

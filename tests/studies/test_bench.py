@@ -10,9 +10,9 @@ from ease.errors import UserError
 from ease.methods.base import fine_tuning
 from ease.methods.finetune import Finetune
 from ease.methods.retrain import Retrain
-from ease.runs.records import BenchRow, Role
 from ease.studies.bench import bands, bench, results
 from ease.studies.experiment import load_experiment, plan
+from ease.studies.records import BenchRow, Role
 
 
 @pytest.mark.slow

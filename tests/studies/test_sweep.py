@@ -11,11 +11,12 @@ from ease.errors import Diverged, UserError
 from ease.methods import METHODS, make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import ClientRequest, forget_mask
-from ease.runs.records import TrialRecord, read_record
+from ease.runs.records import read_record
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.studies.experiment import Chosen, load_tuned
+from ease.studies.records import TrialRecord
 from ease.studies.scenarios import scenario_request, validation_request
 from ease.studies.sweep import (
     FORMULA,

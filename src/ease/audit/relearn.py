@@ -9,7 +9,7 @@ from ease.audit.statistic import Gauge
 from ease.data.examples import examples_at
 from ease.federation.objectives import Draw
 from ease.federation.protocol import LocalJob
-from ease.federation.together import LocalTraining, train_together
+from ease.federation.stacked import LocalTraining, train_stacked
 from ease.params import Params
 
 CHECKPOINTS = (8, 64)
@@ -78,7 +78,7 @@ def relearn(
     now, done = list(states), 0
     for checkpoint in CHECKPOINTS:
         draws = tuple(draw() for _ in range(checkpoint - done))
-        results = train_together(gauge.model, examples, [LocalTraining(state, draws) for state in now], job)
+        results = train_stacked(gauge.model, examples, [LocalTraining(state, draws) for state in now], job)
         now = [state + result.delta for state, result in zip(now, results, strict=True)]
         done = checkpoint
         for curve, state in zip(levels, now, strict=True):

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from ease.audit.side_by_side import SideBySide
-from ease.audit.standing import FEW
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
 from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
-from ease.federation.groups import GroupSize, train_in_groups
 from ease.federation.history import History
+from ease.federation.microbatching import GroupSize, train_in_groups
 from ease.federation.protocol import Federation, Update
-from ease.federation.together import LocalTraining, training_of
+from ease.federation.stacked import LocalTraining, training_of
+from ease.measures.ranks import FEW
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params

@@ -12,10 +12,10 @@ from ease.data.examples import Chosen, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.groups import GroupSize
+from ease.federation.client_pool import Asked, SharedPool, all_answers, can_share
 from ease.federation.local import measure_together, measures_together, work
+from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import objective
-from ease.federation.pooled import Asked, SharedPool, all_answers, can_share
 from ease.federation.protocol import Federation, LocalJob, Update, own_jobs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ease.audit.evaluate import embed_pairs
 from ease.data.features import Activations
 from ease.errors import Diverged
+from ease.measures.evaluate import embed_pairs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 

@@ -11,21 +11,21 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ease.audit.config import AuditConfig
+from ease.audit.exact import judge_identity
+from ease.audit.next_steps import next_steps
+from ease.audit.quick_check import RULE, Level, QuickCheck, quick_check
+from ease.audit.records import AuditRecord, PairRecord, Price
+from ease.audit.runner import Audit, Together, check_audited, check_possible
 from ease.audit.verdict import EVIDENCE, Identity, Measure
 from ease.commands.forget import answer
 from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
 from ease.errors import UserError
-from ease.ledger.outlook import seconds_per_round
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
+from ease.operations.ledger.impact import seconds_per_round
 from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, find_answer, open_world
-from ease.runs.audit import Audit, Together, check_audited, check_possible
-from ease.runs.identity import judge_identity
-from ease.runs.next_steps import next_steps
-from ease.runs.quick import RULE, Level, QuickCheck, quick_check
-from ease.runs.records import AuditRecord, PairRecord, Price
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import remove_leftovers

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ease.console import rounds_bar, table
 from ease.errors import UserError
-from ease.runs.records import BenchResults, read_record, write_record
+from ease.runs.records import read_record, write_record
 from ease.runs.workers import default_processes
 from ease.show.figures import draw, encode
 from ease.show.paper_tables import paper_latex
@@ -18,6 +18,7 @@ from ease.show.tables import FORGET, RETAIN, Figure, columns_of, figures, latex,
 from ease.storage import write_atomic
 from ease.studies.bench import bench, results
 from ease.studies.experiment import Experiment, plan
+from ease.studies.records import BenchResults
 
 SHOWN = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
 """Columns of the tables that fit a narrow screen, under shorter names; of cost, the shares alone."""

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from ease.console import labelled, plain, status
 from ease.errors import UserError
-from ease.evidence.canonical import hashed
-from ease.evidence.certificates import answer_named, read_certificate
-from ease.evidence.checks import Verification, verify
-from ease.evidence.envelope import Envelope, countersigned
-from ease.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
-from ease.evidence.page import certificate_page
-from ease.evidence.standing import issue
+from ease.operations.evidence.canonical import hashed
+from ease.operations.evidence.certificates import answer_named, read_certificate
+from ease.operations.evidence.checks import Verification, verify
+from ease.operations.evidence.envelope import Envelope, countersigned
+from ease.operations.evidence.events import issue
+from ease.operations.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
+from ease.operations.evidence.page import certificate_page
 from ease.runs.run import Run
 from ease.storage import remove_leftovers_of, write_atomic
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from rich.console import RenderableType
 
-import ease.audit.sites
+import ease.audit.site_measures
 import ease.methods  # noqa: F401 - likewise
 from ease import __version__
 from ease.config import read_toml, validate
@@ -24,16 +24,16 @@ from ease.console import labelled, megabytes, table
 from ease.data.config import load_pairs
 from ease.data.partition import Shard
 from ease.errors import Disconnected, UserError
-from ease.federation.asked import asked_log
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
 from ease.federation.node import Node, Policy, listen, may_be_gone, private_folder, serve
+from ease.federation.question_log import asked_log
 from ease.federation.remote import Line, Remote, Sockets, node_socket
-from ease.ledger.states import OPEN
-from ease.ledger.store import Ledger, now
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
+from ease.operations.ledger.states import OPEN
+from ease.operations.ledger.store import Ledger, now
 from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
 from ease.runs.workers import default_processes

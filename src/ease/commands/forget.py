@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from ease.audit.alignment import alignment_residual
+from ease.audit.preflight import audit_prospects
+from ease.audit.quick_check import QuickCheck, check_answer
 from ease.commands.preview import look, tell, when_answered
 from ease.commands.train import TrainSummary, tell_threads, train_run
 from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
-from ease.evidence import attest
+from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
+from ease.operations.evidence import attest
 from ease.requests.request import ClientRequest, Request, in_words
 from ease.runs.answers import (
     StoredAnswer,
@@ -34,8 +36,6 @@ from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget, go_on
 from ease.runs.head import Release
-from ease.runs.prospects import audit_prospects
-from ease.runs.quick import QuickCheck, check_answer
 from ease.runs.records import AnswerRecord, ContributionNotes, SpectrumNotes
 from ease.runs.resolve import Wanted, check_request, check_wanted, parse_request, request_id
 from ease.runs.run import Run

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from ease.commands.requests import someone
 from ease.console import labelled, status
-from ease.ledger.joining import Joined, Wish, join
+from ease.operations.joining import Joined, Wish, join
 from ease.runs.resolve import read_ids
 from ease.runs.run import Run
 

@@ -4,31 +4,25 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from ease.audit.quick_check import Level, QuickCheck
+from ease.audit.records import AuditRecord
 from ease.config import Config
 from ease.data.membership import Membership
-from ease.evidence.envelope import Envelope
-from ease.evidence.log import LogRecord
-from ease.evidence.statement import Statement, VerdictWords
-from ease.federation.kept import KeptRound
-from ease.ledger.states import State
+from ease.federation.client_history import KeptRound
 from ease.model.closed_form import Ridge
+from ease.operations.evidence.envelope import Envelope
+from ease.operations.evidence.log import LogRecord
+from ease.operations.evidence.statement import Statement, VerdictWords
+from ease.operations.ledger.states import State
+from ease.operations.purge import Pass, PurgeRecord
+from ease.operations.serving.messages import Facts, FoundPair
 from ease.requests.request import Request
 from ease.requests.tombstones import Tombstones
 from ease.runs.config import RunConfig
 from ease.runs.head import Head, Release
-from ease.runs.purge import Pass, PurgeRecord
-from ease.runs.quick import Level, QuickCheck
-from ease.runs.records import (
-    AnswerRecord,
-    AuditRecord,
-    BenchResults,
-    CellRecord,
-    Metrics,
-    OverlapRecord,
-    TrialRecord,
-)
-from ease.serving.messages import Facts, FoundPair
+from ease.runs.records import AnswerRecord, Metrics
 from ease.studies.experiment import Chosen
+from ease.studies.records import BenchResults, CellRecord, OverlapRecord, TrialRecord
 
 
 class TrainOutput(Config):

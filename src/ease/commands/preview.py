@@ -11,8 +11,8 @@ from rich.console import RenderableType
 
 from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, plain, status, table
-from ease.ledger.outlook import Outlook, outlook
 from ease.methods.base import Unlearner
+from ease.operations.ledger.impact import Outlook, outlook
 from ease.requests.request import ClassRequest, Request, in_words
 from ease.runs.answers import StoredAnswer, answer_of, check_method, open_world, trained_of, usual_method
 from ease.runs.concepts import Match, class_words

@@ -12,15 +12,16 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from ease import __version__
-from ease.audit.evaluate import embed_pairs
+from ease.audit.records import AuditRecord
+from ease.audit.runner import current_audit
 from ease.console import status
 from ease.errors import UserError
+from ease.measures.evaluate import embed_pairs
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.runs.answers import StoredAnswer, open_world, start_hash, trained_of
-from ease.runs.audit import current_audit
 from ease.runs.evaluation import evaluation_sets, measure
-from ease.runs.records import AuditRecord, BenchResults, read_record
+from ease.runs.records import read_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
@@ -29,6 +30,7 @@ from ease.show.overview import extent_of
 from ease.show.page import Contents, page
 from ease.show.sheet import data_address
 from ease.storage import write_atomic
+from ease.studies.records import BenchResults
 
 MOST_RANKED = 500
 """Forget pairs among which the thumbnails are chosen."""

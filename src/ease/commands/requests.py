@@ -13,17 +13,17 @@ from ease.commands.forget import recalled
 from ease.commands.train import tell_threads
 from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
-from ease.ledger.outlook import Outlook, answering, outlook
-from ease.ledger.policy import Policy, load_policy
-from ease.ledger.purging import purge_released
-from ease.ledger.store import Consent, Draft, Entry, Event, Ledger, now
-from ease.ledger.work import Finished, Steps, work
 from ease.methods import make_method
 from ease.methods.base import Unlearner
+from ease.operations.ledger.impact import Outlook, answering, outlook
+from ease.operations.ledger.policy import Policy, load_policy
+from ease.operations.ledger.retention import purge_released
+from ease.operations.ledger.store import Consent, Draft, Entry, Event, Ledger, now
+from ease.operations.ledger.work import Finished, Steps, work
+from ease.operations.purge import Pass
 from ease.requests.request import Request, in_words
 from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import check_method, check_named, open_world, usual_method
-from ease.runs.purge import Pass
 from ease.runs.resolve import Wanted, check_wanted, parse_request, request_id
 from ease.runs.run import Run
 

@@ -13,8 +13,8 @@ from rich.console import RenderableType
 
 from ease.console import labelled, show, status
 from ease.errors import UserError
-from ease.serving.messages import Facts
-from ease.serving.served import open_served
+from ease.operations.serving.messages import Facts
+from ease.operations.serving.served import open_served
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def serve_model(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     _check_installed()
-    from ease.serving.server import Server, is_loopback, new_key
+    from ease.operations.serving.server import Server, is_loopback, new_key
 
     if not is_loopback(host) and not public:
         raise UserError(

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from ease.audit.evaluate import recalls
-from ease.audit.retrieval import GalleryRecall
+from ease.audit.preflight import audit_prospects
 from ease.console import errors, labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.errors import UserError
+from ease.measures.evaluate import recalls
+from ease.measures.retrieval import GalleryRecall
 from ease.params import Params
 from ease.runs.answers import open_world, settle_head
 from ease.runs.config import RunConfig
 from ease.runs.forget import check_trains_on
-from ease.runs.prospects import audit_prospects
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import write_json

@@ -67,7 +67,7 @@ class DataConfig(Config):
 class PartitionConfig(Config):
     clients: int = Field(10, ge=1)
     """Simulated clients; with `scheme = "sites"` the data name them."""
-    scheme: Literal["iid", "dirichlet", "uniform", "sites", "apart"] = "dirichlet"
+    scheme: Literal["iid", "dirichlet", "uniform", "sites", "on_site"] = "dirichlet"
     """`iid`, `dirichlet` (skewed by pseudo-class), `uniform` (no such skew), `sites` (as the data say) or `apart` (each
     client's pairs lie at its own node alone)."""
     beta: float = Field(0.5, gt=0)
@@ -88,12 +88,12 @@ class PartitionConfig(Config):
     @property
     def federated_classes(self) -> bool:
         """Whether pseudo-classes are found without bringing pairs together."""
-        return self.clustering == "federated" or (self.clustering == "auto" and self.scheme in ("sites", "apart"))
+        return self.clustering == "federated" or (self.clustering == "auto" and self.scheme in ("sites", "on_site"))
 
     @property
     def apart(self) -> bool:
         """Whether no one but a client's own node opens its pairs."""
-        return self.scheme == "apart"
+        return self.scheme == "on_site"
 
 
 LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {

@@ -16,7 +16,7 @@ def deal(
 
     A simulated deal may need classes before there are clients; those are then of all pairs, whatever the clients do.
     """
-    assert settings.scheme != "apart"  # nodes deal to themselves
+    assert settings.scheme != "on_site"  # nodes deal to themselves
     pool = pairs.indices("train")
     embeddings = activations.pooled_image[pool], activations.pooled_text[pool]
     names: tuple[str, ...] | None = None

@@ -9,7 +9,7 @@ from ease.data.examples import Examples, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.errors import UserError
-from ease.federation.kept import Kept
+from ease.federation.client_history import Kept
 from ease.federation.protocol import LocalJob, Update
 from ease.params import Params
 from ease.requests.request import forget_mask

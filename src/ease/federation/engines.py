@@ -10,15 +10,15 @@ import torch
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.cohort import Cohort
+from ease.federation.client_history import kept_of
 from ease.federation.flower import Flower
-from ease.federation.kept import kept_of
-from ease.federation.loop import Loop
 from ease.federation.remote import Line, Remote, Sockets, node_socket
+from ease.federation.sequential import Sequential
+from ease.federation.vectorized import Vectorized
 from ease.model.dual_encoder import DualEncoder
 from ease.requests.request import Request
 
-EngineKind = Literal["auto", "loop", "cohort", "nodes", "flower"]
+EngineKind = Literal["auto", "sequential", "vectorized", "nodes", "flower"]
 REMOTE = ("nodes", "flower")
 """Whose clients are processes of their own."""
 FEWEST_SHARING = 4
@@ -32,23 +32,23 @@ def make_engine(
     activations: Activations,
     device: torch.device,
     disks: Path | None = None,
-) -> Loop:
-    """`loop`: one client after the other; `cohort`: all clients of a round in one pass; `auto`: whichever is faster.
+) -> Sequential:
+    """`sequential`: one client after the other; `vectorized`: all clients of a round in one pass; `auto`: the faster.
 
     What nodes do, one after the other does as well: so they are simulated.
     Clients keep what they are told to in folders of their own in `disks`.
     """
-    engine: Loop
-    if kind == "cohort" or (kind == "auto" and better_together(model, len(shards), device)):
-        engine = Cohort.of(model, shards, activations, device)
+    engine: Sequential
+    if kind == "vectorized" or (kind == "auto" and prefers_vectorized(model, len(shards), device)):
+        engine = Vectorized.of(model, shards, activations, device)
     else:
-        engine = Loop(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
+        engine = Sequential(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
     if disks is not None:
         engine.data = {client: replace(data, kept=kept_of(disks, client)) for client, data in engine.data.items()}
     return engine
 
 
-def better_together(model: DualEncoder, clients: int, device: torch.device) -> bool:
+def prefers_vectorized(model: DualEncoder, clients: int, device: torch.device) -> bool:
     """Whether clients share their passes by `auto`: always on a GPU; on a CPU for projectors over fixed features.
 
     Adapters are left to the loop on a CPU: its runs give the same bytes as nodes do.

@@ -13,7 +13,7 @@ from ease.data.classes import Groups, agreed_centres
 from ease.data.membership import Holding
 from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
-from ease.federation.checked import each_reason
+from ease.federation.check import each_reason
 from ease.federation.remote import Remote, collected
 from ease.federation.wire import CENTRES, COUNTS, SUMS, Deal, Dealt, decode_dealt, numbers_in, numbers_of
 

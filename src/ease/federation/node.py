@@ -31,15 +31,15 @@ from ease.data.pairs import PairSet
 from ease.data.partition import Shard, joint_embedding, make_shard
 from ease.data.words import centred_cosines, content, says_all
 from ease.errors import UserError
-from ease.federation.asked import asked_log
+from ease.federation.blob_cache import Shelf
 from ease.federation.client import ClientData
+from ease.federation.client_history import Kept
 from ease.federation.codec import decode_job, encode_update
 from ease.federation.container import Limits
-from ease.federation.kept import Kept
-from ease.federation.loop import Loop
 from ease.federation.objectives import OBJECTIVES
 from ease.federation.protocol import LocalJob
-from ease.federation.shelf import Shelf
+from ease.federation.question_log import asked_log
+from ease.federation.sequential import Sequential
 from ease.federation.wire import (
     CENTRES,
     COUNTS,
@@ -166,7 +166,7 @@ class Node:
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _refused: int = 0
     _nonces: dict[str, None] = field(default_factory=dict)
-    _ready: tuple[object, Loop] | None = None
+    _ready: tuple[object, Sequential] | None = None
     _last_refusal: str = ""
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ class Node:
         self._once(ask.nonce)
         now = time.time()
         if self.pairs is None or ask.deal is None:
-            raise UserError('it was given its pairs, and deals none: give it partition.scheme = "apart"')
+            raise UserError('it was given its pairs, and deals none: give it partition.scheme = "on_site"')
         if objection := self.policy.reluctance(GROUPS, ask.cohort, self._times, now):
             raise UserError(objection)
         if ask.kind == "groups":
@@ -431,7 +431,7 @@ class Node:
             raise UserError(f"its policy allows {allowed} questions of this kind ({kind}), and they are used up")
         write_json(path, Questions(counts={**counts, kind: counts.get(kind, 0) + 1}).model_dump(mode="json"))
 
-    def _check_pairs(self, job: LocalJob, engine: Loop) -> None:
+    def _check_pairs(self, job: LocalJob, engine: Sequential) -> None:
         """Refuse to train on so few pairs that their features could be read from the change."""
         count = len(engine.data[self.shard.client].select(job))
         if OBJECTIVES[job.objective].measure is None and 0 < count < self.policy.fewest_pairs:
@@ -492,7 +492,7 @@ class Node:
         if own is not None and shapes != {name: shape for name, shape, _ in layout_of(own.tensors)}:
             raise UserError("the state is not one of this client's model; give server and nodes the same configuration")
 
-    def _engine(self, run: str, gone: tuple[Request, ...], renewed: int) -> Loop:
+    def _engine(self, run: str, gone: tuple[Request, ...], renewed: int) -> Sequential:
         """The client's data without what closed requests named."""
         if self._ready is None or self._ready[0] != (run, gone, renewed):
             here = without((self._shard(run, gone),), gone)
@@ -501,7 +501,7 @@ class Node:
                 raise UserError(f"client {self.shard.client} has left this run")
             kept = Kept(self.shard.client, self._gone_path(run).parent)
             data = replace(ClientData.of(left[0], self.activations, self.device), kept=kept)
-            self._ready = (run, gone, renewed), Loop(self.model, {self.shard.client: data})
+            self._ready = (run, gone, renewed), Sequential(self.model, {self.shard.client: data})
         return self._ready[1]
 
     def _present(self, ask: Ask) -> Present:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from ease.errors import UserError
-from ease.federation.checked import refusal
+from ease.federation.check import refusal
 from ease.federation.codec import decode_update, encode_job
 from ease.federation.container import LIMITS
 from ease.federation.node import pairs_hash

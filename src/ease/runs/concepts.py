@@ -15,7 +15,7 @@ import torch
 from ease.data.words import centred_cosines, content, says_all, stem, telling
 from ease.errors import UserError
 from ease.federation.remote import Remote
-from ease.federation.searching import searched
+from ease.federation.search import searched
 from ease.model.backbones import checkpoint_of
 from ease.runs.world import World
 

@@ -26,8 +26,9 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where to compute; `auto`: on a GPU where there is one."""
     engine: EngineKind = "auto"
-    """`loop` trains one client after the other, `cohort` all of a round in one pass; `auto`: cohort on a GPU, and for
-    projectors without adapters. `nodes`: clients are processes of this machine; `flower`: of any machine."""
+    """`sequential` trains one client after the other, `vectorized` all clients of a round in one pass; `auto`:
+    `vectorized` on a GPU and for projectors without adapters, else `sequential`. `nodes`: clients are processes on
+    this machine; `flower`: on any machine."""
     federation: Path | None = None
     """Folder of the federation, for `nodes` and `flower`; EASE_FEDERATION names another one."""
     gallery: int = Field(500, ge=2)

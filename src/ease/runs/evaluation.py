@@ -3,11 +3,11 @@
 import numpy as np
 from torch import Tensor
 
-from ease.audit.alignment import pair_similarity
-from ease.audit.evaluate import common_size, embed_pairs, recalls
-from ease.audit.nearest import alike
-from ease.audit.retrieval import GalleryRecall, first_recall
-from ease.audit.standing import FEW
+from ease.measures.alignment import pair_similarity
+from ease.measures.evaluate import common_size, embed_pairs, recalls
+from ease.measures.nearest import alike
+from ease.measures.ranks import FEW
+from ease.measures.retrieval import GalleryRecall, first_recall
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, forget_mask
 from ease.runs.world import World

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ease.errors import UserError
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.metered import Metered
+from ease.federation.meter import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.params import Params

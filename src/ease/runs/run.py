@@ -13,9 +13,9 @@ import torch
 from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
-from ease.federation.checked import checked
+from ease.federation.check import checked
 from ease.federation.history import History
-from ease.federation.metered import Cost, Metered
+from ease.federation.meter import Cost, Metered
 from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params

@@ -158,7 +158,7 @@ class World:
         """Refuse what needs every client's pairs in one place."""
         if self.config.partition.apart:
             raise UserError(
-                f'{what}: needs the clients\' pairs, and they lie at their sites alone (partition.scheme = "apart")'
+                f'{what}: needs the clients\' pairs, and they lie at their sites alone (partition.scheme = "on_site")'
             )
 
     @cached_property
@@ -184,7 +184,7 @@ def check_apart(config: RunConfig) -> None:
     """Refuse settings that pairs which lie apart cannot have."""
     if not config.remote:
         raise UserError(
-            'partition.scheme = "apart": pairs lie at nodes, and engine = "' + config.engine + '" has none; set engine '
+            f'partition.scheme = "on_site": pairs lie at nodes, and engine = "{config.engine}" has none; set engine '
             'to "nodes" or "flower"'
         )
     if config.data.name == "scenes":

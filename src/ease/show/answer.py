@@ -7,8 +7,9 @@ from typing import Any
 from markupsafe import Markup
 
 from ease.audit.band import Band
+from ease.audit.records import AuditRecord, PairRecord, Price, RocPoints
 from ease.audit.verdict import EVIDENCE, Measure
-from ease.runs.records import AnswerRecord, AuditRecord, BlockNotes, PairRecord, Price, RocPoints, SpectrumNotes
+from ease.runs.records import AnswerRecord, BlockNotes, SpectrumNotes
 from ease.runs.resolve import request_flags
 from ease.show import charts
 from ease.show.overview import Extent, asked, overview, plainly

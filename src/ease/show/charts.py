@@ -10,9 +10,10 @@ import numpy as np
 from markupsafe import Markup
 
 from ease.audit.band import Band
+from ease.audit.records import Price, RocPoints
 from ease.audit.relearn import Curve
 from ease.audit.verdict import Measure
-from ease.runs.records import BlockNotes, Price, RocPoints
+from ease.runs.records import BlockNotes
 from ease.show.overview import Found
 from ease.show.svg import (
     BOTTOM,

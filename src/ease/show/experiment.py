@@ -6,7 +6,6 @@ from statistics import fmean
 
 from markupsafe import Markup
 
-from ease.runs.records import BenchResults
 from ease.show.figures import CAPTIONS, draw, encode
 from ease.show.tables import (
     PRINTED,
@@ -21,6 +20,7 @@ from ease.show.tables import (
     sheets,
 )
 from ease.show.template import render
+from ease.studies.records import BenchResults
 
 RANK = RETAIN[-1]
 """The column that methods are ranked by."""

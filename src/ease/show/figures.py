@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ease.runs.records import BenchResults
 from ease.show.charts import density, some
 from ease.show.placing import Name, write_names
 from ease.show.tables import DIVERGED, Line, Sheet, mean_similarity, sheets, similarities
+from ease.studies.records import BenchResults
 
 COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 """Told apart by colour-blind readers too (Okabe and Ito, and one of Tol's)."""

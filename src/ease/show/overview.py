@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ease.audit.next_steps import next_steps
+from ease.audit.records import AuditRecord
 from ease.audit.verdict import Reason, Verdict
 from ease.data.membership import Membership
 from ease.requests.request import ClassRequest, ClientRequest, Request, forget_mask, in_words
-from ease.runs.next_steps import next_steps
-from ease.runs.records import AnswerRecord, AuditRecord
+from ease.runs.records import AnswerRecord
 
 RECALL = "recall@1"
 PLAIN = {

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ease.runs.records import AnswerRecord, BenchResults
+from ease.runs.records import AnswerRecord
 from ease.show.answer import ReportedAnswer, answer_section
 from ease.show.experiment import experiment_section
 from ease.show.template import fixed, render, source
+from ease.studies.records import BenchResults
 
 COLUMNS = {
     "forget/recall@1": "forget R@1",

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ease.runs.records import BenchResults
 from ease.show.tables import DIVERGED, Line, Sheet, escape, sheets
+from ease.studies.records import BenchResults
 
 PREAMBLE = r"""% Needs \usepackage[table,dvipsnames]{xcolor} and \usepackage{amsmath,booktabs,graphicx,makecell}
 \providecommand{\up}[1]{{\scriptsize\textcolor{ForestGreen}{($\uparrow$#1)}}}

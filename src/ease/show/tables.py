@@ -10,7 +10,7 @@ import numpy as np
 
 from ease.audit.band import Band
 from ease.console import plain
-from ease.runs.records import BenchResults, BenchRow, Overlap, Varied
+from ease.studies.records import BenchResults, BenchRow, Overlap, Varied
 
 RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
 """Their absolute gaps to retraining add up to the rank."""

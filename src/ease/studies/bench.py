@@ -16,18 +16,24 @@ import torch
 from torch import Tensor
 
 import ease
-from ease.audit.alignment import alignment_residual
 from ease.audit.band import prediction_band
+from ease.audit.shadow_runs import QuickAttackers, quick_attackers
 from ease.data.config import DataConfig
 from ease.errors import Diverged, UserError
+from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
 from ease.params import Params
 from ease.requests.request import Request
 from ease.runs.answers import answer_of, open_world, trained_of
-from ease.runs.attackers import QuickAttackers, quick_attackers
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.forget import forget
-from ease.runs.records import (
+from ease.runs.records import read_record, write_record
+from ease.runs.run import Run
+from ease.runs.workers import spread
+from ease.runs.world import World
+from ease.studies.experiment import Cell, Entrant, Experiment, Job, plan
+from ease.studies.overlap import client_overlap
+from ease.studies.records import (
     BenchBand,
     BenchExperiment,
     BenchHeader,
@@ -37,14 +43,7 @@ from ease.runs.records import (
     OverlapRecord,
     Role,
     Varied,
-    read_record,
-    write_record,
 )
-from ease.runs.run import Run
-from ease.runs.workers import spread
-from ease.runs.world import World
-from ease.studies.experiment import Cell, Entrant, Experiment, Job, plan
-from ease.studies.overlap import client_overlap
 from ease.studies.scenarios import scenario_request
 
 COSTS = ("bytes_up", "bytes_down", "seconds")

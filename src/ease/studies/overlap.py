@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ease.methods.base import Trained
 from ease.methods.columns import StoredUpdate
-from ease.runs.records import Overlap
+from ease.studies.records import Overlap
 from ease.subspace import gram, orthonormal_coefficients
 
 DIRECTIONS = 10

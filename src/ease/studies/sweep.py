@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from ease.audit.evaluate import recalls
 from ease.audit.membership_scores import Gap, measure_scores, membership_gap
 from ease.errors import Diverged, UserError
+from ease.measures.evaluate import recalls
 from ease.methods import METHODS, make_method
 from ease.methods.base import Trained, Unlearner, forget_holders
 from ease.params import Params
@@ -30,12 +30,13 @@ from ease.requests.request import ClassRequest, ClientRequest, Request
 from ease.runs.answers import answer_of, open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.forget import forget
-from ease.runs.records import TrialRecord, read_record, write_record
+from ease.runs.records import read_record, write_record
 from ease.runs.run import Run
 from ease.runs.workers import spread
 from ease.runs.world import World
 from ease.storage import digest
 from ease.studies.experiment import Chosen, run_folder
+from ease.studies.records import TrialRecord
 from ease.studies.scenarios import Scenario, scenario_config, validation_request
 
 FORMULA = "score = |membership gap| / |gap before| + max(0, 1 - validation recall / recall before); less is better"

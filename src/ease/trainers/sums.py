@@ -11,14 +11,14 @@ from torch import Tensor
 from ease.data.examples import Examples
 from ease.data.rows import CAPTIONS_PER_IMAGE
 from ease.errors import UserError
-from ease.federation.checked import each_reason
+from ease.federation.check import each_reason
 from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
 from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
 from ease.federation.objectives import Objective, register
 from ease.federation.protocol import Federation, LocalJob, Update
-from ease.federation.secure import masked_expected, measure_masked, secure_total
+from ease.federation.secure_aggregation import masked_expected, measure_masked, secure_total
 from ease.model.closed_form import (
     LARGEST_SUM,
     POWERS,

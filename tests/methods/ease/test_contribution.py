@@ -13,8 +13,8 @@ from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import average, fedavg
 from ease.federation.history import History
-from ease.federation.loop import Loop
 from ease.federation.protocol import LocalJob, Update, Wrapped
+from ease.federation.sequential import Sequential
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import COUNT, contribution_of, evenly_chosen, forget_counts
 from ease.methods.ease.missing_updates import LONGEST_REPLAY
@@ -219,7 +219,7 @@ def test_only_holders_replay_and_only_rounds_they_took_part_in(learnt, few, tmp_
         trained.history.append(finished, {})
         state = finished.state
 
-    class Given(Loop):
+    class Given(Sequential):
         given: ClassVar[dict[int, LocalJob]] = {}
 
         def perform(self, state, jobs):
@@ -298,7 +298,7 @@ def test_a_second_request_does_not_subtract_the_first_again(learnt) -> None:
     one, both = (contribution_of(trained, each, federation) for each in (first, together))
     kept = ~forget_mask(first, data.shard)
     left = ClientData(data.shard.keep(kept), data.train.take(np.flatnonzero(kept)), data.validation)
-    later = Loop(federation.model, {**federation.data, 0: left})
+    later = Sequential(federation.model, {**federation.data, 0: left})
     found = contribution_of(replace(trained, gone=(first,)), second, later)
     assert (found.total - (both.total - one.total)).norm() < 0.05 * (both.total - one.total).norm()
 
@@ -359,7 +359,7 @@ def test_clients_that_hold_what_they_held_repeat_nothing(learnt) -> None:
     trained = replace(learnt.trained, gone=(gone,), answered=learnt.trained.final)
     here = learnt.world.without(gone)
 
-    class Silent(Loop):
+    class Silent(Sequential):
         def run(self, params, job, clients):
             raise AssertionError("no client may be asked")
 

@@ -11,7 +11,7 @@ from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.loop import Loop
+from ease.federation.sequential import Sequential
 from ease.methods import make_method
 from ease.methods.base import Step
 from ease.methods.ease import method
@@ -429,7 +429,7 @@ def test_retraining_is_training_where_the_forget_data_never_was(learnt, samples,
     others = {c: without(data, ids) for c, data in world.federation.data.items() if c not in leaving}
     plain = fedavg(
         trained.initial,
-        Loop(world.server.model, others),
+        Sequential(world.server.model, others),
         trained.training.model_copy(update={"rounds": 2}),
         trained.seed,
         trained.temperature,
@@ -452,7 +452,7 @@ def test_fine_tuning_starts_at_the_trained_model(learnt) -> None:
     method = Finetune(share=0.4)
     steps = list(method.unlearn(trained, CLIENT, world.federation))
     recipe = trained.training.model_copy(update={"rounds": 2})
-    others = Loop(world.server.model, {c: data for c, data in world.federation.data.items() if c != 1})
+    others = Sequential(world.server.model, {c: data for c, data in world.federation.data.items() if c != 1})
     plain = fedavg(trained.final, others, recipe, trained.seed, trained.temperature, stream="finetune")
     assert len(steps) == 2 == method.rounds(trained.training, CLIENT)
     assert all(same(step.state, finished.state) for step, finished in zip(steps, plain, strict=True))

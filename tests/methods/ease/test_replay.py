@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ease.federation.client import ClientData
-from ease.federation.cohort import Cohort
-from ease.federation.loop import Loop
 from ease.federation.objectives import embed_states
 from ease.federation.protocol import Replay, Update
+from ease.federation.sequential import Sequential
+from ease.federation.vectorized import Vectorized
 from ease.methods.ease.replay import REPLAY, ROUND, read_sum
 from ease.model.losses import info_nce
 from ease.params import Params
@@ -21,16 +21,16 @@ NOTHING = SampleRequest(ids=())
 
 
 @pytest.fixture(scope="module")
-def cohort(learnt) -> Cohort:
+def cohort(learnt) -> Vectorized:
     world = learnt.world
-    return Cohort.of(world.server.model, world.shards, world.evaluator.activations, torch.device("cpu"))
+    return Vectorized.of(world.server.model, world.shards, world.evaluator.activations, torch.device("cpu"))
 
 
 def replayed(learnt, client: int, number: int, request, data: ClientData | None = None) -> Update:
     """One round of training again, from the state that it began from."""
     job = learnt.trained.training_job(number, request=request, objective=ROUND)
     state = learnt.trained.history.start(number)
-    alone = Loop(learnt.world.server.model, {client: data or learnt.world.federation.data[client]})
+    alone = Sequential(learnt.world.server.model, {client: data or learnt.world.federation.data[client]})
     (update,) = alone.run(state, job, [client])
     return update
 
@@ -130,9 +130,9 @@ def job_of(learnt, request, *rounds: tuple[int, float, int]):
     return learnt.trained.training_job(0, request=request, objective=REPLAY, replays=replays)
 
 
-@pytest.mark.parametrize("engine", ["loop", "cohort"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_answer_is_the_weighted_sum_of_each_group(learnt, cohort, engine: str) -> None:
-    federation = cohort if engine == "cohort" else learnt.world.federation
+    federation = cohort if engine == "vectorized" else learnt.world.federation
     ids = {client: learnt.world.shards[client].train_ids[:8] for client in (0, 1)}
     request = SampleRequest(ids=ids[0] + ids[1])
     job = job_of(learnt, request, (1, 0.5, 0), (3, 0.25, 1), (5, 2.0, 1))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ease.errors import UserError
+from ease.federation.client_history import Kept, kept_of
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_state, encode_update, job_length
 from ease.federation.container import content_hash
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.kept import Kept, kept_of
 from ease.federation.protocol import LocalJob, Update
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import contribution_of

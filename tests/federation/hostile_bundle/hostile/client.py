@@ -70,7 +70,7 @@ def asking(**changes: Any) -> dict[str, Any]:
         "client": 1,
         "nonce": os.urandom(16).hex(),
         "run": HEX,
-        "cohort": 1,
+        "vectorized": 1,
         "parts": [],
         "gone": [],
     }

@@ -1,0 +1,315 @@
+"""An audit of pairs that lie at their sites alone: nodes retrain, and tell where pairs of their own stand.
+
+There are no shadows: half of them would have to train on pairs of others. The verdict is the same test over fewer
+measures, and tells as always how small a trace it would have found.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ease.audit.attack_suite import MOST_RETAINED, Records, attack_record, auc_measure
+from ease.audit.attacks import AttackResult
+from ease.audit.config import AuditConfig
+from ease.audit.few_pairs import RECALLS, OneByOne, standing_measures
+from ease.audit.measurements import Compared, Measured, alignment, distribution, retrieval, shown
+from ease.audit.membership import auc
+from ease.audit.records import Gallery, PairRecord
+from ease.audit.retained import beyond_unseen
+from ease.audit.shadow_runs import SHARES, Plan
+from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, MOST_UNSEEN, RETAINED, TOLD
+from ease.audit.verdict import Measure, Verdict, judged_together
+from ease.data.membership import Holding
+from ease.errors import UserError
+from ease.federation.check import checked
+from ease.federation.protocol import Engine, Federation
+from ease.measures.evaluate import common_size
+from ease.measures.ranks import FEW, Standing
+from ease.measures.retrieval import GalleryRecall, chance_recall
+from ease.methods.base import Trained
+from ease.methods.retrain import Retrain
+from ease.params import Params
+from ease.requests.request import Request, forget_mask, held_without, validation_mask
+from ease.runs.evaluation import evaluation_sets, recalls_of
+from ease.runs.world import World
+from ease.seeding import generator
+
+AMONG = "pairs that its own client holds out"
+NOT_TESTED_THERE = (
+    "membership attacks by shadows, and relearning: they need the clients' pairs in one place",
+    "whether sites tell the truth of their own pairs: numbers that no model gives are refused, others are believed",
+)
+JUDGED = {"forget": "held-out/auc", "retain": "retained/auc"}
+"""Kind of pairs that are told from held-out ones -> the measure."""
+
+
+def check_sites(world: World, request: Request, closed: bool) -> None:
+    """Refuse what sites cannot measure, before anyone waits for it."""
+    if closed:
+        raise UserError(
+            "this request is closed: nodes touch its pairs no more, so that nobody can measure them; audit an answer "
+            "before `ease release`"
+        )
+    for holding in holdings_now(world):
+        unseen = len(holding.validation_ids)
+        if forget_mask(request, holding).any() and unseen < FEWEST_UNSEEN:
+            raise UserError(
+                f"client {holding.client}: holds forget pairs and holds out {unseen}, and its pairs are measured "
+                f"beside {FEWEST_UNSEEN} at least; train with a larger partition.validation_share"
+            )
+    if len(evaluation_sets(world, request)["test"]) < 2:
+        raise UserError("an audit needs 2 test pairs at the server at least, whether the model is whole; add some")
+
+
+def retrain_at_sites(plan: Plan, trained: Trained, engine: Engine, orders: Sequence[int]) -> Iterator[int]:
+    """Retrainings in other orders of the data, by the nodes that hold them, and kept; yields ticks.
+
+    All clients take part in every round: a retraining that lacks one is none of this federation. Their answers are
+    kept until a retraining is whole, so that one which ended in the middle goes on.
+    """
+    rounds = trained.training.rounds
+    stops = {share: max(1, round(share * rounds)) for share in (*SHARES, 1.0)}
+    for order in orders:
+        journal = plan.store / f"journal-{order}"
+        sound = checked(engine, trained.training, journal, plan.key, everyone=True)
+        for number, step in enumerate(Retrain(order=order).unlearn(trained, plan.request, sound), 1):
+            for share, last in stops.items():
+                if number == last:
+                    step.state.save(plan.retrain_path(order, share))
+            yield 1
+        shutil.rmtree(journal, ignore_errors=True)
+
+
+Told = Mapping[int, Mapping[str, np.ndarray]]
+"""Client -> `KIND/NUMBER` -> values [pairs]."""
+
+
+@dataclass(frozen=True)
+class SiteLook:
+    """All that is read off one model: by clients of their pairs, and by the server of test pairs."""
+
+    told: Told
+    recalls: Mapping[str, GalleryRecall]
+
+    def all(self, kind: str, name: str) -> np.ndarray:
+        """One number of all pairs of a kind, client after client."""
+        return np.concatenate([values[f"{kind}/{name}"] for _, values in sorted(self.told.items())])
+
+    def standing(self, kind: str) -> Standing:
+        return Standing(self.all(kind, "rank"), self.all(kind, "margin"))
+
+
+@dataclass(frozen=True)
+class AtSites(Compared):
+    """Measures an answer beside retrained models by what nodes tell of pairs that they alone have."""
+
+    federation: Federation
+    """One that everybody answers."""
+    config: AuditConfig
+    few: ClassVar[bool] = False
+    """Whether pairs are looked at one by one."""
+
+    def measure(self, answer: Params) -> Measured:
+        """Measure an answer beside the trained, the retrained and the planted models."""
+        looks = {**self._known, "unlearned": self._look(answer)}
+        odds = {name: look.all("forget", "log_odds") for name, look in looks.items()}
+        similar = {name: torch.from_numpy(look.all("forget", "cosine")) for name, look in looks.items()}
+        recalls = retrieval({name: look.recalls for name, look in looks.items()}, self._sets)
+        held, apart = self._held(looks, odds), [self._told_apart(kind, looks) for kind in JUDGED]
+        measures = [*held, *(each for each in recalls if not self.few or each.name in RECALLS)]
+        if not self.few:
+            seed = self.world.config.seed
+            measures += [alignment(similar), distribution(odds, seed), *(each for found, _ in apart for each in found)]
+        rng = generator(self.world.config.seed, "joint")
+        joint = judged_together(measures, rng, self.config.level)
+        attacks = {name: shown(found) for _, records in apart for name, found in records.items()}
+        return Measured(
+            tuple(measures),
+            Verdict(measures=tuple(measures), joint=joint, level=self.config.level),
+            JUDGED["forget"] if JUDGED["forget"] in attacks else "",
+            attacks,
+            {},
+            similar,
+            {name: {"log_odds": each} for name, each in odds.items()},
+            self._pairs(shown(looks)) if self.few else (),
+        )
+
+    def gallery(self) -> Gallery:
+        """Of the test pairs, whose recall the server measures."""
+        size = common_size(self._sets, self.world.config.gallery)
+        chance = chance_recall(size, len(self.world.evaluator.pairs.captions[0]))
+        return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()}, among=AMONG)
+
+    def recalls_of(self, state: Params) -> dict[str, GalleryRecall]:
+        return recalls_of(self.world, state, self._sets, draws=3)
+
+    # Asking
+
+    @cached_property
+    def _known(self) -> dict[str, SiteLook]:
+        """Looked at once, however many answers are measured."""
+        return {name: self._look(state) for name, state in self._models.items()}
+
+    @cached_property
+    def _at_start(self) -> SiteLook:
+        """How hard pairs are, before anyone trained on them."""
+        return self._look(self.trained.initial)
+
+    def _look(self, state: Params) -> SiteLook:
+        config = self.world.config
+        job = config.training.job(
+            0,
+            config.seed,
+            config.model.temperature,
+            "audit",
+            request=self.request,
+            objective=AUDIT,
+            settings={RETAINED: float(self._retained)},
+        )
+        told = {
+            answer.client: {name: values.double().numpy() for name, values in answer.values.items()}
+            for answer in self.federation.run(state, job, sorted(self._counts))
+        }
+        for client, counts in self._counts.items():
+            for kind in KINDS:
+                for name in TOLD:
+                    count = len(told[client][f"{kind}/{name}"])
+                    if count != counts[kind]:
+                        raise UserError(
+                            f"client {client}: tells of {count} {kind} pairs, and the run knows of {counts[kind]}; "
+                            "give its node the run's data"
+                        )
+        return SiteLook(told, self.recalls_of(state))
+
+    @cached_property
+    def _asked(self) -> dict[int, Holding]:
+        """Clients that hold out enough to measure anything."""
+        return {each.client: each for each in holdings_now(self.world) if len(each.validation_ids) >= FEWEST_UNSEEN}
+
+    @property
+    def _retained(self) -> int:
+        """Retained pairs that each client looks at, at most."""
+        return max(1, MOST_RETAINED // len(self._asked))
+
+    @cached_property
+    def _counts(self) -> dict[int, dict[str, int]]:
+        """Client -> kind -> how many pairs it is to tell of."""
+        found = {}
+        for client, holding in self._asked.items():
+            named, alike = forget_mask(self.request, holding), validation_mask(self.request, holding)
+            found[client] = {
+                "forget": int(named.sum()),
+                "held_out": min(int(alike.sum()), MOST_UNSEEN),
+                "retain": min(int((~named).sum()), self._retained),
+                "unseen": min(int((~alike).sum()), MOST_UNSEEN),
+            }
+        return found
+
+    @cached_property
+    def _sets(self) -> dict[str, np.ndarray]:
+        return {"test": evaluation_sets(self.world, self.request)["test"]}
+
+    # Measures
+
+    def _held(self, looks: Mapping[str, SiteLook], odds: Mapping[str, np.ndarray]) -> list[Measure]:
+        """Where forget pairs stand in their galleries on average, and whether retained ones still do."""
+        largest = 1 + max(min(len(each.validation_ids), MOST_UNSEEN) for each in self._asked.values())
+        standings = {name: look.standing("forget") for name, look in looks.items()}
+        temperature = self.world.config.model.temperature
+        found = standing_measures(standings, odds, largest, 1, temperature)  # against the mean of a pool
+        stayed = {name: look.standing("retain").rank for name, look in looks.items()}
+        count = len(stayed["unlearned"])
+        if count:
+            ranks = {name: float(np.log2(each).mean()) for name, each in stayed.items()}
+            note = f"{count} retained pairs, each among what its client holds out"
+            found.append(Measure.of("retained/rank", ranks, 0.5 / count, note, (0, float(np.log2(largest)))))
+        return found
+
+    def _told_apart(self, kind: str, looks: Mapping[str, SiteLook]) -> tuple[list[Measure], Records]:
+        """Whether pairs of a kind can be told from held-out ones that resemble them, each client's from its own."""
+        start, judged, name = self._at_start.told, {}, JUDGED[kind]
+        like = {client: self._like(kind, counts) for client, counts in self._counts.items()}
+        able = [
+            client
+            for client, counts in self._counts.items()
+            if counts[kind] and like[client] and counts[like[client]] > 1
+        ]
+        members = sum(self._counts[client][kind] for client in able)
+        others = sum(self._counts[client][like[client]] for client in able)
+        if min(members, others) < 2:
+            return [], {}
+        for model, look in looks.items():
+            scores = [
+                beyond_unseen(
+                    *(of[client][f"{each}/log_odds"] for each in (kind, like[client]) for of in (look.told, start))
+                )
+                for client in able
+            ]
+            held, unseen = (np.concatenate(side) for side in zip(*scores, strict=True))
+            judged[model] = AttackResult(auc(held, unseen), None, 0, np.concatenate([held, unseen]))
+        note = f"{members} pairs against {others} that their own clients hold out"
+        member = np.arange(members + others) < members
+        records = {name: {model: attack_record(found, member) for model, found in judged.items()}}
+        return [auc_measure(name, judged, 1 / members, note)], records
+
+    @staticmethod
+    def _like(kind: str, counts: Mapping[str, int]) -> str:
+        """Which held-out pairs resemble a kind: of a class request retained pairs are of other classes."""
+        return "held_out" if kind == "forget" or not counts["unseen"] else "unseen"
+
+    def _pairs(self, looks: Mapping[str, SiteLook]) -> tuple[PairRecord, ...]:
+        """Where each of a few pairs stands under each model."""
+        asked = [
+            (holding, pair_id)
+            for _, holding in sorted(self._asked.items())
+            for pair_id, named in zip(holding.train_ids, forget_mask(self.request, holding), strict=True)
+            if named
+        ]
+        numbers = {name: {each: look.all("forget", each) for each in TOLD} for name, look in looks.items()}
+
+        def of(number: str, row: int) -> dict[str, float]:
+            return {name: float(values[number][row]) for name, values in numbers.items()}
+
+        return tuple(
+            PairRecord(
+                id=pair_id,
+                gallery=1 + min(len(holding.validation_ids), MOST_UNSEEN),
+                rank=of("rank", row),
+                margin=of("margin", row),
+                log_odds=of("log_odds", row),
+            )
+            for row, (holding, pair_id) in enumerate(asked)
+        )
+
+
+@dataclass(frozen=True)
+class FewAtSites(AtSites):
+    """The same of few pairs, one by one, with the traces that are planted for those elsewhere."""
+
+    few: ClassVar[bool] = True
+    kept: ClassVar[tuple[float, ...]] = OneByOne.kept
+    planted_into: ClassVar[int] = OneByOne.planted_into
+
+
+def instruments_for(world: World, request: Request) -> type[AtSites]:
+    """Which of both a request takes."""
+    named = sum(int(forget_mask(request, holding).sum()) for holding in holdings_now(world))
+    return FewAtSites if named < FEW else AtSites
+
+
+def holdings_now(world: World) -> list[Holding]:
+    """What clients hold by ids, less what is closed."""
+    left = held_without(world.server.membership.clients, world.gone)
+
+    def kept(holding: Holding) -> Holding:
+        both = zip(holding.train_ids, holding.train_classes, strict=True)
+        there = [(pair_id, label) for pair_id, label in both if pair_id in left[holding.client]]
+        ids, classes = zip(*there, strict=True) if there else ((), ())
+        return holding.model_copy(update={"train_ids": ids, "train_classes": classes})
+
+    return [kept(holding) for holding in world.server.membership.clients if holding.client in left]

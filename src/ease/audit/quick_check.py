@@ -1,0 +1,174 @@
+"""A quick look at a result: how strongly it remembers the forget pairs, by scores that clients measure.
+
+No model is trained and no pair leaves its client. It is not a verdict, because it looks at one statistic only.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import computed_field
+from scipy.special import stdtrit
+
+from ease.audit.membership import Estimate
+from ease.audit.membership_scores import FEWEST, Scores, adjusted_gap, comparable, measure_scores
+from ease.audit.verdict import Judged
+from ease.config import Config
+from ease.errors import UserError
+from ease.federation.check import checked
+from ease.methods.base import Unlearner, forget_holders
+from ease.requests.request import Request
+from ease.runs.answers import StoredAnswer, find_answer, trained_of
+from ease.runs.records import MethodRecord, read_record, write_record
+from ease.runs.run import Run
+from ease.runs.world import World
+from ease.storage import remove_leftovers, sha256
+
+CONFIDENCE = 0.98
+"""Of the gap's interval. With 95 % retrained models were suspected in 19 of 286 looks, which may be chance or more than
+one of twenty; the wider interval is on the safe side."""
+RULE = (
+    "something is found where the 98 % interval of the gap to own held-out pairs excludes 0, on either side; by chance "
+    "that happens in less than one of twenty looks"
+)
+NO_VERDICT = "This is not a verdict. `ease audit` without --quick gives one"
+
+
+class Level(Config):
+    """Where the forget pairs stand under one model, as mean log-odds against others of their client."""
+
+    forget: float
+    held_out: float
+    """Of unseen pairs that resemble them."""
+    expected: float
+    """Where retraining is expected to leave the forget pairs.
+
+    To a retrained model they are pairs like the held-out ones: neither was trained on. Those that were easier at the
+    start of training, when nobody was a member, stay easier. So this is the level of held-out pairs of the same client
+    that stood at the start where the forget pairs did: a line is fitted through both, and the gap is what is left.
+    """
+    gap: Estimate
+    """Forget pairs above where they are expected, with its 98 % interval."""
+
+
+class QuickCheck(MethodRecord, Judged):
+    """What a quick look found; `quick.json` beside the answer."""
+
+    remedy: ClassVar[str] = "delete it and run `ease audit --quick` again"
+    format: Literal[1] = 1
+    request: Request
+    model_sha256: str
+    """Of the model that was looked at."""
+    forget_pairs: int
+    held_out_pairs: int
+    """Of the clients that hold forget pairs: a leaving client compares its own pairs with its own held-out ones. Those
+    of clients that stay resemble what is still trained on, and stand higher after a retraining too."""
+    before: Level
+    """Under the model that was to forget."""
+    after: Level
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def found(self) -> bool:
+        """Whether forget pairs can be told from unseen ones; held less than those they are as visible as held more."""
+        return not self.after.gap.contains(0)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def words(self) -> str:
+        """What was found, in one line."""
+        gap = self.after.gap
+        if not self.found:
+            said = "Nothing found: forget pairs stand"
+        else:
+            said = f"Something found: forget pairs are held {'more' if gap.value > 0 else 'less'} than unseen ones,"
+        return (
+            f"{said} {_signed(gap)} from held-out pairs like them, and {_signed(self.before.gap)} before; "
+            f"{self.forget_pairs} against {self.held_out_pairs} pairs"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before believing it."""
+        nothing_before = self.before.gap.low <= 0
+        return (
+            *(["Before, nothing could be seen either: this look is blind here"] if nothing_before else []),
+            NO_VERDICT,
+        )
+
+
+def _signed(gap: Estimate) -> str:
+    return f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
+
+
+def quick_check(run: Run, world: World, name: str) -> QuickCheck:
+    """Look at the finished answer `REQUEST` or `REQUEST/METHOD`."""
+    return check_answer(run, world, *find_answer(run, name))
+
+
+def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request, method: Unlearner) -> QuickCheck:
+    """Look at an answer and keep what was found; what is kept already is not looked at again."""
+    answer = stored.model()
+    found = current_check(stored)
+    if found is not None:
+        return found
+    trained = trained_of(run, request)
+    sound = checked(run.hosted(world).federation, world.config.training)
+    start, before, after = (
+        measure_scores(trained, state, request, sound, forget_holders(request, sound))
+        for state in (trained.initial, trained.start, answer)
+    )
+    concerned = {client: values for client, values in start.items() if len(values["forget"])}
+    first, last = (compare(scores, concerned) for scores in (before, after))
+    found = QuickCheck(
+        request=request,
+        method=method.model_dump(mode="json"),
+        model_sha256=sha256(stored.model_path),
+        forget_pairs=sum(len(values["forget"]) for values in concerned.values()),
+        held_out_pairs=sum(len(values["held_out"]) for values in concerned.values()),
+        before=first,
+        after=last,
+    )
+    with run.locked():
+        remove_leftovers(stored.folder)  # of a process killed while it wrote what it had found
+        write_record(stored.quick_path, found)
+    return found
+
+
+def current_check(stored: StoredAnswer) -> QuickCheck | None:
+    """What an earlier look at the same model found."""
+    if not stored.quick_path.is_file():
+        return None
+    found = read_record(QuickCheck, stored.quick_path)
+    return found if found.model_sha256 == sha256(stored.model_path) else None
+
+
+def compare(scores: Scores, start: Scores) -> Level:
+    """Forget pairs and held-out pairs of the same clients, given their scores when nobody was a member.
+
+    Each client scores against its own pairs, so scores are only comparable within a client.
+    """
+    scores, start = comparable(scores, start)
+    if not scores:
+        raise UserError("no client holds a forget pair any more, so that nothing can be looked at")
+    clients = torch.cat([torch.full((sum(map(len, of.values())),), client) for client, of in scores.items()])
+    level, early = (
+        torch.cat([torch.cat([of["forget"], of["held_out"]]) for of in each.values()]) for each in (scores, start)
+    )
+    member = torch.cat(
+        [torch.arange(len(of["forget"]) + len(of["held_out"])) < len(of["forget"]) for of in scores.values()]
+    )
+    forget, held_out = int(member.sum()), int((~member).sum())
+    if min(forget, held_out) < FEWEST:
+        raise UserError(
+            f"{forget} forget pairs and {held_out} held-out pairs like them at the same clients, and a quick look "
+            f"compares {FEWEST} at least on either side; a larger partition.validation_share holds out more"
+        )
+    named = clients.unique()[1:]
+    covariates = [early.double(), *((clients == client).double() for client in named)]
+    gap, error = adjusted_gap(level.double(), member.double(), covariates)
+    used, count = 2 + len(covariates), len(level)
+    # The spread is estimated from what is left after so many fits, and from the smaller side above all.
+    error *= (count / max(count - used, 1)) ** 0.5
+    reach = float(stdtrit(max(min(forget, held_out) - 1, 1), (1 + CONFIDENCE) / 2)) * error
+    stand, beside = float(level[member].mean()), float(level[~member].mean())
+    return Level(forget=stand, held_out=beside, expected=stand - gap, gap=Estimate(gap, gap - reach, gap + reach))

@@ -1,0 +1,115 @@
+"""The record of an audit, as it is written and read."""
+
+from typing import ClassVar, Literal
+
+from ease.audit.config import AuditConfig
+from ease.audit.membership import Estimate, OperatingPoint
+from ease.audit.relearn import Curve
+from ease.audit.verdict import Verdict
+from ease.config import Config
+from ease.requests.request import Request
+from ease.runs.records import MethodRecord, Metrics
+
+
+class RocPoints(Config):
+    """A ROC curve for drawing."""
+
+    fpr: tuple[float, ...]
+    tpr: tuple[float, ...]
+
+
+class AttackRecord(Config):
+    """What one attack says of one model."""
+
+    auc: Estimate
+    leakage: float
+    """How far the AUC lies from a guess, to either side."""
+    tpr: OperatingPoint | None
+    """None: too few non-members to set a threshold by."""
+    unscored: int
+    roc: RocPoints
+
+
+class PairRecord(Config):
+    """Where one forget pair stands, under the trained, the unlearned and every retrained model."""
+
+    id: str
+    gallery: int
+    """Pairs among which it is looked for, itself among them."""
+    rank: Metrics
+    """Model -> place in the gallery, the geometric mean over its picture and its captions as queries."""
+    margin: Metrics
+    """Model -> similarity to the own partner less that to the nearest other."""
+    log_odds: Metrics
+    """Model -> of being partners, against the pool."""
+
+    @property
+    def rows(self) -> tuple[tuple[str, Metrics, int], ...]:
+        """What each is called, its values, and decimals to show."""
+        return ("rank", self.rank, 1), ("margin", self.margin, 3), ("log-odds", self.log_odds, 2)
+
+
+class Gallery(Config):
+    """Among how many pairs recall is measured, and what a random ranking would reach."""
+
+    pairs: int
+    chance: Metrics
+    among: str = "test pairs of its pseudo-class, the nearest first, and others where it has few"
+    """What a few pairs, each by itself, are looked for among."""
+
+
+class Price(Config):
+    """One cost of an answer beside that of retraining."""
+
+    answer: float
+    retrain: float
+    ratio: float
+
+    @classmethod
+    def of(cls, answer: float, retrain: float) -> "Price":
+        return cls(answer=answer, retrain=retrain, ratio=answer / retrain if retrain else 0.0)
+
+
+class Costs(Config):
+    totals: dict[str, Price]
+    phases: dict[str, float]
+    """Seconds of each phase of the answer."""
+    compute_matched_retrain: dict[str, Metrics]
+    """Share of retraining's rounds -> recall@1 of each set of pairs."""
+    training_rounds: int = 0
+    """Rounds that could be replayed."""
+    replayed_rounds: int = 0
+    """Of those, how many the answer replayed; none for methods that replay nothing."""
+
+
+class AuditRecord(MethodRecord):
+    """A verdict and all that it rests on."""
+
+    remedy: ClassVar[str] = "delete it and run `ease audit` again"
+    format: Literal[2] = 2
+    request: Request
+    model_sha256: str
+    """Of the audited model; the verdict holds for no other."""
+    retrain_sha256: str
+    settings: AuditConfig
+    verdict: Verdict
+    gallery: Gallery
+    attack: str
+    """The attack that the verdict goes by; empty where there were too few pairs to attack."""
+    attacks: dict[str, dict[str, AttackRecord]]
+    """Attack -> model -> what it says."""
+    relearning: dict[str, dict[str, Curve]]
+    """What was taught -> model -> how the forgotten came back."""
+    similarities: dict[str, tuple[float, ...]]
+    """Model -> cosine of picture and caption of each forget pair."""
+    pairs: tuple[PairRecord, ...] = ()
+    """Of a request of few pairs, each pair by itself."""
+    costs: Costs
+    warnings: tuple[str, ...]
+    not_tested: tuple[str, ...]
+
+    @property
+    def pair_galleries(self) -> str:
+        """Among how many each of a few pairs is looked for; clients of their own hold out more or less."""
+        sizes = sorted({pair.gallery for pair in self.pairs})
+        return " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else ""

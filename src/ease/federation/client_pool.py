@@ -1,0 +1,102 @@
+"""Answers of many clients whose pairs lie in one place, so that their trainings share passes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ease.data.examples import Examples
+from ease.federation.client import ClientData
+from ease.federation.gram_layer import spanned_sides
+from ease.federation.local import assignment_of, promoted
+from ease.federation.microbatching import GroupSize, train_all
+from ease.federation.objectives import objective
+from ease.federation.protocol import LocalJob, Update
+from ease.federation.stacked import LocalTraining
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Params
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Training pairs of some clients in one place, and where each client's own begin."""
+
+    examples: Examples
+    clients: Mapping[int, ClientData]
+    offsets: Mapping[int, int]
+
+    def place(self, client: int, rows: np.ndarray) -> np.ndarray:
+        """Where a client's own pairs lie."""
+        return self.offsets[client] + rows
+
+
+@dataclass(frozen=True)
+class SharedPool(Pool):
+    """Clients that hold some pairs in common, each of which is here once; there is no offset then."""
+
+    rows: Mapping[int, np.ndarray]
+    """Client -> where each of its pairs lies."""
+
+    def place(self, client: int, rows: np.ndarray) -> np.ndarray:
+        return self.rows[client][rows]
+
+
+Asked = tuple[int, Params, LocalJob]
+"""A client, the state it is sent, and what it is to do."""
+
+
+def answers_together(
+    model: DualEncoder, pool: Pool, state: Params, jobs: Mapping[int, LocalJob], group_size: GroupSize
+) -> dict[int, Update]:
+    """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
+    return all_answers(model, pool, [(client, state, job) for client, job in jobs.items()], group_size)
+
+
+def all_answers(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> dict[int, Update]:
+    """The same where each client may have been sent another state; jobs differ in what is a client's own alone."""
+    kind = objective(asked[0][2].objective)
+    if kind.parts is not None and kind.combine is not None:
+        parts = [(c, name, *part) for c, state, job in asked for name, part in kind.parts(state, job).items()]
+        done = _trained(model, pool, [(client, start, part) for client, _, start, part in parts], group_size)
+        found: dict[int, dict[str, Update]] = {client: {} for client, _, _ in asked}
+        for (client, name, _, _), update in zip(parts, done, strict=True):
+            found[client][name] = update
+        return {client: kind.combine(pool.clients[client], found[client], job) for client, _, job in asked}
+    updates = dict(zip((each[0] for each in asked), _trained(model, pool, asked, group_size), strict=True))
+    return updates if kind.finish is None else {c: kind.finish(updates[c], job) for c, _, job in asked}
+
+
+def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> list[Update]:
+    """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
+    able: dict[tuple[str, int | None], list[tuple[int, int, LocalTraining]]] = {}
+    updates = [Update(client, 0, None) for client, _, _ in asked]
+    placed_states: dict[int, Params] = {}
+    for number, (client, state, job) in enumerate(asked):
+        if id(state) not in placed_states:
+            placed_states[id(state)] = state.to(pool.examples.device).map(promoted)
+        assignment = assignment_of(model, placed_states[id(state)], pool.clients[client], job)
+        if assignment is not None and assignment.draws:
+            # Inner products of a client's own few features are worth more than passes shared with others.
+            home = client if spanned_sides(model, pool.clients[client].train, job) else None
+            placed = tuple(
+                replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows)
+                for draw in assignment.draws
+            )
+            training = LocalTraining(placed_states[id(state)], placed)
+            able.setdefault((assignment.objective, home), []).append((number, assignment.pairs, training))
+    for (chosen, home), entries in able.items():
+        part = replace(asked[entries[0][0]][2].common, objective=chosen)
+        examples = pool.examples if home is None else pool.clients[home].train
+        results = train_all(model, examples, [one for _, _, one in entries], part, group_size)
+        for (number, pairs, _), result in zip(entries, results, strict=True):
+            updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
+    return updates
+
+
+def can_share(state: Params, job: LocalJob) -> bool:
+    """Whether `train_stacked` can do the job: losses of embeddings, and step rules that it knows."""
+    asked = objective(job.objective)
+    if asked.parts is not None:
+        return all(can_share(start, part) for start, part in asked.parts(state, job).values())
+    plain = job.lock is None or job.lock.dense
+    return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain

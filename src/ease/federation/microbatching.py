@@ -1,0 +1,113 @@
+"""How many local trainings share a pass: what memory and caches serve, one group after the other or a thread each."""
+
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from ease.data.examples import Examples
+from ease.errors import UserError
+from ease.federation.gram_layer import spanned_sides
+from ease.federation.projectors import projects_alone
+from ease.federation.protocol import LocalJob
+from ease.federation.stacked import LocalResult, LocalTraining, train_stacked
+from ease.model.dual_encoder import DualEncoder
+
+TOGETHER = {"cpu": 16, "cuda": 512}
+"""Most models in one pass; more no longer help, for the passes are busy already."""
+CACHED_BYTES = 8 << 20
+"""Of stacked states in one pass on a CPU: more of them leave its caches, and each step waits for memory."""
+
+
+@dataclass
+class GroupSize:
+    """How many models share a pass. It shrinks where memory does not suffice, and stays so for the next rounds."""
+
+    models: int
+
+    @classmethod
+    def on(cls, device: torch.device) -> "GroupSize":
+        return cls(TOGETHER[device.type])
+
+    def for_caches(
+        self, trainings: Sequence[LocalTraining], device: torch.device, still: Collection[str]
+    ) -> "GroupSize":
+        """On a CPU no more than its caches serve, in groups of equal size; `still` are tensors that no step touches."""
+        if device.type != "cpu":
+            return self
+        touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in still)
+        groups = -(-len(trainings) // max(1, min(self.models, CACHED_BYTES // touched)))
+        if (threads := torch.get_num_threads()) > 1:
+            groups = min(len(trainings), max(groups, 2 * threads))  # two for each: they are of unequal length
+        return GroupSize(-(-len(trainings) // groups))
+
+
+def train_all(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> list[LocalResult]:
+    """Train trainings in groups as large as memory and caches serve, one after the other or a thread each."""
+    still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, job)}
+    size = group_size.for_caches(trainings, examples.device, still)
+    apart = len(trainings) > size.models and _small_steps(model, examples, job)
+    return list((train_side_by_side if apart else train_in_groups)(model, examples, trainings, job, size))
+
+
+def train_in_groups(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> Iterator[LocalResult]:
+    """Train trainings in groups that keep the device busy, and in smaller ones where its memory does not suffice.
+
+    One that does not fit alone is tried once more with the activations inside of blocks computed twice.
+    """
+    done = 0
+    while done < len(trainings):
+        group = trainings[done : done + group_size.models]
+        try:
+            results = train_stacked(model, examples, group, job)
+        except torch.OutOfMemoryError as error:
+            if len(group) == 1 and not model.save_memory():
+                raise UserError(
+                    f"training.batch_size = {job.batch_size}: one client's batch does not fit into the memory of "
+                    f"{examples.device}; choose a smaller one"
+                ) from error
+            results = []
+        if not results:  # outside of the handler, which would keep the failed attempt's tensors alive
+            group_size.models = (len(group) + 1) // 2
+            torch.cuda.empty_cache()
+        yield from results
+        done += len(results)
+
+
+def train_side_by_side(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
+) -> list[LocalResult]:
+    """The same for small steps on a CPU: a group at a time for each thread, the longest first.
+
+    Within one step threads would wait for each other after every product, and most of a step is too small to share.
+    Adapted towers take turns on the way forward and go backward beside each other.
+    """
+    order = sorted(range(len(trainings)), key=lambda place: len(trainings[place].draws), reverse=True)
+    groups = [order[begin : begin + group_size.models] for begin in range(0, len(order), group_size.models)]
+    results: dict[int, LocalResult] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(threads, len(groups))) as pool:
+            done = pool.map(lambda group: train_stacked(model, examples, [trainings[i] for i in group], job), groups)
+            for group, found in zip(groups, done, strict=True):
+                results |= dict(zip(group, found, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    return [results[place] for place in range(len(trainings))]
+
+
+def _small_steps(model: DualEncoder, examples: Examples, job: LocalJob) -> bool:
+    """Whether threads of a CPU do better with steps of their own: of projectors, or where the caches serve all."""
+    threads = torch.get_num_threads()
+    if examples.device.type != "cpu" or threads == 1:
+        return False
+    if projects_alone(model):
+        return True
+    # Blocks that are computed again on the way back are given their tensors then, and layers hold one thread's alone.
+    return not model.config.checkpointing and threads * job.batch_size * examples.pair_bytes <= CACHED_BYTES

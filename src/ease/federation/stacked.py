@@ -1,0 +1,294 @@
+"""Many local trainings in one pass: clients, rounds, shadows or seeds share every forward and backward pass.
+
+The frozen weights see one concatenated batch; adapters and projectors are stacked, one copy for each training.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ease.data.examples import Examples, States
+from ease.federation.gram_layer import SpannedLayer, spanned_sides
+from ease.federation.local import batches, learning_rates, promoted
+from ease.federation.lock import Hold, lock_pulls
+from ease.federation.objectives import Draw, Objective, embed_states, objective
+from ease.federation.projectors import Factors, Projected, projects_alone
+from ease.federation.protocol import LocalJob
+from ease.model.dual_encoder import DualEncoder
+from ease.params import Modality, Params
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """One local training: where it starts and the batches it will see, in order."""
+
+    start: Params
+    draws: tuple[Draw, ...]
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What a training learnt, on the CPU."""
+
+    delta: Params
+    loss: Tensor
+    """Mean over its batches."""
+
+
+def training_of(
+    start: Params, positions: np.ndarray, captions: int, job: LocalJob, rng: np.random.Generator
+) -> LocalTraining:
+    """The same draws as training alone: an epoch is shuffled, then each pair of each batch gets a caption."""
+    drawn = ((chosen, rng.integers(captions, size=len(chosen))) for chosen in batches(positions, job, rng))
+    return LocalTraining(start, tuple(Draw(*batch) for batch in drawn))
+
+
+def train_stacked(
+    model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob
+) -> list[LocalResult]:
+    """Train every training from its own start on its own batches, all in the same passes.
+
+    Those with fewer batches leave early: the longest come first, so those still at work are a leading slice.
+    """
+    device, minimised, common = examples.device, objective(job.objective), job.common
+    order = sorted(range(len(trainings)), key=lambda i: len(trainings[i].draws), reverse=True)
+    ranked = [trainings[i] for i in order]
+    blocks = ranked[0].start.blocks
+    stack = {
+        name: torch.stack([promoted(one.start[name]) for one in ranked]).to(device) for name in ranked[0].start.tensors
+    }
+    losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
+    halved = _halved(job, ranked[0].start, device)
+    rates = learning_rates(job.optimiser, ranked[0].start)
+    layers = _spanned(model, examples, stack, job, torch.bfloat16 if halved else losses.dtype)
+    still = {name for layer in layers for name in layer.names}
+    names = list(stack)
+    stack = {name: tensor for name, tensor in stack.items() if name not in still}
+    before = {name: tensor.clone() for name, tensor in stack.items()}
+    used = {name: tensor.bfloat16() if name in halved else tensor for name, tensor in stack.items()}
+    hold = None if job.lock is None else job.lock.on(device)
+    adam = job.optimiser.kind == "adam"
+    moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
+    steps = _steps(ranked, device)
+    feed = _without(examples, layers).feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
+    here, tensors, active = stack, used, len(ranked)
+    for number, (step, states) in enumerate(zip(steps, feed, strict=True), start=1):
+        if step.active != active:
+            active = step.active
+            here = {name: tensor[:active] for name, tensor in stack.items()}
+            tensors = {name: tensor[:active] for name, tensor in used.items()}
+        with torch.no_grad():
+            if projects_alone(model):
+                hidden = {layer.side: layer.hidden(step.rows, step.captions, rates[layer.names[0]]) for layer in layers}
+                loss, found, wanted = _written_out(model, minimised, tensors, states, hidden, step, common)
+                for layer in layers:
+                    layer.learn(step.rows, step.captions, wanted[layer.side])
+            else:
+                loss, found = _by_graph(model, minimised, tensors, states, step, common)
+            losses[:active] += loss
+            if job.plain:
+                for name, gradient in found.items():
+                    if isinstance(gradient, Factors):
+                        gradient.descend(here[name], rates[name])
+                    else:
+                        here[name].sub_(gradient, alpha=rates[name])
+            else:
+                gradients = {
+                    name: (each.product() if isinstance(each, Factors) else each).to(here[name].dtype)
+                    for name, each in found.items()
+                }
+                if hold is not None:
+                    for name, pull in _lock_pulls(here, hold).items():
+                        gradients[name].add_(pull, alpha=2 * hold.strength)
+                if job.clip is not None:
+                    gradients = _clipped(gradients, job.clip)
+                for name, gradient in gradients.items():
+                    change = gradient
+                    if adam:
+                        first, second = (moment[:active] for moment in moments[name])
+                        change = _adam_direction(first, second, gradient, number)
+                    here[name].sub_(change, alpha=rates[name])
+                if job.radius is not None:
+                    _project_to_balls(stack, before, active, job.radius)
+            for name in halved - still:
+                tensors[name].copy_(here[name])
+    moved = {name: tensor.sub_(before[name]) for name, tensor in stack.items()}
+    for layer in layers:
+        moved |= layer.changes(rates[layer.names[0]])
+    changes = {name: moved[name].cpu() for name in names}  # one copy for all trainings
+    counts = torch.tensor([max(1, len(one.draws)) for one in ranked])
+    means = losses.cpu() / counts
+    results = {
+        index: LocalResult(Params({name: changes[name][rank] for name in names}, blocks), means[rank])
+        for rank, index in enumerate(order)
+    }
+    return [results[index] for index in range(len(trainings))]
+
+
+def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
+    """Tensors that are multiplied in half precision: of projectors, for a tower may enlarge what is rounded."""
+    if job.precision == "float32" or (job.precision == "auto" and not halves_are_faster(device)):
+        return set()
+    projectors = [name for block in start.blocks if block.kind == "projector" for name in block.tensors]
+    return {name for name in projectors if promoted(start[name]).dtype == torch.float32}
+
+
+@cache
+def halves_are_faster(device: torch.device) -> bool:
+    """Whether a device multiplies in bfloat16 by instructions of its own; without, it takes longer than in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+
+
+@dataclass(frozen=True)
+class StackedBatch:
+    """A batch of each training that still works, filled up to the widest [active, pairs]."""
+
+    rows: np.ndarray
+    captions: np.ndarray
+    draws: tuple[Draw, ...]
+    valid: Tensor | None
+    """Where a pair is real; None when all are."""
+
+    @property
+    def active(self) -> int:
+        return len(self.rows)
+
+
+def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[StackedBatch]:
+    """All steps of a training. What losses need goes to the device now, so that no step waits for the host."""
+    found = []
+    for number in range(len(ranked[0].draws)):
+        draws = [one.draws[number] for one in ranked if number < len(one.draws)]
+        sizes = np.array([len(draw.rows) for draw in draws])
+        if (sizes == sizes[0]).all():
+            rows, captions = (np.stack([getattr(draw, kind) for draw in draws]) for kind in ("rows", "captions"))
+            found.append(StackedBatch(rows, captions, tuple(draws), None))
+            continue
+        rows, captions = (np.zeros((len(draws), sizes.max()), dtype=np.int64) for _ in range(2))
+        for place, draw in enumerate(draws):
+            rows[place] = draw.rows[0]  # filled up with a pair of its own: no training looks at another's data
+            rows[place, : sizes[place]], captions[place, : sizes[place]] = draw.rows, draw.captions
+        valid = torch.from_numpy(np.arange(sizes.max()) < sizes[:, None]).to(device)
+        found.append(StackedBatch(rows, captions, tuple(draws), valid))
+    return found
+
+
+def _by_graph(
+    model: DualEncoder,
+    minimised: Objective,
+    tensors: Mapping[str, Tensor],
+    states: States,
+    step: StackedBatch,
+    job: LocalJob,
+) -> tuple[Tensor, dict[str, Tensor | Factors]]:
+    """The loss of each training [trainings] and its gradients, through towers that are adapted."""
+    with torch.enable_grad():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, leaves, states))
+        loss = _losses(minimised, image, text, step, job)
+        found = torch.autograd.grad(loss.sum(), list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, found, strict=True))
+
+
+def _written_out(
+    model: DualEncoder,
+    minimised: Objective,
+    tensors: Mapping[str, Tensor],
+    states: States,
+    hidden: Mapping[Modality, Tensor],
+    step: StackedBatch,
+    job: LocalJob,
+) -> tuple[Tensor, dict[str, Tensor | Factors], dict[Modality, Tensor]]:
+    """The same of projectors over fixed features, and the gradients of what their first layers gave.
+
+    `hidden` is what first layers gave that are spanned.
+    """
+
+    def projected(side: Modality, own: Tensor, mask: Tensor | None) -> Projected:
+        if side in hidden:
+            return Projected.of(side, tensors, None, hidden[side])
+        return Projected.of(side, tensors, getattr(model, side).features(own, mask).view(*step.rows.shape, -1))
+
+    sides = projected("image", states[0], None), projected("text", states[1], states[2])
+    image, text = (each.embeddings for each in sides)
+    if minimised.slopes is not None:
+        loss, *slopes = minimised.slopes(image, text, step.valid, job)
+    else:
+        with torch.enable_grad():
+            image, text = (each.detach().requires_grad_() for each in (image, text))
+            loss = _losses(minimised, image, text, step, job)
+            slopes = list(torch.autograd.grad(loss.sum(), [image, text]))
+    found: dict[str, Tensor | Factors] = {}
+    wanted: dict[Modality, Tensor] = {}
+    for each, slope in zip(sides, slopes, strict=True):
+        own, wanted[each.side] = each.gradients(tensors, slope)
+        found |= own
+    return loss.detach(), found, wanted
+
+
+def _losses(minimised: Objective, image: Tensor, text: Tensor, step: StackedBatch, job: LocalJob) -> Tensor:
+    """The loss of each training over its own batch [trainings]."""
+    if minimised.stacked is not None:
+        return minimised.stacked(image, text, step.valid, job)
+    assert minimised.loss is not None  # `can_share` lets no other through
+    sizes = [len(draw.rows) for draw in step.draws]
+    parts = zip(image, text, sizes, step.draws, strict=True)
+    return torch.stack([minimised.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
+
+
+def _spanned(
+    model: DualEncoder, examples: Examples, stack: Mapping[str, Tensor], job: LocalJob, kind: torch.dtype
+) -> list[SpannedLayer]:
+    sides = spanned_sides(model, examples, job)
+    return [SpannedLayer.of(model, side, examples, stack, kind) for side in sides]
+
+
+def _without(examples: Examples, layers: Sequence[SpannedLayer]) -> Examples:
+    """What is still to be fed: of a side whose first layer is spanned, no features."""
+    empty = {layer.side: getattr(examples, layer.side)[..., :0] for layer in layers}
+    return replace(examples, **empty)
+
+
+def _lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
+    """What the Forget Lock adds to every training's gradient."""
+    return torch.func.vmap(lambda values: lock_pulls(values, hold))(dict(tensors))
+
+
+def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
+    """Each training's gradient, scaled down to a norm of at most `most`; torch's own clips them all as one."""
+    factors = (most / (_norms(gradients) + 1e-6)).clamp(max=1.0)
+    return {name: _each(factors, gradient) * gradient for name, gradient in gradients.items()}
+
+
+def _project_to_balls(stack: Mapping[str, Tensor], centres: Mapping[str, Tensor], active: int, radius: float) -> None:
+    """Move each training back, in place, to the nearest point of the ball around its start."""
+    moved = {name: stack[name][:active] - centres[name][:active] for name in stack}
+    factors = (radius / _norms(moved).clamp_min(1e-30)).clamp(max=1.0)
+    outside = factors < 1
+    for name, change in moved.items():
+        nearest = centres[name][:active] + _each(factors, change) * change
+        stack[name][:active] = torch.where(_each(outside, change), nearest, stack[name][:active])
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Norm over all tensors, for each training."""
+    return torch.stack([tensor.flatten(1).square().sum(1) for tensor in tensors.values()]).sum(0).sqrt()
+
+
+def _each(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each training, shaped to multiply a stack."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) -> Tensor:
+    """Adam's direction with its usual constants; by hand, for torch's own cannot let single models of a stack stop."""
+    first.lerp_(gradient, 0.1)
+    second.lerp_(gradient.square(), 0.001)
+    return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)

@@ -1,0 +1,454 @@
+"""Purge: what a closed request left on disk is removed, or made again as if its pairs had never been there.
+
+A client's update that is merely deleted follows from the states around its round, the other updates and the counts of
+pairs. So every state it had a part in is made again from what stays: round by round the mean of the updates that are
+left, those of clients that hold forgotten pairs repeated without them. This is w_t without the forget contribution of
+the rounds so far, and it contains nothing of what is gone. Updates that are not
+stored are made from the new states instead, for whoever asks for them later will begin there.
+
+One release is purged at a time, oldest first. Everything new is written beside the run; `plan.json`, written last, says
+what takes which place and what goes. Until it is there nothing has happened; once it is there, only its steps are left,
+and each can be repeated.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ease.config import Config, validate
+from ease.data.features import cached_files
+from ease.data.membership import Membership
+from ease.errors import UserError
+from ease.federation.check import checked
+from ease.federation.engines import remote_engine
+from ease.federation.fedavg import Round, average
+from ease.federation.history import AVERAGED, ROUNDS, History
+from ease.federation.protocol import Replay, Update
+from ease.federation.purging import bury
+from ease.federation.wire import Dropped
+from ease.methods.ease.replay import REPLAY, read_sum
+from ease.params import Params
+from ease.requests.request import Request, SampleRequest, forget_mask, leaving_clients
+from ease.requests.tombstones import NAME as TOMBSTONES
+from ease.requests.tombstones import Tombstones, as_json, read_tombstones
+from ease.runs.answers import BASE, open_world, start_hash, trained_of
+from ease.runs.head import Head, Release
+from ease.runs.resolve import named_ids, request_id
+from ease.runs.run import PURGING, Run
+from ease.runs.world import World
+from ease.storage import digest, read_json, remove_leftovers, replace_file, write_json
+from ease.subspace import Held
+
+RECORD = "purge.json"
+PLAN = "plan.json"
+KEPT_WITH_CLIENTS = (
+    "the server's states, for no update lies at the server: what left follows from them only together with what every "
+    "other client keeps"
+)
+
+
+class Line(Config):
+    """One thing and why."""
+
+    what: str
+    why: str
+
+
+class Pass(Config):
+    """What the purge of one release did."""
+
+    request: Request
+    time: str
+    removed: tuple[Line, ...]
+    rederived: tuple[Line, ...]
+    stayed: tuple[Line, ...]
+
+
+class PurgeRecord(Config):
+    """What every purge of a run removed, made again and left, oldest first."""
+
+    format: Literal[1] = 1
+    passes: tuple[Pass, ...] = ()
+
+
+class Plan(Config):
+    """What is left to do once everything new is written."""
+
+    replaced: tuple[str, ...]
+    """Files under the staging folder whose places in the run have the same names."""
+    removed: tuple[str, ...]
+    """Files and folders, under the run or, absolute, in the cache."""
+    done: Pass
+    nodes: bool = False
+    """Whether nodes are still to be told, before anything else is done."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A folder beside the run's files in which their successors are written."""
+
+    run: Run
+
+    @property
+    def folder(self) -> Path:
+        return self.run.folder / PURGING
+
+    @property
+    def plan_path(self) -> Path:
+        return self.folder / PLAN
+
+    def files(self) -> list[str]:
+        """What has been written, as it will be named in the run."""
+        skipped = {self.folder / "journal", self.folder / "initial.safetensors"}
+        found = [
+            path for path in sorted(self.folder.rglob("*")) if path.is_file() and not skipped & {path, *path.parents}
+        ]
+        return [path.relative_to(self.folder).as_posix() for path in found]
+
+
+def read_purges(folder: Path) -> PurgeRecord:
+    path = folder / RECORD
+    return validate(PurgeRecord, read_json(path), str(path)) if path.is_file() else PurgeRecord()
+
+
+def unpurged(head: Head) -> tuple[Release, ...]:
+    return tuple(release for release in head.releases if not release.purged)
+
+
+def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pass]:
+    """Purge released requests, oldest first, the first so many releases or all; goes on with what was begun."""
+    run = Run.load(folder, purging=True)
+    with run.locked():
+        staged = Staged(run)
+        if staged.plan_path.is_file():
+            yield _apply(staged)
+        while True:
+            head = run.head
+            left = [number for number, each in enumerate(head.releases[:until]) if not each.purged]
+            if not left:
+                shutil.rmtree(staged.folder, ignore_errors=True)  # of a process killed at its very end
+                return
+            _stage(staged, head, left[0], time, until)
+            yield _apply(staged)
+
+
+def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None) -> None:
+    """Write everything that will take the place of something, and then the plan.
+
+    Rounds before a training from the start that is purged with it need not be made again: nobody goes on from them.
+    """
+    run, release = staged.run, head.releases[place]
+    known = run.known()
+    assert known is not None  # it has releases
+    trained_of(run)  # an unfinished training has rounds that no release closed
+    for path in staged.folder.glob("*") if staged.folder.is_dir() else ():
+        if path.name != "journal":  # answers of clients, which need not be asked for again
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    world = open_world(run)
+    then = Head(releases=head.releases[:place])
+    # Nodes touch nothing that any closed request named, so that what they repeat is without all of it.
+    gone = head.gone if run.config.remote else head.gone[: place + 1]
+    before = World(world.server, world.evaluator, renewed=then.renewed).without(*gone)
+    ids = set(named_ids(known[0], release.request))
+    ids |= _validation_ids(run, release.request)
+    stones = read_tombstones(run.folder).over(known[0], ids)
+    buried = stones.buried(known[0])
+    if run.config.remote:
+        _tell_nodes(run, known[0], buried, stones, only_asked=True)  # before the long work begins
+    superseded = Head(releases=head.releases[:until]).renewed > place
+    rederived = [] if superseded else list(_rederive(staged, run.hosted(before), release, run.history_of(then)))
+    newer = head.releases[place + 1 :]
+    purged = release.model_copy(update={"request": stones.renamed(release.request), "purged": True})
+    releases = (*head.releases[:place], purged, *newer)
+    write_json(staged.folder / "head.json", Head(releases=releases).model_dump(mode="json"))
+    write_json(staged.folder / TOMBSTONES, as_json(stones))
+    write_json(staged.folder / "membership.json", buried.model_dump(mode="json"))
+    removed = [*_removed(run, head, place), *_cached(world)]
+    removed += _replaced_rounds(run, then) if superseded else ()
+    files = [line.what for line in removed]
+    for path in _with_requests(run, files):
+        _write_renamed(path, staged, stones)
+    told = Pass(
+        request=stones.renamed(release.request),
+        time=time,
+        removed=tuple(removed),
+        rederived=(*rederived, Line(what="membership.json", why="ids of forgotten pairs stand as salted marks")),
+        stayed=tuple(_stayed(run, head, place)),
+    )
+    _write_record(staged, told)
+    plan = Plan(replaced=tuple(staged.files()), removed=tuple(files), done=told, nodes=run.config.remote)
+    write_json(staged.plan_path, plan.model_dump(mode="json"))
+
+
+def _write_record(staged: Staged, told: Pass) -> None:
+    record = PurgeRecord(passes=(*read_purges(staged.run.folder).passes, told))
+    write_json(staged.folder / RECORD, record.model_dump(mode="json"))
+
+
+def _apply(staged: Staged) -> Pass:
+    """Do what the plan says; what is done already is passed over."""
+    plan = validate(Plan, read_json(staged.plan_path), str(staged.plan_path))
+    folder = staged.run.folder
+    if plan.nodes:
+        told = _with_nodes(staged, plan.done)
+        _write_record(staged, told)
+        plan = plan.model_copy(update={"done": told, "nodes": False})
+        write_json(staged.plan_path, plan.model_dump(mode="json"))
+    for name in plan.removed:
+        path = folder / name  # an absolute one stays as it is
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for name in plan.replaced:
+        if (staged.folder / name).is_file():
+            replace_file(staged.folder / name, folder / name)
+    shutil.rmtree(staged.folder / "journal", ignore_errors=True)
+    staged.plan_path.unlink()
+    shutil.rmtree(staged.folder)
+    remove_leftovers(folder)
+    return plan.done
+
+
+# --- at the nodes ---
+
+
+def _with_nodes(staged: Staged, done: Pass) -> Pass:
+    """The same pass once every node has dropped what it keeps, with what each says of that."""
+    run, known = staged.run, staged.run.known()
+    assert known is not None
+    buried = validate(Membership, read_json(staged.folder / "membership.json"), "membership.json")
+    told = _tell_nodes(run, known[0], buried, read_tombstones(staged.folder))
+
+    def lines(name: Literal["removed", "stayed"]) -> tuple[Line, ...]:
+        return tuple(
+            Line(what=f"client {client}: {what}", why=why)
+            for client, dropped in sorted(told.items())
+            for what, why in getattr(dropped, name)
+        )
+
+    return done.model_copy(
+        update={"removed": (*done.removed, *lines("removed")), "stayed": (*done.stayed, *lines("stayed"))}
+    )
+
+
+def _tell_nodes(
+    run: Run, members: Membership, buried: Membership, stones: Tombstones, only_asked: bool = False
+) -> dict[int, Dropped]:
+    """Tell every node, by the marks of its own pairs; those that left before and were told then have nothing more."""
+    head, config = run.head, run.config
+    told = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
+    holdings = {holding.client: holding for holding in members.clients}
+    remote = remote_engine(
+        config.engine,
+        config.federation_folder,
+        run.name,
+        {client: holding.train_ids for client, holding in holdings.items()},
+        dict.fromkeys(holdings, ()),
+        head.gone,
+        head.renewed,
+        "",
+        config.training.deadline,
+    )
+    marks = {
+        holding.client: [each for each in (*holding.train_ids, *holding.validation_ids) if each in stones.ids]
+        for holding in buried.clients
+        if holding.client not in told
+    }
+    leaving = {client for request in head.gone for client in leaving_clients(request)}
+    return bury(remote, stones.salt, marks, leaving, only_asked)
+
+
+# --- the history ---
+
+
+def _replaced_rounds(run: Run, head: Head) -> Iterator[Line]:
+    """The training that a head comes from, if it is still there."""
+    for name in (head.places[-1], _starts(head.places[-1])):
+        if (run.folder / name).exists():
+            yield Line(what=name, why="it was made again from the start since, without the pairs")
+
+
+def _starts(rounds: str) -> str:
+    """Where states lie that rounds began from, beside those rounds, if no file of the run has them."""
+    return rounds.removesuffix(ROUNDS) + "starts"
+
+
+def _rederive(staged: Staged, world: World, release: Release, history: History) -> Iterator[Line]:
+    """Stage the rounds that the request's pairs were in, without them; `world` is the one without them."""
+    run, request = staged.run, release.request
+    if not history.updates:
+        return
+    shutil.copyfile(history.initial_path, _made(staged.folder) / "initial.safetensors")
+    scratch = replace(history, folder=staged.folder)
+    leaving = leaving_clients(request)
+    if run.config.remote:  # nor do nodes repeat anything for a client that has left since
+        leaving |= {client for each in run.head.gone for client in leaving_clients(each)}
+    known = run.known()
+    assert known is not None
+    holders = {holding.client for holding in known[0].clients if forget_mask(request, holding).any()} - leaving
+    now = {client: len(ids) for client, ids in world.federation.held.items()}
+    held, trained, training = run.held(run.head), trained_of(run), run.config.training
+    sound = checked(world.federation, training, staged.folder / "journal", digest(release.model_dump(mode="json")))
+    for number in range(1, release.after_round + 1):
+        old, record = history.start(number), history.record(number)
+        if history.start_path(number) in (history.initial_path, history.state_path(number - 1)):
+            start_path = scratch.state_path(number - 1)
+            start = Params.load(start_path)
+        else:  # a release that came between: moved by as much as the state before it
+            start = old + (scratch.state(number - 1) - history.state(number - 1))
+            start_path = staged.folder / _starts(history.place) / f"{number:05d}.safetensors"
+            start.save(start_path)
+        there = [client for client in history.clients(number) if client not in leaving]
+        touched = sorted(leaving & set(history.clients(number))) or [client for client in there if client in holders]
+        # What is not stored is made from the new state: later requests will repeat it from there.
+        unstored = [client for client in there if not history.stores(number, client)]
+        anew = unstored if touched or start != old else []
+        again = [client for client in there if client in holders and client not in unstored]
+        updates = [history.update(number, client) for client in there if client not in (*again, *unstored)]
+        asked = sorted((*again, *anew))
+        if asked:
+            begun = ((old, again), (start, anew))
+            replays = tuple(Replay(number, state, 1.0, 0, tuple(clients)) for state, clients in begun if clients)
+            job = trained.training_job(0, request=SampleRequest(ids=()), objective=REPLAY, replays=replays)
+            answers = {answer.client: answer for answer in sound.run(old, job, asked)}
+            silent = [client for client in asked if client not in answers]
+            if silent:
+                raise UserError(
+                    f"client {silent[0]}: no sound answer about round {number}, and what it sent then cannot be made "
+                    "again without it; run the same command again once it answers"
+                )
+            for client in asked:
+                change = read_sum(answers[client].values, 0, old)
+                if change is not None:  # else too few pairs are left to train on
+                    change = change.zip(lambda tensor, like: tensor.to(like.dtype), old)
+                    updates.append(Update(client, now[client], change))
+        if unstored and not anew:  # nothing has changed yet
+            updates += [Update(client, history.pairs(number)[client], None) for client in unstored]
+            state = start.zip(lambda tensor, by: (tensor.double() + by).to(tensor.dtype), history.moved(number))
+            finished = Round(number, state, tuple(sorted(updates, key=lambda update: update.client)))
+        else:
+            finished = average(start, updates, training, number, clip=bool(anew))
+        if AVERAGED in record["sha256"] and held is not None:
+            locked = Held(held.bases, start).hold(finished.state)
+            finished = replace(finished, state=locked, averaged=finished.state)
+        kept = {key: value for key, value in record.items() if key in ("loss", "bytes_down", "bytes_up")}
+        rejected = {client: why for client, why in record["rejected"].items() if int(client) not in leaving}
+        scratch.append(finished, {**kept, "rejected": rejected}, start_path)
+        times = history.record_path(number).stat()
+        os.utime(scratch.record_path(number), ns=(times.st_atime_ns, times.st_mtime_ns))  # how long rounds took
+        if touched:
+            who = ", ".join(map(str, touched))
+            yield Line(what=f"{history.place}/{number:05d}", why=f"updates of {who} and the state that they made")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+# --- everything else ---
+
+
+def _validation_ids(run: Run, request: Request) -> set[str]:
+    """Held-out pairs of clients that left: theirs, too, though never trained on."""
+    known = run.known()
+    assert known is not None
+    leaving = leaving_clients(request)
+    return {each for holding in known[0].clients if holding.client in leaving for each in holding.validation_ids}
+
+
+def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
+    """Files of the run that hold the pairs, or a model that does, and are needed no more."""
+    folder, release = run.folder, head.releases[place]
+    answer = folder / "requests" / release.answer
+    current = start_hash(run)
+    for path in sorted(folder.glob("requests/*/*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() or path.relative_to(folder / "requests").as_posix() in _answers(head):
+            continue
+        record = path / "record.json"
+        begun = read_json(record).get("trained_sha256") if record.is_file() else None
+        if path.parent == answer.parent:
+            yield Line(what=name, why="another answer to the same request")
+        elif begun != current:
+            yield Line(what=name, why="an answer that began from a model that still held the pairs")
+    for path in sorted(answer.glob("*")):
+        if path.is_dir() and not (release.rounds and path.name in (ROUNDS, _starts(ROUNDS))):
+            yield Line(what=path.relative_to(folder).as_posix(), why="a trial or a journal of the released answer")
+    since = head.releases[head.renewed :]
+    locking = next((each for each in reversed(since) if run.tells_directions(each)), None)
+    for older in head.releases[:place]:  # the newest purged one stays: later ones began from it
+        for name in (
+            "model.safetensors",
+            BASE,
+            *(("bases.safetensors", "held.safetensors") if older != locking else ()),
+        ):
+            if (folder / "requests" / older.answer / name).is_file():
+                yield Line(what=f"requests/{older.answer}/{name}", why="an older release, which held the pairs")
+    for name in ("shadows", "exports"):
+        if (folder / name).exists():
+            yield Line(what=name, why="models that may hold the pairs, made again when they are needed")
+    for name in ("previews", "searches"):
+        if (folder / name).exists():
+            yield Line(what=name, why="shows pictures, captions and ids of pairs; made again when someone looks")
+    for path in sorted(folder.rglob("report.html")):
+        yield Line(what=path.relative_to(folder).as_posix(), why="may show the pictures; ease report writes it again")
+    for client in sorted(leaving_clients(release.request)):
+        if (folder / "clients" / f"{client:05d}").exists():
+            yield Line(what=f"clients/{client:05d}", why="what the client kept on its own disk")
+
+
+def _answers(head: Head) -> set[str]:
+    return {release.answer for release in head.releases}
+
+
+def _cached(world: World) -> Iterator[Line]:
+    """Cached pixels, activations and lists of this run's data; generated scenes are no one's, and where pairs lie
+    apart the server has none of a client's."""
+    if world.config.data.name == "scenes" or world.config.partition.apart:
+        return
+    for path, why in cached_files(world.evaluator.pairs, world.evaluator.activations):
+        yield Line(what=str(path), why=why)
+
+
+def _with_requests(run: Run, gone: list[str]) -> Iterator[Path]:
+    """Files that spell requests out and stay."""
+    for name in ("record.json", "request.json", "audit.json"):
+        for path in sorted(run.folder.glob(f"requests/*/*/{name}")):
+            told = path.relative_to(run.folder).as_posix()
+            if not any(told == each or told.startswith(f"{each}/") for each in gone):
+                yield path
+
+
+def _write_renamed(path: Path, staged: Staged, stones: Tombstones) -> None:
+    found = read_json(path)
+    if isinstance(found.get("request"), dict) and found["request"].get("scope") == "sample":
+        request = stones.renamed(SampleRequest.model_validate(found["request"]))
+        found["request"] = request.model_dump(mode="json")
+        write_json(staged.folder / path.relative_to(staged.run.folder), found)
+
+
+def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
+    release = head.releases[place]
+    yield Line(what=f"requests/{release.answer}/model.safetensors", why="the run goes on from it")
+    if (run.folder / "requests" / release.answer / "bases.safetensors").is_file():
+        yield Line(
+            what=f"requests/{release.answer}/bases.safetensors",
+            why="directions, without lengths, of what the pairs wrote: the lock needs them",
+        )
+    if (run.folder / "requests" / release.answer / BASE).is_file():
+        yield Line(
+            what=f"requests/{release.answer}/{BASE}",
+            why="the model before recovery, without the pairs, and sums of what others would have sent without them",
+        )
+    if not run.history.updates:
+        yield Line(what="rounds", why=KEPT_WITH_CLIENTS)
+    yield Line(what="classes.safetensors", why="centres of pseudo-classes, each a mean over many pairs")
+    yield Line(what="ledger.sqlite", why="who asked for what and when; ids of pairs stand as salted marks")
+    yield Line(what="initial.safetensors", why="saw no one's pairs")
+    yield Line(what=f"name of requests/{request_id(release.request)}", why="words, a chosen name or a hash of ids")
+    yield Line(what="copies, backups, exports elsewhere, the photographs", why="no command reaches them")

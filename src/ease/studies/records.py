@@ -1,0 +1,137 @@
+"""Records of experiments and sweeps, as they are written and read."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ease.audit.band import Band
+from ease.config import Config
+from ease.runs.records import MethodRecord, Metrics, Record
+
+
+class Varied(Config):
+    """A varied setting and the value that it has here."""
+
+    name: str
+    value: Any
+
+
+Role = Literal["trained", "method", "band", "retrain"]
+"""`band`: a retraining in another order."""
+
+
+class BenchRow(Config):
+    """One model of one request and seed."""
+
+    scenario: str
+    seed: int
+    role: Role
+    method: str
+    label: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    tuned: bool = False
+    at: Varied | None = None
+    metrics: Metrics
+    diverged: str = ""
+    """Why there is no model, where there is none."""
+    pairs: dict[str, tuple[float, ...]] | None = None
+    """Forget and retained pairs: similarities of some, where they are to be drawn."""
+
+
+class CellRecord(Record):
+    """All models of one request and seed."""
+
+    remedy: ClassVar[str] = "delete it and run `ease bench` again"
+    format: Literal[2] = 2
+    rows: tuple[BenchRow, ...]
+
+
+class Overlap(Config):
+    """Principal cosines between every two clients' leading update directions, in one block."""
+
+    block: str
+    modality: str
+    clients: tuple[int, ...]
+    cosines: tuple[tuple[tuple[float, ...], ...], ...]
+    """[client][client][direction], descending; the mean over directions is the similarity of two clients."""
+
+
+class OverlapRecord(Record):
+    """How alike the clients' updates of one run are."""
+
+    remedy: ClassVar[str] = "delete it and run `ease bench` again"
+    format: Literal[2] = 2
+    seed: int
+    blocks: tuple[Overlap, ...]
+
+
+class BenchBand(Config):
+    """Where a further retraining would fall, on one request and seed."""
+
+    scenario: str
+    seed: int
+    at: Varied | None = None
+    metrics: dict[str, Band]
+
+
+class BenchExperiment(Config):
+    """What was run, as the experiment's file and the command line said it."""
+
+    title: str
+    kind: str
+    run: dict[str, Any]
+    """Settings of training, told and never computed with: results outlive the settings of the version they are of."""
+    scenarios: tuple[str, ...]
+    seeds: tuple[int, ...]
+    methods: tuple[dict[str, Any], ...]
+    vary: dict[str, tuple[Any, ...]]
+    tuned: str | None
+    band_retrains: int
+    shadows: int
+
+
+class BenchHeader(Config):
+    """Enough to know what was run, on what, and when."""
+
+    experiment: BenchExperiment
+    command: str
+    date: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, Any]
+
+
+class BenchResults(Record):
+    """Several methods, requests and seeds side by side."""
+
+    remedy: ClassVar[str] = "run `ease bench` again"
+    format: Literal[2] = 2
+    header: BenchHeader
+    bands: tuple[BenchBand, ...]
+    rows: tuple[BenchRow, ...]
+    subspaces: tuple[OverlapRecord, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return self.header.experiment.title
+
+    @property
+    def kind(self) -> str:
+        return self.header.experiment.kind
+
+    @property
+    def seeds(self) -> int:
+        return len(self.header.experiment.seeds)
+
+
+class TrialRecord(MethodRecord):
+    """One setting of a method on the request of a sweep."""
+
+    remedy: ClassVar[str] = "delete it and run `ease sweep` again"
+    format: Literal[2] = 2
+    score: float | None
+    """None where the settings left no usable model."""
+    error: float = 0.0
+    """Standard error of the score."""
+    diverged: str = ""
+    """Why there is no score."""

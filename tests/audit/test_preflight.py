@@ -1,0 +1,56 @@
+"""Whether an audit would be refused is said before anyone waits for one, and what is said is true."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ease.audit.preflight import audit_prospects
+from ease.audit.shadow_runs import Subjects
+from ease.errors import UserError
+from ease.requests.request import ClientRequest, SampleRequest
+from ease.runs.world import World
+
+CLIENT = ClientRequest(clients=(1,))
+
+
+def with_test_pairs(world: World, count: int) -> World:
+    """The same world with so many pairs of no client; some are there twice where it has fewer."""
+    evaluator = world.evaluator
+    return replace(world, evaluator=replace(evaluator, test=np.resize(evaluator.test, count), spare=evaluator.test[:0]))
+
+
+def test_all_is_well_where_the_usual_pool_leaves_enough(learnt) -> None:
+    world = with_test_pairs(learnt.world, 600)
+    assert audit_prospects(world) == audit_prospects(world, CLIENT) == ""
+
+
+def test_a_smaller_pool_is_named_and_works(learnt) -> None:
+    for request in (None, CLIENT):
+        line = audit_prospects(learnt.world, request)
+        assert line == "an audit needs a smaller pool, since there are 40 validation and test pairs: add --pool 20"
+    Subjects.of(learnt.world, CLIENT, 20)
+    with pytest.raises(UserError):
+        Subjects.of(learnt.world, CLIENT, 512)
+
+
+def test_a_few_pairs_are_audited_without_attacks_and_it_says_so(learnt) -> None:
+    world, one = with_test_pairs(learnt.world, 600), SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
+    said = "an audit will go by ranks and levels beside retraining alone: attacks compare many pairs, 8 at least"
+    assert audit_prospects(world, one).startswith(said) and audit_prospects(world, one).endswith("the request names 1")
+    smaller = "an audit needs a smaller pool, since there are 40 validation and test pairs: add --pool 20; "
+    assert audit_prospects(learnt.world, one) == smaller + audit_prospects(world, one)
+    assert Subjects.of(learnt.world, one, 20).candidates.members == 1
+
+
+def test_what_no_pool_helps_is_said(learnt) -> None:
+    few = with_test_pairs(learnt.world, 17)
+    assert audit_prospects(few) == audit_prospects(few, CLIENT)
+    assert "needs 18 validation and test pairs at least" in audit_prospects(few) and "there are 17" in audit_prospects(
+        few
+    )
+    world = with_test_pairs(learnt.world, 600)
+    vanished = [replace(s, train=s.train[:0], train_ids=(), train_classes=s.train_classes[:0]) for s in world.shards]
+    gone = replace(world, evaluator=replace(world.evaluator, shards=tuple(vanished)))
+    line = audit_prospects(gone, SampleRequest(ids=world.shards[0].train_ids[:3]))
+    assert line.startswith("no audit of this request is possible: 3 of the 3 photographs") and "vanished" in line

@@ -1,0 +1,118 @@
+"""Requests, cancellations, work and purges in random order, in processes that are killed at random moments."""
+
+import io
+import os
+import random
+import signal
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from benchmarks.bitflips import TINY, inside
+from benchmarks.kills import command, run_and_kill
+
+from ease.operations.evidence import read_log
+from ease.operations.ledger.store import Ledger
+from ease.operations.purge import PLAN
+from ease.requests.request import ClientRequest, SampleRequest
+from ease.runs.run import PURGING, Run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork"),
+]
+WORLD = (*TINY, "partition.clients=4", "data.train=64", "data.test=12", "model.lora=off")
+POLICY = ("--set", "hold.retain_points=100", "--set", "retrain.gone_share=1", "--quiet")
+STEPS = 1000 if os.environ.get("EASE_SWEEP") == "all" else 40
+PER_RUN = 20
+"""Steps before a new run is begun: there is only so much to forget."""
+
+
+class Decided:
+    """What was decided of each request, beside the run."""
+
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self.folder, self.draw = folder, draw
+        self.asked: dict[str, tuple[str, ...]] = {}
+        self.cancelled: set[str] = set()
+        self.members = [holding.train_ids for holding in Run.load(folder / "run").known()[0].clients]  # type: ignore[index]
+
+    def do(self, *arguments: str, kill: bool = False) -> int:
+        """A command in a process of its own, perhaps killed once; its exit code."""
+        after = self.draw.randrange(1, 40) if kill else None
+        told, _ = run_and_kill(self.folder, arguments, after, self.draw.random() * 0.005, False)
+        assert told.code in (0, 2, -signal.SIGKILL) and "Traceback" not in told.said, told.said
+        return told.code
+
+    def ask(self) -> None:
+        id, kill = f"r{len(self.asked)}", self.draw.random() < 0.3
+        client = self.draw.randrange(1, 4)
+        what = ("--client", str(client))
+        self.asked[id] = self.members[client]
+        if self.draw.random() < 0.6:
+            ids = tuple(self.draw.sample(self.members[client], 2))
+            (self.folder / f"{id}.txt").write_text("\n".join(ids))
+            what, self.asked[id] = ("--samples", f"{id}.txt"), ids
+        self.do("request", "add", "run", *what, "--id", id, "--approve", "--quiet", kill=kill)
+        known = {each.id: each.state for each in Ledger(self.folder / "run").entries()}
+        if id not in known:  # killed before, or all of it is gone: nobody was told that it was taken
+            del self.asked[id]
+        elif known[id] == "submitted":  # killed between
+            self.do("request", "approve", "run", id)
+
+    def cancel(self) -> None:
+        if not self.asked:
+            return
+        id = self.draw.choice(sorted(self.asked))
+        if self.do("request", "cancel", "run", id) == 0:
+            self.cancelled.add(id)
+
+    def check(self) -> None:
+        run = Run.load(self.folder / "run", purging=True)
+        entries = {each.id: each for each in Ledger(run.folder).entries()}
+        assert entries.keys() == self.asked.keys()  # none is lost and none is made up
+        assert {id for id, each in entries.items() if each.state == "cancelled"} == self.cancelled
+        gone = run.head.gone
+        assert len(set(map(repr, gone))) == len(gone)  # none is done twice
+        wanted = {pair for id, ids in self.asked.items() if id not in self.cancelled for pair in ids}
+        if any(each.purged for each in run.head.releases) or (run.folder / PURGING / PLAN).is_file():
+            return  # ids are marks by now
+        for request in gone:
+            if isinstance(request, ClientRequest):
+                assert all(set(self.members[client]) <= wanted for client in request.clients)
+            elif isinstance(request, SampleRequest):
+                assert set(request.ids) <= wanted  # none is done that was cancelled, or for anyone else
+
+    def finish(self) -> None:
+        for _ in range(2):
+            self.do("work", "run", *POLICY)
+            self.do("purge", "run", "--quiet")
+        run = Run.load(self.folder / "run")
+        states = {each.id: each.state for each in Ledger(run.folder).entries()}
+        assert all(states[id] in ("done", "refused") for id in self.asked if id not in self.cancelled), states
+        if run.head.releases:
+            released = [each.payload["release"] for each in read_log(run).of_kind("released")]
+            assert released == list(range(1, len(run.head.releases) + 1))
+
+
+@pytest.mark.parametrize("number", range(max(1, STEPS // PER_RUN)))
+def test_killed_at_random_moments_nothing_is_lost_doubled_or_done_wrongly(tmp_path: Path, number: int) -> None:
+    draw = random.Random(number)
+    settings = tuple(word for each in WORLD for word in ("--set", each))
+    with inside(tmp_path), redirect_stdout(io.StringIO()):
+        command("train", "--out", "run", *settings, "--quiet")
+    decided = Decided(tmp_path, draw)
+    for _ in range(PER_RUN):
+        step = draw.random()
+        if step < 0.35:
+            decided.ask()
+        elif step < 0.5:
+            decided.cancel()
+        elif step < 0.85:
+            decided.do("work", "run", *POLICY, kill=draw.random() < 0.8)
+        else:
+            decided.do("purge", "run", "--quiet", kill=draw.random() < 0.8)
+        if decided.asked:
+            decided.check()
+    decided.finish()
+    decided.check()

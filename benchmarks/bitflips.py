@@ -26,7 +26,7 @@ import torch
 
 from ease.cli import main as ease_main
 from ease.operations.evidence import new_key, read_log
-from ease.operations.ledger.store import NAME as LEDGER
+from ease.operations.ledger.database import NAME as LEDGER
 from ease.operations.ledger.store import Ledger
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json
@@ -197,14 +197,17 @@ def timeless(value: Any) -> Any:
     return [timeless(each) for each in value] if isinstance(value, list) else value
 
 
+ENTRY = ("id", "request", "state", "why", "outcome")
+"""What is compared of a request in the ledger."""
+
+
 def told_of(run: Path) -> dict[str, Any]:
     """What the ledger and the log of a run say, less what depends on the clock."""
     found = dict[str, Any]()
     if (run / LEDGER).is_file():
         ledger = Ledger(run)
-        found["ledger"] = [
-            (each.id, each.state, each.why, each.request, timeless(each.outcome)) for each in ledger.entries()
-        ]
+        entries = [timeless(each.model_dump(mode="json")) for each in ledger.entries()]
+        found["ledger"] = [{name: each[name] for name in ENTRY} for each in entries]
         found["consents"] = [(each.client, each.given_by, each.text, each.pairs) for each in ledger.consents()]
     if (run / "evidence" / "head.json").is_file():
         records = read_log(Run.load(run)).records

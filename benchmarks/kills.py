@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.bitflips import TINY, Told, end_after, fix_secrets, inside, timeless, told_of
 
 from ease.cli import main as ease_main
-from ease.operations.ledger.store import NAME as LEDGER
+from ease.operations.ledger.database import NAME as LEDGER
 from ease.storage import LEFTOVER
 
 WORLD = (*TINY, "partition.clients=3", "data.train=30", "data.validation=8")

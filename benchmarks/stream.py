@@ -25,7 +25,8 @@ import torch
 from ease.federation.history import History
 from ease.methods import make_method
 from ease.operations.ledger.policy import load_policy
-from ease.operations.ledger.store import Draft, Ledger
+from ease.operations.ledger.records import Draft
+from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import work
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, without
@@ -118,7 +119,7 @@ def stream(
     rows, spent, whole = [], Spent(), Spent()
     for number, (request, stored) in enumerate(zip(gone, answers, strict=True)):
         told = stored.record().metrics
-        closed = {each.id for each in ledger.entries() if each.outcome.get("release") == number + 1}
+        closed = {each.id for each in ledger.entries() if each.outcome.release == number + 1}
         left = without(world.evaluator.shards, gone[: number + 1])
         for _ in closed:  # each of them alone would have been a retraining
             whole += retraining_of(

@@ -117,7 +117,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> An
         for number, options in enumerate(asked):
             typed("request", "add", run, *options, "--id", f"request-{number}", "--quiet")
             typed("request", "approve", run, f"request-{number}", "--by", "the engineer")
-        typed("work", run, "--quiet", "--set", "hold.retain_points=100", "--set", "retrain.gone_share=1")
+        typed("work", run, "--quiet", "--set", "hold.retain_points=100", "--set", "retrain.forgotten_fraction=1")
         listed = json.loads(typed("request", "list", run, "--json"))["requests"]
     return Answered(folder, run, listed)
 

@@ -11,7 +11,7 @@ from tests.operations.ledger.test_work import told
 
 from ease.commands.train import train_run
 from ease.operations.evidence import read_log, verify
-from ease.operations.ledger.store import Consent, Ledger
+from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClientRequest
 from ease.requests.tombstones import PREFIX, read_tombstones
 from ease.runs.answers import open_world
@@ -29,7 +29,7 @@ def kept(small, shared_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         train_run(load_config(None, (*small, "data.validation=12", "partition.validation_share=0.2")), folder, True)
-    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
+    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = 1\n")
     return folder
 
 
@@ -135,7 +135,7 @@ def test_killed_before_any_file_the_same_command_ends_the_same(ease, run, spare,
     def dies(*_: object) -> None:
         raise Killed
 
-    target = {"ledger": "Ledger.consent", "tombstones": "write_json", "membership": "write_json"}[written]
+    target = {"ledger": "Ledger.record_consent", "tombstones": "write_json", "membership": "write_json"}[written]
     with monkeypatch.context() as patch:
         patch.setattr(f"ease.operations.joining.{target}", dies)
         with pytest.raises(Killed):
@@ -143,14 +143,14 @@ def test_killed_before_any_file_the_same_command_ends_the_same(ease, run, spare,
     assert len(members(run).clients) == CLIENTS
     told(ease, "join", run, "--samples", spare, "--consent", "the words that count", "--by", "ada")
     assert [each.text for each in Ledger(run).consents()] == ["the words that count"]
-    assert members(run).clients[-1].joined.consent == Ledger(run).consents()[0].sha256
+    assert members(run).clients[-1].joined.consent == Ledger(run).consents()[0].content_hash
 
 
 def test_a_consent_that_was_reworded_is_told_from_the_one_that_was_given(ease, run: Path, spare: Path) -> None:
     told(ease, "join", run, "--samples", spare, *JOIN)
     (given,) = Ledger(run).consents()
-    Ledger(run).consent(Consent(**{**given.__dict__, "text": "agrees to everything"}))
-    assert Ledger(run).consents()[0].sha256 != members(run).clients[-1].joined.consent
+    Ledger(run).record_consent(given.model_copy(update={"text": "agrees to everything"}))
+    assert Ledger(run).consents()[0].content_hash != members(run).clients[-1].joined.consent
 
 
 def test_what_cannot_join_is_refused_by_its_reason(ease, run: Path, spare: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def place(small, tmp_path: Path, monkeypatch) -> Path:
         draw(tmp_path / "photos", 20 * number, 20, site)
     data = ("data.name=folder", "partition.scheme=sites", f'data.path="{tmp_path / "photos"}"', "gallery=8")
     train_run(load_config(None, (*small, *data)), tmp_path / "run", quiet=True)
-    (tmp_path / "run" / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
+    (tmp_path / "run" / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = 1\n")
     return tmp_path
 
 

@@ -1,6 +1,5 @@
 """Purge: what a closed request left is gone or made again, nothing gives it back, and the run goes on as before."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def kept(small, shared_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASE_CACHE", str(shared_cache))
         train_run(load_config(None, (*small, f"partition.clients={CLIENTS}", "training.rounds=3")), folder, quiet=True)
-    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
+    (folder / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = 1\n")
     return folder
 
 
@@ -213,7 +212,7 @@ def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place
     leaving = [*membership.clients[1].train_ids, *membership.clients[1].validation_ids]
     content = [membership.digests[each] for each in (*names, *leaving)]
     (place / "ids.txt").write_text("\n".join(names))
-    (run / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\ngone_share = 1\n")
+    (run / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = 1\n")
     told(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "s")
     told(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
     told(ease, "work", run)
@@ -224,7 +223,7 @@ def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place
     after, _ = Run.load(run).known()
     known = {each for holding in after.clients for each in (*holding.train_ids, *holding.validation_ids)}
     assert not known & {*names, *leaving} and len([each for each in known if each.startswith(PREFIX)]) >= len(names)
-    spelt = json.dumps([entry.as_json() for entry in Ledger(run).entries()]) + (run / "head.json").read_text()
+    spelt = "".join(entry.model_dump_json() for entry in Ledger(run).entries()) + (run / "head.json").read_text()
     assert all(f'"{name}"' not in spelt for name in (*names, *leaving))
     # The folder still holds every photograph; none of the forgotten ones is read again.
     world = open_world(Run.load(run))

@@ -32,8 +32,9 @@ from ease.federation.question_log import asked_log
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
+from ease.operations.ledger.records import now
 from ease.operations.ledger.states import OPEN
-from ease.operations.ledger.store import Ledger, now
+from ease.operations.ledger.store import Ledger
 from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
 from ease.runs.workers import default_processes
@@ -461,7 +462,7 @@ def _run_status(folder: Path | None) -> RunStatus | None:
     done = run.history.rounds()
     records = [run.history.record(number) for number in range(1, done + 1)]
     ledger, time_now = Ledger(folder), now()
-    waiting = [each for each in ledger.entries() if each.state in OPEN] if ledger.exists else []
+    waiting = [each for each in ledger.entries() if each.state in OPEN]
     return RunStatus(
         str(folder),
         done,
@@ -469,5 +470,5 @@ def _run_status(folder: Path | None) -> RunStatus | None:
         sum(record["bytes_down"] for record in records),
         sum(record["bytes_up"] for record in records),
         tuple((each.id, each.state, each.deadline) for each in waiting),
-        sum(each.overdue(time_now) for each in waiting),
+        sum(each.is_overdue(time_now) for each in waiting),
     )

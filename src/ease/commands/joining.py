@@ -32,7 +32,7 @@ class JoinSummary:
             "training_pairs": len(holding.train_ids),
             "validation_pairs": len(holding.validation_ids),
             "left_out": self.joined.left_out,
-            "consent": {**consent.__dict__, "sha256": consent.sha256},
+            "consent": {**consent.model_dump(mode="json"), "sha256": consent.content_hash},
             **holding.joined.model_dump(mode="json", include={"after_round", "after_releases", "owner"}),
         }
 

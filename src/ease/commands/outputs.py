@@ -13,7 +13,9 @@ from ease.model.closed_form import Ridge
 from ease.operations.evidence.envelope import Envelope
 from ease.operations.evidence.log import LogRecord
 from ease.operations.evidence.statement import Statement, VerdictWords
-from ease.operations.ledger.states import State
+from ease.operations.ledger.impact import Impact
+from ease.operations.ledger.records import Consent, Entry, Event
+from ease.operations.ledger.work import Finished
 from ease.operations.purge import Pass, PurgeRecord
 from ease.operations.serving.messages import Facts, FoundPair
 from ease.requests.request import Request
@@ -61,67 +63,9 @@ class ForgetOutput(AnswerRecord):
     """Why an audit would be refused; absent where it would not."""
 
 
-class TouchesOutput(Config):
-    """What a request touches and will cost."""
-
-    named: int
-    gone: int
-    """Of the named pairs, those that were forgotten before."""
-    left: int
-    """Training pairs that are left in the run."""
-    clients: dict[str, int]
-    """Client -> how many of its pairs are still to be forgotten."""
-    rounds: tuple[int, ...]
-    """In which these clients took part."""
-    models: tuple[str, ...]
-    """Models that hold what is to be forgotten, oldest first."""
-    seconds: float | None
-    """What an answer is expected to take; null where no round was timed."""
-    share: float
-    """The same as a share of retraining."""
-    method: str
-    """Which answers it: the one that was asked for, or `retrain` if the policy trains from the start."""
-    worn: float
-    """Share of the pairs of the last training from the start that will be gone once this is answered."""
-    strange: tuple[str, ...]
-    """Ids, clients or classes that this run does not have."""
-
-
-class EventOutput(Config):
-    """One step of a request."""
-
-    request: str
-    time: str
-    before: str
-    after: str
-    by: str
-    why: str
-
-
-class ListedOutput(Config):
+class ListedOutput(Entry):
     """One request of the ledger."""
 
-    number: int
-    """Order of arrival."""
-    id: str
-    request: Request
-    method: dict[str, Any]
-    asked_by: str
-    ground: str
-    reason: str
-    priority: int
-    """Larger goes first."""
-    submitted: str
-    deadline: str
-    state: State
-    why: str
-    """Why it is in that state, where there is something to say."""
-    batch: str
-    """What it is or was worked on together with."""
-    outcome: dict[str, Any]
-    """The answer's name, the number of its release, what was measured."""
-    waived: str
-    """Hash of the model that a person let pass although retained recall fell."""
     overdue: bool
 
 
@@ -130,31 +74,19 @@ class EntryOutput(ListedOutput):
 
     added: bool | None
     """Whether it was handed in just now; null: it was only looked at."""
-    touches: TouchesOutput | None
-    """Null once nothing more is to be done."""
-    events: tuple[EventOutput, ...]
-
-
-class ConsentOutput(Config):
-    """Why a client that joined is there."""
-
-    client: int
-    time: str
-    given_by: str
-    text: str
-    pairs: int
-    returned: int
-    """How many of the pairs had been forgotten before."""
+    touches: Impact | None
+    """Null once the request is closed, and while the worker has it."""
+    events: tuple[Event, ...]
 
 
 class LedgerOutput(Config):
     """`ease request list`, in the order in which they are worked on."""
 
     requests: tuple[ListedOutput, ...]
-    consents: tuple[ConsentOutput, ...]
+    consents: tuple[Consent, ...]
 
 
-class GivenOutput(ConsentOutput):
+class GivenOutput(Consent):
     """A consent, with what the run remembers of it."""
 
     sha256: str
@@ -180,15 +112,6 @@ class JoinOutput(Config):
     """The client whose later pairs these are; null: a new client."""
 
 
-class FinishedOutput(Config):
-    """What came of requests that were worked on together."""
-
-    ids: tuple[str, ...]
-    state: State
-    why: str
-    outcome: dict[str, Any]
-
-
 class PurgeOutput(Config):
     """`ease purge`."""
 
@@ -198,7 +121,7 @@ class PurgeOutput(Config):
 class WorkOutput(PurgeOutput):
     """`ease work`."""
 
-    finished: tuple[FinishedOutput, ...]
+    finished: tuple[Finished, ...]
 
 
 class NearMissOutput(Config):
@@ -227,7 +150,7 @@ class PreviewOutput(Config):
     request: Request
     meaning: str
     ids: tuple[str, ...]
-    touches: TouchesOutput
+    touches: Impact
     examples: tuple[str, ...]
     """Captions."""
     matches: tuple[MatchOutput, ...]

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, plain, status, table
 from ease.methods.base import Unlearner
-from ease.operations.ledger.impact import Outlook, outlook
+from ease.operations.ledger.impact import Impact, impact_of
 from ease.requests.request import ClassRequest, Request, in_words
 from ease.runs.answers import StoredAnswer, answer_of, check_method, open_world, trained_of, usual_method
 from ease.runs.concepts import Match, class_words
@@ -38,7 +38,7 @@ class Preview:
     request: Request
     ids: tuple[str, ...]
     """Pairs that are named."""
-    outlook: Outlook
+    impact: Impact
     names: Mapping[int, str]
     """Client -> as people call it."""
     examples: tuple[str, ...]
@@ -58,13 +58,13 @@ class Preview:
         """All of it in one line, to be said before the work begins."""
         if self.answered:
             return f"answered already, {self.answered}: {self.meaning}; nothing is computed again"
-        if not self.outlook.fresh:
+        if not self.impact.to_forget:
             return f"{self.meaning} is closed already; it is answered once more, from the model before its release"
-        held = ", ".join(f"{self.names[client]} ({count})" for client, count in self.outlook.clients.items())
+        held = ", ".join(f"{self.names[client]} ({count})" for client, count in self.impact.clients.items())
         seen = f"; e.g. “{shortened(self.examples[0])}”" if self.examples else ""
-        time = "" if self.outlook.seconds is None else f"; about {duration(self.outlook.seconds)}"
+        time = "" if self.impact.seconds is None else f"; about {duration(self.impact.seconds)}"
         return (
-            f"forgetting {self.outlook.fresh} of {self.outlook.left} training pairs, {self.meaning}; of client "
+            f"forgetting {self.impact.to_forget} of {self.impact.remaining} training pairs, {self.meaning}; of client "
             f"{held}{seen}{time}{f'; {self.advice}' if self.advice else ''}"
         )
 
@@ -74,7 +74,7 @@ class Preview:
             "request": self.request.model_dump(mode="json"),
             "meaning": self.meaning,
             "ids": list(self.ids),
-            "touches": self.outlook.as_json(),
+            "touches": self.impact.model_dump(mode="json"),
             "examples": list(self.examples),
             "matches": [
                 {
@@ -95,8 +95,8 @@ class Preview:
         yield labelled("would forget", f"{self.meaning}; called {request_id(self.request)}")
         for match in self.matches:
             yield labelled("matched", match.told())
-        rows = [[self.names[client], str(count)] for client, count in self.outlook.clients.items()]
-        title = f"{self.outlook.fresh} of {self.outlook.left} training pairs"
+        rows = [[self.names[client], str(count)] for client, count in self.impact.clients.items()]
+        title = f"{self.impact.to_forget} of {self.impact.remaining} training pairs"
         yield table(title, ["client", "pairs to forget"], rows)
         for caption in self.examples:
             yield labelled("for example", f"“{shortened(caption)}”")
@@ -107,9 +107,9 @@ class Preview:
                 yield labelled("near miss", said)
         if self.answered:
             yield labelled("answered already", self.answered)
-        elif self.outlook.seconds is not None:
+        elif self.impact.seconds is not None:
             yield labelled(
-                "would take", f"about {duration(self.outlook.seconds)}, {self.outlook.share:.0%} of retraining"
+                "would take", f"about {duration(self.impact.seconds)}, {self.impact.cost_fraction:.0%} of retraining"
             )
         if self.advice:
             yield labelled("advice", self.advice)
@@ -142,19 +142,19 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     if isinstance(request, ClassRequest):
         told = [", ".join(class_words(world, label)) for label in request.classes]
         meaning += f" ({'; '.join(filter(None, told))})" if any(told) else ""
-    expected = outlook(run, request, method)
+    expected = impact_of(run, request, method)
     return Preview(
         run=run.folder,
         request=request,
         ids=ids,
-        outlook=expected,
+        impact=expected,
         names={holding.client: members.named(holding.client) for holding in members.clients},
         examples=tuple(captions[there[place]] for place in chosen),
         matches=resolved.matches,
         meaning=meaning,
         captions=captions,
         answered=when_answered(answer_of(run, request, method)),
-        advice=method.advice(expected.fresh / expected.left, expected.share),
+        advice=method.advice(expected.to_forget / expected.remaining, expected.cost_fraction),
     )
 
 

@@ -15,10 +15,12 @@ from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
-from ease.operations.ledger.impact import Outlook, answering, outlook
+from ease.operations.ledger.impact import Impact, impact_of, method_for
 from ease.operations.ledger.policy import Policy, load_policy
+from ease.operations.ledger.records import Consent, Draft, Entry, Event, Outcome, now
 from ease.operations.ledger.retention import purge_released
-from ease.operations.ledger.store import Consent, Draft, Entry, Event, Ledger, now
+from ease.operations.ledger.states import IN_WORK, OPEN
+from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import Finished, Steps, work
 from ease.operations.purge import Pass
 from ease.requests.request import Request, in_words
@@ -33,8 +35,8 @@ class EntrySummary:
     """One request: what it is, what it touches, and every step it took."""
 
     entry: Entry
-    seen: Outlook | None
-    """None once nothing more is to be done for it."""
+    impact: Impact | None
+    """None once the request is closed, and while the worker has it."""
     events: tuple[Event, ...]
     added: bool | None = None
     """Whether it was handed in just now; None: it was only looked at."""
@@ -42,15 +44,18 @@ class EntrySummary:
     """Of clients, where they have some."""
 
     def as_json(self) -> dict[str, Any]:
-        told = {**self.entry.as_json(), "overdue": self.entry.overdue(now())}
-        touches = None if self.seen is None else self.seen.as_json()
-        return {**told, "added": self.added, "touches": touches, "events": [each.__dict__ for each in self.events]}
+        return {
+            **_listed(self.entry),
+            "added": self.added,
+            "touches": None if self.impact is None else self.impact.model_dump(mode="json"),
+            "events": [each.model_dump(mode="json") for each in self.events],
+        }
 
     def render(self) -> Iterator[RenderableType]:
         entry = self.entry
         if self.added is False:
             yield f"{entry.id} is in the ledger already; nothing was added"
-        overdue = " (OVERDUE)" if entry.overdue(now()) else ""
+        overdue = " (OVERDUE)" if entry.is_overdue(now()) else ""
         yield labelled("request", f"{entry.id}: {in_words(entry.request, self.names)} by {entry.method['method']}")
         yield labelled(
             "asked by", f"{entry.asked_by}, {_day(entry.submitted)}; answer until {_day(entry.deadline)}{overdue}"
@@ -59,37 +64,38 @@ class EntrySummary:
             if getattr(entry, name):
                 yield labelled(name, getattr(entry, name))
         yield labelled("state", f"{entry.state}{f': {entry.why}' if entry.why else ''}")
-        if "answer" in entry.outcome:
+        if entry.outcome.answer is not None:
             yield labelled("answer", _answer(entry.outcome))
-        if self.seen is not None:
-            yield from _touched(self.seen, self.names)
-        rows = [[each.time[:19], each.before, each.after, each.by, each.why] for each in self.events]
+        if self.impact is not None:
+            yield from _impact(self.impact, self.names)
+        rows = [[each.time[:19], each.before or "", each.after, each.by, each.why] for each in self.events]
         yield table("Steps", ["time (UTC)", "from", "to", "by", "why"], rows, text_columns=5)
 
 
-def _answer(outcome: Mapping[str, Any]) -> str:
-    """Where an answer lies, and what it became."""
-    number, again = outcome.get("release"), outcome.get("trained_again")
-    return (
-        str(outcome.get("answer", ""))
-        + (f", release {number}" if number else "")
-        + (", trained from the start" if again else "")
-    )
+def _listed(entry: Entry) -> dict[str, Any]:
+    return {**entry.model_dump(mode="json"), "overdue": entry.is_overdue(now())}
 
 
-def _touched(seen: Outlook, names: Mapping[int, str]) -> Iterator[RenderableType]:
-    if seen.refusal or seen.settled:
-        yield labelled("outlook", seen.refusal or seen.settled)
+def _answer(outcome: Outcome) -> str:
+    """The name of a result, and the release that it became."""
+    number = f", release {outcome.release}" if outcome.release else ""
+    again = ", trained from the start" if outcome.trained_again else ""
+    return f"{outcome.answer or ''}{number}{again}"
+
+
+def _impact(impact: Impact, names: Mapping[int, str]) -> Iterator[RenderableType]:
+    if nothing := impact.refusal or impact.already_done:
+        yield labelled("impact", nothing)
         return
-    before = f", {seen.gone} more were forgotten before" if seen.gone else ""
-    yield labelled("touches", f"{seen.fresh} of {seen.left} training pairs{before}")
-    yield labelled("gone then", f"{seen.worn:.0%} of what the model was trained on")
-    held = ", ".join(f"{names.get(client, client)} ({count})" for client, count in seen.clients.items())
-    yield labelled("clients", f"{held}; in {len(seen.rounds)} rounds")
-    yield labelled("models", ", ".join(seen.models) or "none")
-    seconds = "" if seen.seconds is None else f"about {seen.seconds:.0f} s, "
-    again = "; training from the start, for so much is gone" if seen.method == "retrain" else ""
-    yield labelled("cost", f"{seconds}{seen.share:.0%} of retraining{again}")
+    before = f", {impact.already_forgotten} more were forgotten before" if impact.already_forgotten else ""
+    yield labelled("touches", f"{impact.to_forget} of {impact.remaining} training pairs{before}")
+    yield labelled("forgotten then", f"{impact.forgotten_fraction:.0%} of what the model was trained on")
+    clients = ", ".join(f"{names.get(client, client)} ({count})" for client, count in impact.clients.items())
+    yield labelled("clients", f"{clients}; in {len(impact.rounds)} rounds")
+    yield labelled("models", ", ".join(impact.models) or "none")
+    seconds = "" if impact.seconds is None else f"about {impact.seconds:.0f} s, "
+    again = "; training from the start, because so much is forgotten" if impact.method == "retrain" else ""
+    yield labelled("cost", f"{seconds}{impact.cost_fraction:.0%} of retraining{again}")
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,8 @@ class LedgerSummary:
     """Of clients, where they have some."""
 
     def as_json(self) -> dict[str, Any]:
-        time = now()
-        requests = [{**each.as_json(), "overdue": each.overdue(time)} for each in self.entries]
-        return {"requests": requests, "consents": [each.__dict__ for each in self.consents]}
+        consents = [each.model_dump(mode="json") for each in self.consents]
+        return {"requests": [_listed(each) for each in self.entries], "consents": consents}
 
     def render(self) -> Iterator[RenderableType]:
         time = now()
@@ -113,7 +118,7 @@ class LedgerSummary:
             [
                 each.id,
                 in_words(each.request, self.names),
-                each.state + (" (OVERDUE)" if each.overdue(time) else ""),
+                each.state + (" (OVERDUE)" if each.is_overdue(time) else ""),
                 each.why[:60],
                 str(each.priority),
                 _day(each.deadline),
@@ -138,7 +143,7 @@ class WorkSummary:
     purged: tuple[Pass, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        finished = [{**each.__dict__, "ids": list(each.ids)} for each in self.finished]
+        finished = [each.model_dump(mode="json") for each in self.finished]
         return {"finished": finished, **PurgeSummary(self.purged).as_json()}
 
     def render(self) -> Iterator[RenderableType]:
@@ -150,7 +155,9 @@ class WorkSummary:
                 ", ".join(each.ids),
                 each.state,
                 each.why or _answer(each.outcome),
-                *(_figure(each.outcome.get(name)) for name in ("retain_before", "retain_after", "seconds")),
+                _figure(each.outcome.retain_before),
+                _figure(each.outcome.retain_after),
+                _figure(each.outcome.seconds),
             ]
             for each in self.finished
         ]
@@ -218,8 +225,8 @@ def add_request(
     with status("preparing data and backbone", quiet):
         request = _resolved(run, wanted)
     draft = Draft(request, method.model_dump(mode="json"), someone(by), ground, reason, priority, deadline, id)
-    if refusal := outlook(run, request, method).refusal:
-        raise UserError(f"the request {refusal}" if refusal.startswith(("matches", "names")) else refusal)
+    if refusal := impact_of(run, request, method).refusal:
+        raise UserError(refusal)
     ledger = Ledger(folder)
     entry, added = ledger.add(draft)
     if approve and entry.state == "submitted":
@@ -244,12 +251,11 @@ def _date(text: str) -> datetime:
 def _shown(run: Run, id: str, added: bool | None = None) -> EntrySummary:
     ledger = Ledger(run.folder)
     entry = ledger.entry(id)
-    waits = entry.state in ("submitted", "approved", "pending")
-    method = make_method(entry.method["method"], table=entry.method)
-    if waits:
-        method = answering(run, entry.request, method, load_policy(run.folder))
-    seen = outlook(run, entry.request, method) if waits else None
-    return EntrySummary(entry, seen, tuple(ledger.events(id)), added, _names(run))
+    impact = None
+    if entry.state in OPEN - IN_WORK:
+        method = make_method(entry.method["method"], table=entry.method)
+        impact = impact_of(run, entry.request, method_for(run, entry.request, method, load_policy(run.folder)))
+    return EntrySummary(entry, impact, tuple(ledger.events(id)), added, _names(run))
 
 
 def _names(run: Run) -> dict[int, str]:
@@ -262,10 +268,8 @@ def show_request(folder: Path, id: str) -> EntrySummary:
 
 
 def list_requests(folder: Path) -> LedgerSummary:
-    ledger = Ledger(Run.load(folder).folder)
-    if not ledger.exists:
-        return LedgerSummary(())
-    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()), _names(Run.load(folder)))
+    run, ledger = Run.load(folder), Ledger(folder)
+    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()), _names(run))
 
 
 def approve_request(folder: Path, id: str, by: str | None) -> EntrySummary:

@@ -19,8 +19,9 @@ from ease.federation.engines import remote_engine
 from ease.federation.enrolment import check_apart, enrolled_later
 from ease.federation.wire import Deal
 from ease.operations.evidence import attest
-from ease.operations.ledger.store import Consent, Ledger, check_text, now, stamp
-from ease.operations.ledger.work import alone
+from ease.operations.ledger.records import Consent, check_text, now, stamp
+from ease.operations.ledger.store import Ledger
+from ease.operations.ledger.work import worker_lock
 from ease.requests.request import ClassRequest, leaving_clients
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json, read_tombstones
@@ -67,7 +68,7 @@ def join(run: Run, wish: Wish) -> Joined:
         raise UserError("--consent: nobody joins without one; write who agreed to what")
     check_text("consent", wish.consent)
     check_text("by", wish.by)
-    with alone(run.folder), run.locked():
+    with worker_lock(run.folder), run.locked():
         remove_leftovers(run.folder)
         members = _ready(run)
         joined = _known_already(run, members, wish) or _added(run, members, wish)
@@ -85,9 +86,7 @@ def _ready(run: Run) -> Membership:
     trained_of(run)  # an unfinished training would go on with other clients than it began with
     if run.config.data.canaries:
         raise UserError(f"{run.folder}: has canaries, which are drawn anew when the data grow; train without them")
-    running = [each.id for each in Ledger(run.folder).entries() if each.state == "running"]
-    if running:
-        raise UserError(f"{run.folder}: {running[0]} is worked on, or its worker died; first finish it with: ease work")
+    Ledger(run.folder).check_idle()
     answers = [path for path in sorted(run.folder.glob("requests/*/*")) if path.is_dir()]
     begun = [path for path in answers if not (path / "record.json").is_file()]
     if begun:
@@ -107,7 +106,7 @@ def _known_already(run: Run, members: Membership, wish: Wish) -> Joined | None:
     consents = {each.client: each for each in Ledger(run.folder).consents()}
     for holding in members.clients:
         consent = consents.get(holding.client)
-        if holding.joined is None or consent is None or consent.sha256 != holding.joined.consent:
+        if holding.joined is None or consent is None or consent.content_hash != holding.joined.consent:
             continue
         same = (consent.text, consent.given_by) == (wish.consent, wish.by)
         whole = wish.ids == {*holding.train_ids, *holding.validation_ids} if wish.ids else None
@@ -203,16 +202,23 @@ def _written(
     """Keep who came, with the consent; `contents` are hashes of pairs, where the server has them."""
     ids, stones = (*holding.train_ids, *holding.validation_ids), read_tombstones(run.folder)
     returned = [each for each in ids if stones.bars(each)]
-    told = Consent(holding.client, stamp(now()), wish.by, wish.consent, len(ids), len(returned))
+    told = Consent(
+        client=holding.client,
+        time=stamp(now()),
+        given_by=wish.by,
+        text=wish.consent,
+        pairs=len(ids),
+        returned=len(returned),
+    )
     joined = Joining(
         after_round=run.history.rounds(),
         after_releases=len(run.head.releases),
         owner=owner,
         returned=len(returned),
-        consent=told.sha256,
+        consent=told.content_hash,
     )
     holding = holding.model_copy(update={"joined": joined})
-    Ledger(run.folder).consent(told)
+    Ledger(run.folder).record_consent(told)
     if returned:
         allowed = stones.without(returned, [contents[each] for each in returned if each in contents])
         write_json(run.folder / TOMBSTONES, as_json(allowed))

@@ -24,7 +24,7 @@ from tests.test_crashes import (
 
 from ease.operations.evidence import read_log
 from ease.operations.evidence import salted as evidence_salt
-from ease.operations.ledger import store
+from ease.operations.ledger import database
 from ease.operations.ledger.store import Ledger
 from ease.requests import tombstones
 from ease.runs.run import Run
@@ -40,7 +40,7 @@ BEFORE = (
     ["request", "add", "run", "--samples", "more.txt", "--approve", "--id", "t", "--quiet"],
     ["request", "add", "run", "--client", "1", "--by", "another", "--approve", "--id", "again", "--quiet"],
 )
-POLICY = ["--set", "hold.retain_points=100", "--set", "retrain.gone_share=0.35"]
+POLICY = ["--set", "hold.retain_points=100", "--set", "retrain.forgotten_fraction=0.35"]
 """A client of three leaves; with pairs of another, more than that is gone, and all is trained from the start."""
 COMMANDS = {"work": ["work", "run", "--quiet", *POLICY], "purge": ["purge", "run", "--quiet"]}
 
@@ -59,7 +59,7 @@ def one_salt_and_watched_statements() -> Iterator[None]:
         patch.setattr(tombstones, "new_salt", lambda: "00" * 16)
         patch.setattr(evidence_salt.secrets, "token_hex", lambda size: "00" * size)
         patch.setattr(
-            store,
+            database,
             "connect",
             lambda uri: sqlite3.connect(uri, timeout=60, isolation_level=None, uri=True, factory=Ticking),
         )
@@ -81,14 +81,14 @@ def contents(folder: Path) -> dict[str, object]:
         for path in sorted((folder / "run").rglob("*"))
         if path.is_file()
         and path.name not in skipped
-        and not path.name.startswith(store.NAME)
+        and not path.name.startswith(database.NAME)
         and path.parent.name != "evidence"
     }
     if (folder / "run" / "evidence" / "head.json").is_file():
         lines = read_log(Run.load(folder / "run")).records
         found["log"] = [(each.kind, {**each.payload, "record": None, "answers": None}) for each in lines]
     for entry in Ledger(folder / "run").entries():
-        outcome = {key: value for key, value in entry.outcome.items() if key != "seconds"}
+        outcome = {key: value for key, value in entry.outcome.model_dump().items() if key != "seconds"}
         found[f"ledger {entry.id}"] = (entry.state, entry.why, entry.request, outcome)
     record = folder / "run" / "purge.json"
     if record.is_file():

@@ -108,8 +108,9 @@ def test_a_release_whose_line_the_disk_refused_comes_to_its_end_later(ease, run:
 
     monkeypatch.setattr(module, "attest", full)
     result = ease("work", run)
-    assert result.code == 2 and "No space left" in result.err and states(run) == {"c": "approved"}
+    assert result.code == 2 and "No space left" in result.err and states(run) == {"c": "released"}
     assert len(Run.load(run).head.releases) == 1
+    assert "cannot be cancelled" in ease("request", "cancel", run, "c").err and "not finished" in ease("purge", run).err
     finished = told(ease, "work", run)["finished"]
     assert [(each["state"], each["outcome"]["release"]) for each in finished] == [("done", 1)]
     assert kinds(run) == ["begun", "answered", "released"]

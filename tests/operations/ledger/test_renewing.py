@@ -43,7 +43,7 @@ def kept(small, shared_cache, tmp_path_factory) -> Path:
         patch.setenv("EASE_CACHE", str(shared_cache))
         settings = (*small, f"partition.clients={CLIENTS}", f"training.rounds={ROUNDS}")
         train_run(load_config(None, settings), folder, quiet=True)
-    (folder / "policy.toml").write_text(f"[hold]\nretain_points = 100\n[retrain]\ngone_share = {BOUND}\n")
+    (folder / "policy.toml").write_text(f"[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = {BOUND}\n")
     return folder
 
 
@@ -79,7 +79,7 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
     assert gone / total <= BOUND < (gone + len(singles)) / total  # what the test is about
     finished = told(ease, "work", run)["finished"]
     assert [each["state"] for each in finished] == ["done", "done"]
-    assert [each["outcome"].get("trained_again") for each in finished] == [None, True]
+    assert [each["outcome"]["trained_again"] for each in finished] == [False, True]
     head = Run.load(run).head
     assert [bool(each.rounds) for each in head.releases] == [False, True] and head.renewed == 2
     record = json.loads((run / "requests" / head.releases[1].answer / "record.json").read_text())
@@ -90,13 +90,13 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
     assert [each.payload.get("trained_again") for each in lines] == [None, True]
     assert Ledger(run).entry("pairs").method["method"] == "ease"  # what was asked for stays as it was
 
-    # What was gone before does not count again: the next is subtracted, and its outlook says so.
+    # What was gone before does not count again: the next is subtracted, and its impact says so.
     add(ease, run, "--client", 2, id="next", approve=False)
     touches = told(ease, "request", "show", run, "next")["touches"]
     left = total - gone - len(singles)
-    assert touches["worn"] == pytest.approx(len(ids_of(run, 2)) / left) and touches["method"] == "retrain"
+    assert touches["forgotten_fraction"] == pytest.approx(len(ids_of(run, 2)) / left) and touches["method"] == "retrain"
     told(ease, "request", "approve", run, "next")
-    (last,) = told(ease, "work", run, "--set", "retrain.gone_share=0.9")["finished"]
+    (last,) = told(ease, "work", run, "--set", "retrain.forgotten_fraction=0.9")["finished"]
     assert last["state"] == "done" and last["outcome"]["answer"] == "client-2/ease"
 
 
@@ -104,7 +104,7 @@ def test_a_bound_of_one_never_trains_from_the_start(ease, kept: Path, tmp_path: 
     run = Path(shutil.copytree(kept, tmp_path / "run"))
     add(ease, run, "--client", 0, "--client", 1, "--client", 2, id="most")
     assert told(ease, "request", "show", run, "most")["touches"]["method"] == "retrain"
-    (done,) = told(ease, "work", run, "--set", "retrain.gone_share=1")["finished"]
+    (done,) = told(ease, "work", run, "--set", "retrain.forgotten_fraction=1")["finished"]
     assert done["outcome"]["answer"] == "client-0-1-2/ease"
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ease.errors import UserError
-from ease.operations.ledger.store import Draft, Entry, Ledger
+from ease.operations.ledger.records import Draft, Entry, Outcome, Plan
+from ease.operations.ledger.states import State
+from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClientRequest
 
 PEOPLE = ("ada", "bo")
@@ -26,8 +28,7 @@ class Requests(RuleBasedStateMachine):
         self.place = tempfile.TemporaryDirectory()
         self.ledger = Ledger(Path(self.place.name))
         self.state: dict[str, str] = {}
-        self.held: set[str] = set()
-        self.released: dict[str, int] = {}
+        self.released: set[str] = set()
         self.claimed: list[Entry] = []
 
     def teardown(self) -> None:
@@ -42,21 +43,20 @@ class Requests(RuleBasedStateMachine):
 
     @rule(id=ids, by=st.sampled_from(PEOPLE))
     def approve(self, id: str, by: str) -> None:
-        if self.state[id] in ("submitted", "pending"):
+        if self.state[id] in ("submitted", "held"):
             self.ledger.approve(id, by)
             self.state[id] = "approved"
-            self.held.discard(id)
         else:
             with pytest.raises(UserError, match="cannot be approved"):
                 self.ledger.approve(id, by)
 
     @rule(id=ids, by=st.sampled_from(PEOPLE))
     def cancel(self, id: str, by: str) -> None:
-        if self.state[id] in ("submitted", "approved", "pending") and id not in self.released:
+        if self.state[id] in ("submitted", "approved", "pending", "held"):
             self.ledger.cancel(id, by, "")
             self.state[id] = "cancelled"
         else:
-            with pytest.raises(UserError, match="cannot be"):
+            with pytest.raises(UserError, match="cannot be cancelled"):
                 self.ledger.cancel(id, by, "")
 
     @rule(together=st.booleans())
@@ -68,33 +68,23 @@ class Requests(RuleBasedStateMachine):
         if running:
             assert chosen <= running and chosen
         for each in self.claimed:
-            ready = self.state[each.id] in ("approved", "pending", "running") and each.id not in self.held
-            assert ready and each.state == "running"
+            assert self.state[each.id] in ("approved", "pending", "released", "running") and each.state == "running"
             self.state[each.id] = "running"
 
     @rule()
     def release(self) -> None:
-        """What is planned is written down before it is done; a released one is not released again."""
+        """What is planned is stored before it is done."""
         for each in self.claimed:
-            if each.id not in self.released:
-                self.ledger.plan([each.id], {"planned": each.request.model_dump(mode="json")})
-                self.released[each.id] = 1
+            self.ledger.plan([each.id], Plan(request=each.request, method=each.method))
+            self.released.add(each.id)
 
-    @rule(end=st.sampled_from(("done", "approved", "pending", "held")))
-    def end(self, end: str) -> None:
-        ids = [each.id for each in self.claimed]
-        left = [id for id in ids if id not in self.released]
-        state = "pending" if end == "held" else end
-        for id in ids:
-            if id not in left:
-                self.ledger.move([id], "done" if end in ("done", "held") else state, "worker", "", None)
-                self.state[id] = self.ledger.entry(id).state
-        for id in left:
-            outcome = {"held": True, "model_sha256": "abc"} if end == "held" else {}
-            self.ledger.move([id], "refused" if end == "done" else state, "worker", "", outcome)
-            self.state[id] = "refused" if end == "done" else state
-            if end == "held":
-                self.held.add(id)
+    @rule(end=st.sampled_from(("done", "refused", "approved", "pending", "held")))
+    def end(self, end: State) -> None:
+        """A worker gives back what it has released as released, and nothing else."""
+        for each in self.claimed:
+            state: State = end if each.id not in self.released else "done" if end == "done" else "released"
+            self.ledger.finish([each.id], state, "worker", "", Outcome(model_sha256="abc"))
+            self.state[each.id] = state
         self.claimed = []
 
     @rule()
@@ -115,8 +105,8 @@ class Requests(RuleBasedStateMachine):
         assert all(self.state[id] not in ("cancelled", "refused") for id in self.released)
         last: dict[str, str] = {}
         for each in self.ledger.events():
-            assert each.before == last.get(each.request, "") and each.before not in ("cancelled", "done", "refused")
-            assert not (each.before == "running" and each.by in PEOPLE)
+            assert each.before == last.get(each.request) and each.before not in ("cancelled", "done", "refused")
+            assert not (each.before in ("running", "released") and each.by in PEOPLE)
             last[each.request] = each.after
         assert last == self.state
 

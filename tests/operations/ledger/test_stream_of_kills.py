@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork"),
 ]
 WORLD = (*TINY, "partition.clients=4", "data.train=64", "data.test=12", "model.lora=off")
-POLICY = ("--set", "hold.retain_points=100", "--set", "retrain.gone_share=1", "--quiet")
+POLICY = ("--set", "hold.retain_points=100", "--set", "retrain.forgotten_fraction=1", "--quiet")
 STEPS = 1000 if os.environ.get("EASE_SWEEP") == "all" else 40
 PER_RUN = 20
 """Steps before a new run is begun: there is only so much to forget."""

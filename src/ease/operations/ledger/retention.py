@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from ease.errors import UserError
 from ease.operations.evidence import attest
-from ease.operations.ledger.store import Ledger, now, stamp
-from ease.operations.ledger.work import alone
+from ease.operations.ledger.records import now, stamp
+from ease.operations.ledger.store import Ledger
+from ease.operations.ledger.work import worker_lock
 from ease.operations.purge import PLAN, Pass, purge
 from ease.requests.tombstones import read_tombstones
 from ease.runs.head import Head
@@ -17,11 +17,8 @@ from ease.runs.run import PURGING, Run
 def purge_released(folder: Path, older_than_days: float = 0.0) -> Iterator[Pass]:
     """Purge every release that is old enough and has none before it that is not; an interrupted purge goes on."""
     run, ledger = Run.load(folder, purging=True), Ledger(folder)
-    with alone(folder):
-        entries = ledger.entries() if ledger.exists else []
-        running = [entry.id for entry in entries if entry.state == "running"]
-        if running:
-            raise UserError(f"{folder}: {running[0]} is worked on, or its worker died; first finish it with: ease work")
+    with worker_lock(folder):
+        ledger.check_idle()
         old = stamp(now() - timedelta(days=older_than_days))
         if not (folder / PURGING / PLAN).is_file():
             attest(run)  # hashes of what is about to be rewritten or removed
@@ -32,17 +29,17 @@ def purge_released(folder: Path, older_than_days: float = 0.0) -> Iterator[Pass]
             yield done
         if ledger.exists:
             stones = read_tombstones(folder)
-            renamed = {entry.id: stones.renamed(entry.request) for entry in entries}
-            ledger.rename({entry.id: renamed[entry.id] for entry in entries if renamed[entry.id] != entry.request})
+            renamed = [(entry, stones.renamed(entry.request)) for entry in ledger.entries()]
+            ledger.rename({entry.id: request for entry, request in renamed if request != entry.request})
         attest(run)
 
 
 def _released_at(run: Run, head: Head, ledger: Ledger) -> list[str]:
     """When each release was made, by the ledger, or by its answer's record where someone released it by hand."""
     noted = {}
-    for entry in ledger.entries() if ledger.exists else ():
-        if entry.state == "done" and "release" in entry.outcome:
-            noted[entry.outcome["release"]] = ledger.events(entry.id)[-1].time
+    for entry in ledger.entries():
+        if entry.outcome.release is not None:
+            noted[entry.outcome.release] = ledger.events(entry.id)[-1].time
     paths = [run.model_path(release).parent / "record.json" for release in head.releases]
     written = [stamp(datetime.fromtimestamp(path.stat().st_mtime, UTC)) if path.is_file() else "" for path in paths]
     times = [noted.get(number, time) for number, time in enumerate(written, start=1)]

@@ -1,29 +1,30 @@
-"""Working through the queue: each request answered from the head, looked at, released, and closed, exactly once.
+"""The worker: it answers each request of the queue from the last release, measures and releases the result, once.
 
-Who works holds `.work.lock`, which the system drops with its process. So a request that is still running when someone
-gets the lock is of a process that died, and is gone on with. Each step can be repeated: an answer goes on from its
-journal, one that is finished stays, a release that was made is found in the head.
+The worker holds `.work.lock`, which the system drops when its process ends. A request that is running when another
+process gets the lock belongs to a process that died, and is continued. Each step can be repeated: an answer resumes
+from its journal, a finished one is kept, and a release that was made is found in the run's head.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ease.config import Config
 from ease.errors import Busy, Unwritable, UserError
 from ease.methods import make_method
 from ease.methods.base import Step, Unlearner
 from ease.operations.evidence import attest
-from ease.operations.ledger.impact import answering, outlook
+from ease.operations.ledger.impact import impact_of, method_for
 from ease.operations.ledger.policy import Policy
+from ease.operations.ledger.records import NOTHING, Entry, Outcome, Plan
 from ease.operations.ledger.states import State
-from ease.operations.ledger.store import Entry, Ledger
-from ease.requests.request import REQUESTS, Request, combined, remaining
+from ease.operations.ledger.store import Ledger
+from ease.requests.request import Request, combined, remaining
 from ease.requests.tombstones import read_tombstones
-from ease.runs.answers import answer_of, open_world, release, start_hash, trained_of
+from ease.runs.answers import StoredAnswer, answer_of, open_world, release, start_hash, trained_of
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
 from ease.runs.records import Metrics
@@ -31,153 +32,161 @@ from ease.runs.run import Run
 from ease.storage import exclusive, sha256
 
 LOCK = ".work.lock"
-BETWEEN_TRIES = 0.1
-"""Seconds before a busy lock is tried again."""
+RETRY_SECONDS = 0.1
+"""Time before a busy lock is tried again."""
 RETAINED = "retain/recall@1"
 
 Steps = Iterator[tuple[Step, Metrics]]
 Follow = Callable[[Steps, Request, Unlearner], None]
-"""Goes through the steps of an answer to its end, showing what it likes."""
+"""Iterates over the steps of an answer to its end, and may show progress."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What came of requests that were worked on together."""
+class Finished(Config):
+    """The result of requests that were worked on together."""
 
     ids: tuple[str, ...]
     state: State
     why: str
-    outcome: dict[str, Any]
+    outcome: Outcome
 
 
 def work(run: Run, policy: Policy, by: str, together: bool, follow: Follow) -> Iterator[Finished]:
-    """Answer everything that waits, in turn; what has to wait longer is tried once.
+    """Answer everything that waits, in turn; a request that has to wait longer is tried once.
 
-    Several processes may do so at the same time: each takes the next request once the others are between two.
+    Several processes may do so at the same time. Each takes its next request between two requests of another.
     """
     ledger, passed = Ledger(run.folder), list[str]()
-    with alone(run.folder):
-        attest(run)  # what a process that died had released; a log that was tampered with stops the queue
+    with worker_lock(run.folder):
+        attest(run)  # logs what a process that died had released; an altered log stops the queue
     while ledger.exists:
-        with alone(run.folder):
+        with worker_lock(run.folder):
             entries = ledger.claim(by, together, passed)
             if not entries:
                 return
             passed += [entry.id for entry in entries]
-            finished = list(_answered(run, ledger, entries, policy, by, follow))
+            finished = list(Batch(run, ledger, policy, by, follow, entries).answer())
         yield from finished
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Be the one who works here; wait for another one to end its request."""
+def worker_lock(folder: Path) -> Iterator[None]:
+    """Hold the worker's lock of a run; wait for another worker to end its request."""
     busy = f"{folder}: another process works through its requests; wait for it"
-    with ExitStack() as held:
+    with ExitStack() as stack:
         while True:
             try:
-                held.enter_context(exclusive(folder / LOCK, busy))
+                stack.enter_context(exclusive(folder / LOCK, busy))
                 break
             except Busy:
-                time.sleep(BETWEEN_TRIES)
+                time.sleep(RETRY_SECONDS)
         yield
 
 
-def _answered(
-    run: Run, ledger: Ledger, entries: Sequence[Entry], policy: Policy, by: str, follow: Follow
-) -> Iterator[Finished]:
-    """Take claimed requests to their ends."""
-    left = {entry.id: entry for entry in entries}
-    request: Request | None = None
+@dataclass
+class Batch:
+    """Claimed requests that one model answers."""
 
-    def given_back() -> dict[str, Any]:
-        """What is remembered of requests that come here again: of a release that was made, what it was to forget."""
-        made = request is not None and request in run.head.gone
-        return _plan(request, method) if request is not None and made else {}
+    run: Run
+    ledger: Ledger
+    policy: Policy
+    by: str
+    follow: Follow
+    entries: list[Entry]
+    """Those that are not finished yet."""
 
-    def ended(these: Sequence[str], state: State, why: str, outcome: dict[str, Any] | None = None) -> Finished:
-        ledger.move(these, state, by, why, outcome)
-        for id in these:
-            del left[id]
-        return Finished(tuple(these), state, why, outcome or {})
+    def answer(self) -> Iterator[Finished]:
+        """Take every request to the end of its turn."""
+        plan = self.entries[0].outcome.plan
+        try:
+            if plan is None:
+                yield from self._close_those_without_work()
+                if not self.entries:
+                    return
+                plan = yield from self._planned()
+                self.ledger.plan([entry.id for entry in self.entries], plan)
+            waived = {entry.waived for entry in self.entries}
+            state, why, outcome = _answered(self.run, plan, self.policy, waived, self.follow)
+            yield self._finish(self.entries, state, why, outcome)
+        except (Busy, Unwritable) as fault:  # the machine's, so the request comes first again
+            self._give_back(plan, "approved", fault)
+            raise
+        except UserError as error:
+            yield self._give_back(plan, "pending", error)
 
-    try:
-        planned, by_method = (entries[0].outcome.get(name) for name in ("planned", "method"))
-        settings = by_method or entries[0].method
+    def _close_those_without_work(self) -> Iterator[Finished]:
+        trained_of(self.run)  # refuses an unfinished training, which can answer nothing
+        for entry in list(self.entries):
+            impact = impact_of(self.run, entry.request, make_method(entry.method["method"], table=entry.method))
+            if impact.refusal:
+                yield self._finish([entry], "refused", impact.refusal)
+            elif impact.already_done:
+                yield self._finish([entry], "done", impact.already_done)
+
+    def _planned(self) -> Generator[Finished, None, Plan]:
+        """Decide what is answered, and by which method."""
+        settings = self.entries[0].method
         method = make_method(settings["method"], table=settings)
-        if planned is None:
-            trained_of(run)  # an unfinished training can answer nothing
-            for entry in entries:
-                seen = outlook(run, entry.request, method)
-                if seen.refusal or seen.settled:
-                    yield ended([entry.id], "refused" if seen.refusal else "done", seen.refusal or seen.settled)
-            if not left:
-                return
-            request = _left_of(run, [entry.request for entry in left.values()])
-            if len(left) > 1 and (why := outlook(run, request, method).refusal):
-                yield ended(list(left)[1:], "approved", f"not together: {why}")
-                request = _left_of(run, [entry.request for entry in left.values()])
-            method = answering(run, request, method, policy)
-            ledger.plan(list(left), _plan(request, method))
-        else:
-            request = REQUESTS.validate_python(planned)
-        waived = {entry.waived for entry in left.values()}
-        outcome, held = _released(run, request, method, policy, waived, follow)
-    except (Busy, Unwritable) as fault:  # none of the request's: it comes first again
-        ended(list(left), "approved", str(fault), given_back())
-        raise
-    except UserError as error:
-        yield ended(list(left), "pending", str(error), given_back())
-        return
-    yield ended(list(left), "pending" if held else "done", held, outcome)
+        request = self._remaining()
+        if len(self.entries) > 1 and (why := impact_of(self.run, request, method).refusal):
+            yield self._finish(self.entries[1:], "approved", f"not together: {why}")
+            request = self._remaining()
+        method = method_for(self.run, request, method, self.policy)
+        return Plan(request=request, method=method.model_dump(mode="json"))
+
+    def _remaining(self) -> Request:
+        """What the requests name together, without what is forgotten already."""
+        known = self.run.known()
+        assert known is not None  # it is trained
+        holdings = known[0].clients
+        whole = combined([entry.request for entry in self.entries], holdings)
+        return remaining(read_tombstones(self.run.folder).renamed(whole), holdings, self.run.head.gone)
+
+    def _give_back(self, plan: Plan | None, state: State, error: Exception) -> Finished:
+        """Leave the requests to a later turn; if their model is released, only the worker may move them."""
+        if plan is not None and plan.request in self.run.head.gone:
+            return self._finish(self.entries, "released", str(error), Outcome(plan=plan))
+        return self._finish(self.entries, state, str(error))
+
+    def _finish(self, entries: Sequence[Entry], state: State, why: str, outcome: Outcome = NOTHING) -> Finished:
+        ids = tuple(entry.id for entry in entries)
+        self.ledger.finish(ids, state, self.by, why, outcome)
+        self.entries = [entry for entry in self.entries if entry.id not in ids]
+        return Finished(ids=ids, state=state, why=why, outcome=outcome)
 
 
-def _plan(request: Request, method: Unlearner) -> dict[str, Any]:
-    """What is about to be done, for whoever has to go on with it."""
-    return {"planned": request.model_dump(mode="json"), "method": method.model_dump(mode="json")}
+def _answered(run: Run, plan: Plan, policy: Policy, waived: set[str], follow: Follow) -> tuple[State, str, Outcome]:
+    """Compute an answer and release it, or say why it is held; what is done already is not done again.
 
-
-def _left_of(run: Run, requests: Sequence[Request]) -> Request:
-    """What several requests name together, less what is gone already."""
-    known = run.known()
-    assert known is not None  # the outlook has looked
-    whole = read_tombstones(run.folder).renamed(combined(requests, known[0].clients))
-    return remaining(whole, known[0].clients, run.head.gone)
-
-
-def _released(
-    run: Run, request: Request, method: Unlearner, policy: Policy, waived: set[str], follow: Follow
-) -> tuple[dict[str, Any], str]:
-    """Answer a request and release the answer, or say why it is held; what is done already is not done again.
-
-    The log tells of a release before the ledger says `done`: should the process die between, it comes here again.
+    The log has the release before the ledger says `done`: if the process dies in between, both are completed here.
     """
-    stored = answer_of(run, request, method)
+    request, method = plan.request, make_method(plan.method["method"], table=plan.method)
+    closed = next((each for each in run.head.releases if each.request == request), None)
+    stored = answer_of(run, request, method) if closed is None else StoredAnswer(run.model_path(closed).parent)
     name = stored.folder.relative_to(run.folder / "requests").as_posix()
-    closed = request in run.head.gone
-    world = open_world(run, request if closed else None)
-    if not closed:
+    world = open_world(run, None if closed is None else request)
+    if closed is None:
         if stored.done and stored.record().trained_sha256 != start_hash(run):
-            shutil.rmtree(stored.folder)  # begun from a model that the run has left behind
+            shutil.rmtree(stored.folder)  # it began from a model that another release has replaced
         follow(forget(run, world, request, method), request, method)
     before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
     record, model = stored.record(), sha256(stored.model_path)
+    outcome = Outcome(
+        answer=name,
+        model_sha256=model,
+        retain_before=before.get(RETAINED),
+        retain_after=record.metrics.get(RETAINED),
+        seconds=record.metrics.get("cost/seconds"),
+    )
     fall = before.get(RETAINED, 0.0) - record.metrics.get(RETAINED, 0.0)
-    outcome = {
-        "answer": name,
-        "model_sha256": model,
-        "retain_before": before.get(RETAINED),
-        "retain_after": record.metrics.get(RETAINED),
-        "seconds": record.metrics.get("cost/seconds"),
-    }
-    if not closed:
-        if fall > policy.hold.retain_points and model not in waived:
-            why = (
-                f"held: recall@1 of retained pairs fell by {fall:.1f} points, and {policy.hold.retain_points:g} are "
-                "allowed; look at it, then approve or cancel"
-            )
-            return {**outcome, "held": True}, why
-        release(run, name)
+    if closed is None and fall > policy.hold.retain_points and model not in waived:
+        why = (
+            f"recall@1 of retained pairs fell by {fall:.1f} points, and {policy.hold.retain_points:g} are allowed; "
+            "look at the model, then approve or cancel the request"
+        )
+        return "held", why, outcome
+    release(run, name)  # has no effect on one that is released
     attest(run)
-    place = next(number for number, each in enumerate(run.head.releases, start=1) if each.request == request)
-    again = {"trained_again": True} if run.head.releases[place - 1].rounds else {}
-    return {**outcome, "release": place, **again}, ""
+    place, made = next(
+        (place, each) for place, each in enumerate(run.head.releases, start=1) if each.request == request
+    )
+    return "done", "", outcome.model_copy(update={"release": place, "trained_again": bool(made.rounds)})

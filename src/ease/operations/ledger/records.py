@@ -1,0 +1,148 @@
+"""What the ledger of a run stores: requests, the steps they took, and the consents of clients that joined."""
+
+import calendar
+import hashlib
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ease.config import Config
+from ease.errors import UserError
+from ease.operations.ledger.states import OPEN, State
+from ease.requests.request import Request
+from ease.runs.records import NamedMethod
+
+LONGEST_TEXT = 2000
+"""Characters of a reason or a name."""
+
+
+def now() -> datetime:
+    """Return the current time in UTC."""
+    return datetime.now(UTC)
+
+
+def stamp(time: datetime) -> str:
+    """Format a time in UTC, so that stamps are ordered as their times are."""
+    return time.astimezone(UTC).isoformat(timespec="milliseconds")
+
+
+def month_after(time: datetime) -> datetime:
+    """Return the same day of the next month, or its last day."""
+    year, month = time.year + time.month // 12, time.month % 12 + 1
+    return time.replace(year=year, month=month, day=min(time.day, calendar.monthrange(year, month)[1]))
+
+
+def check_text(option: str, text: str) -> None:
+    """Refuse text that is too long or that no file can hold."""
+    if len(text) > LONGEST_TEXT:
+        raise UserError(f"--{option}: more than {LONGEST_TEXT} characters; shorten it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--{option}: is not valid UTF-8; type it again") from error
+
+
+class Plan(Config):
+    """A request with all that it is combined with, and the method that answers it. It is stored before the answer is
+    computed, so that the next worker continues the same answer if this one dies."""
+
+    request: Request
+    method: NamedMethod
+
+
+class Outcome(Config):
+    """The result of a request so far; what does not exist yet is null."""
+
+    plan: Plan | None = None
+    """While the answer is computed."""
+    answer: str | None = None
+    """The name of the result, as REQUEST/METHOD."""
+    model_sha256: str | None = None
+    release: int | None = None
+    """Number of its release."""
+    trained_again: bool = False
+    """Whether the policy chose a training from the start."""
+    retain_before: float | None = None
+    """Recall@1 of retained pairs in percent before the request."""
+    retain_after: float | None = None
+    """Recall@1 of retained pairs in percent after the request."""
+    seconds: float | None = None
+
+
+NOTHING = Outcome()
+"""The outcome of a request that nobody has worked on."""
+
+
+class Entry(Config):
+    """One request in the ledger."""
+
+    number: int
+    """Order of arrival."""
+    id: str
+    request: Request
+    method: NamedMethod
+    asked_by: str
+    ground: str
+    """The legal or other ground of the request."""
+    reason: str
+    priority: int
+    """Larger goes first."""
+    submitted: str
+    deadline: str
+    state: State = "submitted"
+    why: str = ""
+    """Why it is in this state, if there is something to say."""
+    batch: str = ""
+    """Requests with the same batch are answered together."""
+    outcome: Outcome = NOTHING
+    waived: str = ""
+    """Hash of the model that a person accepted although recall of retained pairs fell."""
+
+    def is_overdue(self, time: datetime) -> bool:
+        """Return whether the request is open after its deadline."""
+        return self.state in OPEN and self.deadline < stamp(time)
+
+
+class Event(Config):
+    """One step of a request."""
+
+    request: str
+    time: str
+    before: State | None
+    """Null: it was handed in."""
+    after: State
+    by: str
+    why: str
+
+
+class Consent(Config):
+    """Why pairs that were not in the training are in it now: a client joined, or joined again."""
+
+    client: int
+    time: str
+    given_by: str
+    text: str
+    pairs: int
+    returned: int
+    """How many of the pairs had been forgotten before."""
+
+    @property
+    def content_hash(self) -> str:
+        """The hash that the run stores, so that a later change of the words is noticed."""
+        return hashlib.sha256(json.dumps([self.given_by, self.time, self.text]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A request that is not in the ledger yet."""
+
+    request: Request
+    method: NamedMethod
+    asked_by: str
+    ground: str = ""
+    reason: str = ""
+    priority: int = 0
+    deadline: datetime | None = None
+    """None: a month after it is handed in."""
+    id: str | None = None
+    """None: derived from the request, the method and who asked."""

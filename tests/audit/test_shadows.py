@@ -320,8 +320,6 @@ def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
     named = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[::4])
     request: Request = SampleRequest(ids=tuple(sorted(named))) if single else ClientRequest(clients=(1,))
     method = make_method(name)
-    if name == "ease":
-        method = make_method(name, ("delta=0.5",))  # the small world has no held-out pairs to choose it by
     test = world.evaluator.pairs.indices("test")
     candidates = choose_candidates(
         world.shards, request, test, world.evaluator.classes_of(test), world.evaluator.pairs.ids, 0

@@ -21,7 +21,7 @@ from ease.federation.check import checked
 from ease.federation.credentials import admit, make_authority, make_node_key, read_admitted, told_key
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.flower import GRID, SERVER, Flower
-from ease.federation.launch import QUIET, check_exposure, environment
+from ease.federation.launch import QUIET, FlowerServer, check_exposure, environment
 from ease.federation.protocol import LocalJob
 from ease.federation.remote import LATE, Remote
 from ease.federation.wire import LENGTH, Answer, encode, receive, send
@@ -234,3 +234,18 @@ def test_without_a_server_no_client_is_to_blame(
     sound = checked(Remote(Flower(tmp_path), held, held, "0" * 32, deadline=5.0), TrainingConfig())
     with pytest.raises(Disconnected, match="start it with `ease server"):
         list(sound.run(world.server.initial(), local_job(), [0, 1, 2]))
+
+
+def test_a_federation_in_a_relative_folder_hands_flower_paths_that_lead_somewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, body in (("flower-superlink", "exit 0"), ("flwr", 'test -f "$3" || { echo "no file at $3"; exit 1; }')):
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("EASE_FLOWER", str(programs))
+    monkeypatch.chdir(tmp_path)
+    admit(Path("federation"), 0, make_node_key(tmp_path / "node-0"))
+
+    FlowerServer(Path("federation")).register()

@@ -24,7 +24,7 @@ from ease.federation.flower import GRID, SERVER, Flower
 from ease.federation.remote import node_socket
 from ease.storage import write_atomic, write_json
 
-BUNDLE = Path(__file__).parent / "bundle"
+BUNDLE = Path(__file__).absolute().parent / "bundle"
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -198,7 +198,8 @@ class FlowerServer:
         if self.insecure:
             return
         new = {c: text for c, text in read_admitted(self.folder).clients.items() if text not in self._registered}
-        paths = {client: self.folder / "flower" / f"client-{client}.pub" for client in new}
+        folder = (self.folder / "flower").absolute()  # Flower's program starts in another working directory
+        paths = {client: folder / f"client-{client}.pub" for client in new}
         for client, text in new.items():
             write_atomic(paths[client], f"{text}\n".encode())
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -22,6 +22,10 @@ class Diverged(UserError):
     """Training or unlearning ended in no usable model: for a grid of many answers a finding, and no reason to stop."""
 
 
+class TooFew(UserError):
+    """A round to which too few clients gave a sound answer."""
+
+
 class Busy(UserError):
     """Another process is at work here: the same command works once it has ended."""
 

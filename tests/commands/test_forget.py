@@ -10,6 +10,7 @@ import pytest
 
 from ease.commands.train import train_run
 from ease.data.words import content, says_all
+from ease.errors import UserError
 from ease.federation.fedavg import participants
 from ease.federation.sequential import Sequential
 from ease.methods import METHODS
@@ -407,7 +408,7 @@ def test_a_damaged_record_of_a_round_is_one_line(refused, run: Path) -> None:
     record.write_text(record.read_text()[:-40])
     refused(run, ["--client", "1"], "rounds/00001/round.json", "damaged")
     record.unlink()
-    refused(run, ["--client", "1"], "training stopped after round 0 of 2")
+    refused(run, ["--client", "1"], "nothing is trained here yet")
 
 
 @pytest.mark.parametrize("damage", ["flipped", "of another round"])
@@ -437,13 +438,46 @@ def test_damage_of_a_retained_clients_update_does_not_concern_a_client_that_leav
     assert result.code == 2 and all(part in result.err for part in said)
 
 
-def test_an_unfinished_training_is_one_line(refused, small, tmp_path: Path) -> None:
+def test_a_training_that_stopped_early_serves_requests_from_its_last_round(ease, small, tmp_path: Path) -> None:
     config = load_config(None, small)
     run = Run.create(tmp_path / "run", config)
     rounds = run.train(World.open(config))
     next(rounds)
     rounds.close()
-    refused(run.folder, ["--client", "1"], "training stopped after round 1 of 2", "ease train")
+    forgotten = ease("forget", run.folder, "--client", 1, "--quiet")
+    assert forgotten.code == 0 and "stopped after round 1 of 2; using round 1" in forgotten.err
+    assert ease("export", run.folder, "--quiet").code == 0
+    continued = ease("train", "--resume", run.folder, "--until", 2, "--quiet")
+    assert continued.code == 0, continued.err
+    (release,) = run.head.releases  # the answer is what the training goes on from
+    assert release.after_round == 1 and run.history.rounds() == 2
+    assert run.history.start_path(2) == run.model_path(release) and 1 not in run.history.clients(2)
+
+
+def test_more_rounds_that_failed_block_neither_the_queue_nor_exports(ease, run: Path) -> None:
+    """They leave a configuration that names more rounds than there are."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise UserError("two sites are down")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ease.runs.run.train", failing)
+        assert ease("train", "--resume", run, "--until", 4, "--quiet").code == 2
+    assert Run.load(run).config.training.rounds == 4 and Run.load(run).history.rounds() == 2
+    added = ease("request", "add", run, "--client", 1, "--by", "dpo", "--approve", "--quiet")
+    assert added.code == 0, added.err
+    worked = ease("work", run, "--quiet")
+    assert worked.code == 0 and "using round 2" in worked.err
+    assert [each.after_round for each in Run.load(run).head.releases] == [2]
+    assert ease("export", run, "--quiet").code == 0
+
+
+def test_rounds_before_a_release_may_not_be_missing(ease, refused, run: Path) -> None:
+    """An older round contains what the release has forgotten."""
+    assert ease("forget", run, "--client", 1, "--quiet").code == 0
+    assert ease("release", run, "--request", "client-1").code == 0
+    shutil.rmtree(run / "rounds/00002")
+    refused(run, ["--client", "2"], "rounds before the release of client-1/ease are missing", "restore them")
 
 
 def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import pytest
 import torch
 
 from ease.errors import UserError
-from ease.federation.protocol import Wrapped
+from ease.federation.check import refusal
+from ease.federation.protocol import LocalJob, Update, Wrapped
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease, final_loss, share_prior
 from ease.methods.ease_paper import EasePaper
+from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, trained_of
 from ease.runs.config import RunConfig
@@ -288,6 +291,27 @@ def test_a_request_goes_on_without_a_faulty_client_and_names_it(world, run: Run,
     record = answer_of(run, request, Ease()).record()
     asking = record.rounds[1:] if name == "client" else record.rounds  # a client's stored updates are subtracted
     assert asking and all("0" in each.notes["rejected"] for each in asking)
+
+
+class Away(Wrapped):
+    """All clients are down as soon as recovery begins."""
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        yield from (refusal(each, "no node answers") for each in clients) if job.stream == "ease" else ()
+        yield from () if job.stream == "ease" else self.inner.run(params, job, clients)
+
+
+@pytest.mark.parametrize("name", ["client", "sample"])
+def test_an_erasure_does_not_wait_for_sites_that_hold_none_of_the_pairs(world, run: Run, name: str) -> None:
+    request = CLIENT if name == "client" else samples(world)
+    away = replace(world)
+    away.__dict__["federation"] = Away(world.federation)
+    (first, _), (last, _) = forget(run, away, request, Ease(), observe=False)
+    assert last.state == first.state and "recovery ended early: round 1" in last.notes["ended"]
+    stored = answer_of(run, request, Ease())
+    assert stored.base() is not None and set(stored.record().rounds[1].notes["rejected"]) == {"0", "1", "2"} - (
+        {"1"} if name == "client" else set()
+    )
 
 
 def test_a_bad_answer_blocks_no_rerun(world, run: Run, tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def _tell_time(run: Run, audit: Together, quiet: bool) -> None:
     (shadows, orders), each = audit.missing(), seconds_per_round(run)
     if quiet or each is None or not (shadows or orders):
         return
-    seconds = (len(shadows) + len(orders)) * run.config.training.rounds * each / audit.processes()
+    seconds = (len(shadows) + len(orders)) * run.training.rounds * each / audit.processes()
     errors.print(
         f"{len(shadows)} shadow models and {len(orders)} retrainings are to be trained, about {duration(seconds)}; "
         "what is finished is kept if you stop",

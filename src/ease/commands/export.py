@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ease.commands.train import tell_unfinished
 from ease.console import labelled, megabytes, status
 from ease.runs.export import Format, export
 from ease.runs.run import Run
@@ -32,6 +33,7 @@ class ExportSummary:
 def export_run(folder: Path, request: str | None, form: Format, out: Path | None, quiet: bool) -> ExportSummary:
     """Export the trained model of a run, or what a request left, by default into the run itself."""
     run = Run.load(folder)
+    tell_unfinished(run)
     out = out or folder / "exports" / (request or "trained") / form
     with status("exporting", quiet):
         return ExportSummary(request, form, tuple(export(run, request, form, out)), out)

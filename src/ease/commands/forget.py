@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ease.audit.preflight import audit_prospects
 from ease.audit.quick_check import QuickCheck, check_answer
 from ease.commands.preview import look, tell, when_answered
-from ease.commands.train import TrainSummary, tell_threads, train_run
+from ease.commands.train import TrainSummary, tell_threads, tell_unfinished, train_run
 from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.measures.alignment import alignment_residual
@@ -199,11 +199,12 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bo
     """Answer a request on a finished run, by its usual method where none is given."""
     run = Run.load(folder)
     method = method or usual_method(run)
-    trained_of(run)  # refuses an unfinished training before the long work begins
+    trained_of(run)  # refuses a run without a finished round before the long work begins
     check_method(run, method)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
     check_wanted(run, wanted)
     tell_threads(run)
+    tell_unfinished(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
         resolved = parse_request(world, wanted)
@@ -293,7 +294,7 @@ def release_run(folder: Path, name: str) -> ReleaseSummary:
 
 def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:
     """Run a method on a request, with a bar over its rounds."""
-    total = method.rounds(run.config.training, request)
+    total = method.rounds(run.training, request)
     # What was answered before comes at once: a bar would stay where it began.
     with rounds_bar(f"{method.name:9}", total, 0, quiet or answer_of(run, request, method).done) as bar:
         for step, metrics in forget(run, world, request, method):

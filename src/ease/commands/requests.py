@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ease.commands.forget import recalled
-from ease.commands.train import tell_threads
+from ease.commands.train import tell_threads, tell_unfinished
 from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.methods import make_method
@@ -288,9 +288,10 @@ def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet
     """Answer what waits, with a bar over the rounds of each answer."""
     run = Run.load(folder)
     tell_threads(run)
+    tell_unfinished(run)
 
     def follow(steps: Steps, request: Request, method: Unlearner) -> None:
-        total = method.rounds(run.config.training, request)
+        total = method.rounds(run.training, request)
         with rounds_bar(f"{request_id(request)[:20]:20}", total, 0, quiet) as bar:
             for step, metrics in steps:
                 bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})

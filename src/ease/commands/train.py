@@ -128,6 +128,12 @@ def tell_threads(run: Run) -> None:
         errors.print(note, soft_wrap=True, markup=False, highlight=False)
 
 
+def tell_unfinished(run: Run) -> None:
+    """Print a line if training stopped early and the last finished round is used."""
+    if note := run.unfinished_note():
+        errors.print(note, soft_wrap=True, markup=False, highlight=False)
+
+
 def _data_report(world: World) -> DataReport | None:
     """What was odd in the files of the data; nothing for generated data."""
     pairs = world.evaluator.pairs

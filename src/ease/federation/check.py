@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ease.errors import Disconnected, Diverged, UserError
+from ease.errors import Disconnected, Diverged, TooFew, UserError
 from ease.federation.expected import answer_fault
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.journal import Journal
@@ -150,7 +150,7 @@ def too_few(
     more = f"; and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     if refused and not sound and all(NOT_FINITE in reason for reason in refused.values()):
         return Diverged(f"round {job.round}: every update was rejected ({named}{more}); lower training.learning_rate")
-    return UserError(
+    return TooFew(
         f"round {job.round}, {job.objective}: {sound} of {asked} clients gave a sound answer and {needed} are needed "
         f"({named}{more}); nothing of theirs was kept: run the same command again once they answer"
         + ("" if everyone else ", or lower training.quorum")

@@ -83,7 +83,9 @@ def _ready(run: Run) -> Membership:
             f"{run.folder}: a closed-form head is trained in one round, which nobody can join later; train it again, "
             "with the newcomer, into another folder"
         )
-    trained_of(run)  # an unfinished training would go on with other clients than it began with
+    trained_of(run)
+    if note := run.unfinished_note():  # it would go on with other clients than it began with
+        raise UserError(f"{note}; a client joins after that")
     if run.config.data.canaries:
         raise UserError(f"{run.folder}: has canaries, which are drawn anew when the data grow; train without them")
     Ledger(run.folder).check_idle()

@@ -143,7 +143,7 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
     run, release = staged.run, head.releases[place]
     known = run.known()
     assert known is not None  # it has releases
-    trained_of(run)  # an unfinished training has rounds that no release closed
+    trained_of(run)  # refuses rounds that are missing before anything is written
     for path in staged.folder.glob("*") if staged.folder.is_dir() else ():
         if path.name != "journal":  # answers of clients, which need not be asked for again
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -93,19 +93,22 @@ class StoredAnswer:
 
 
 def _before(run: Run, request: Request | None) -> tuple[Head, TrainingConfig]:
-    """The head and the finished training that a request begins from, or began from if it is closed already."""
-    rounds, wanted = run.history.rounds(), run.config.training.rounds
-    if rounds < wanted:
-        raise UserError(
-            f"{run.folder}: training stopped after round {rounds} of {wanted}; finish it first with `ease train`"
-        )
+    """The head and the training that a request begins from, or began from if it is closed already.
+
+    The last finished round is a usable model, so a training that stopped early does not keep requests waiting.
+    """
+    training = run.training
+    if not training.rounds:
+        raise UserError(f"{run.folder}: nothing is trained here yet; finish it with `ease train`")
+    if lost := [each.answer for each in run.head.releases if each.after_round > training.rounds]:
+        # An older round would contain what the release has forgotten.
+        raise UserError(f"{run.folder}: rounds before the release of {lost[-1]} are missing; restore them")
     head = run.head if request is None else run.head.before(request)
     closed = next((each for each in run.head.releases if each.request == request), None)
     if closed is not None and closed.purged:
         raise UserError(
             f"{run.folder}: {closed.answer} was purged and the model before it is gone; audit and compare before that"
         )
-    training = run.config.training
     if closed is not None:
         training = training.model_copy(update={"rounds": closed.after_round})
     return head, training
@@ -220,9 +223,8 @@ def settle_head(run: Run) -> Release | None:
     """Before more rounds: what the one answered request left is what the run goes on from; more than one answer is
     for a person to choose from, and training refuses until someone has. No one can choose an answer that a release
     has overtaken."""
-    begun = (run.folder / "run.json").is_file()
-    grown = begun and Run.load(run.folder).config.training.rounds <= run.history.rounds() < run.config.training.rounds
-    answered = run.unreleased() if grown else []
+    grows = (run.folder / "run.json").is_file() and run.history.rounds() < run.config.training.rounds
+    answered = run.unreleased() if grows else []
     for name in answered:
         for record in sorted((run.folder / "requests" / name).glob("*/record.json")):
             check_current(Run.load(run.folder), StoredAnswer(record.parent))

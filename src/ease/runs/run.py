@@ -14,6 +14,7 @@ from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.federation.check import checked
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import History
 from ease.federation.meter import Cost, Metered
 from ease.model.backbones import Backbone
@@ -126,6 +127,22 @@ class Run:
             every=training.history_every,
             share=training.history_share,
             seed=self.config.seed,
+        )
+
+    @property
+    def training(self) -> TrainingConfig:
+        """The recipe of the finished rounds: that of the configuration, which may name more rounds than there are."""
+        training = self.config.training
+        return training.model_copy(update={"rounds": min(training.rounds, self.history.rounds())})
+
+    def unfinished_note(self) -> str:
+        """One line if training stopped early and the last finished round is used; else nothing."""
+        done, wanted = self.training.rounds, self.config.training.rounds
+        if not 0 < done < wanted:
+            return ""
+        return (
+            f"{self.folder}: training stopped after round {done} of {wanted}; using round {done} "
+            f"(to continue it: ease train --resume {self.folder} --until {wanted})"
         )
 
     def hosted(self, world: World) -> World:

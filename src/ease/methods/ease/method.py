@@ -11,7 +11,8 @@ import torch
 from pydantic import Field
 
 from ease.config import Config
-from ease.federation.fedavg import TrainingConfig, average, participants
+from ease.errors import TooFew
+from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Precision
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, told_of
 from ease.methods.columns import Change, single_direction
@@ -90,15 +91,18 @@ class Ease(Unlearner):
             job = training.job(number, trained.seed, trained.temperature, self.name, request=request, data="retain")
             drawn = participants(clients, training, trained.seed, number)
             # States travel in half precision. The returned changes are added to the full state.
-            finished = average(state, federation.run(halved(state), job, drawn), training, number)
+            try:
+                finished, ended = average(state, federation.run(halved(state), job, drawn), training, number), ""
+            except TooFew as error:  # the pairs are subtracted: an erasure does not wait for sites that hold none
+                finished, ended = Round(number, state, ()), f"recovery ended early: {error}"
             state, _ = excise(finished.state, state, dict(trained.locked))
             recovered = finished.loss is None or goal is None or finished.loss <= goal
-            last = number == most or (number >= least and recovered)
+            last = number == most or (number >= least and recovered) or bool(ended)
             yield Step(
                 state,
                 "recovery",
                 finished.loss,
-                told_of(finished),
+                {**told_of(finished), **({"ended": ended} if ended else {})},
                 bases=joined(self._directions(trained, contribution), trained.locked) if last and self.lock else None,
                 base=UnlearningBase(base, contribution.reports) if last else None,
             )

@@ -80,7 +80,7 @@ def impact_of(run: Run, request: Request, method: Unlearner) -> Impact:
     gone, named = _pairs(holdings, head.gone), _pairs(holdings, (request,))
     remaining = {client: ids - gone[client] for client, ids in _train_ids(holdings).items()}
     clients = {client: len(ids & remaining[client]) for client, ids in named.items() if ids & remaining[client]}
-    history, training, model = run.history, run.config.training, run.config.model
+    history, training, model = run.history, run.training, run.config.model
     rounds = tuple(number for number in range(1, history.rounds() + 1) if clients.keys() & set(history.clients(number)))
     holders = len(clients) / max(1, sum(map(bool, remaining.values())))
     shared = model.lora == "off" or model.backbone == "tiny"
@@ -94,7 +94,7 @@ def impact_of(run: Run, request: Request, method: Unlearner) -> Impact:
         rounds=rounds,
         models=(f"trained, round {history.rounds()}", *(each.answer for each in head.releases)) if rounds else (),
         seconds=None if each is None else cost * each,
-        cost_fraction=cost / training.rounds,
+        cost_fraction=cost / max(1, training.rounds),
         method=method.name,
         forgotten_fraction=_forgotten_fraction(
             holdings, before=head.gone[: head.renewed], since=(*head.gone[head.renewed :], request)

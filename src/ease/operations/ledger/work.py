@@ -114,7 +114,7 @@ class Batch:
             yield self._give_back(plan, "pending", error)
 
     def _close_those_without_work(self) -> Iterator[Finished]:
-        trained_of(self.run)  # refuses an unfinished training, which can answer nothing
+        trained_of(self.run)  # refuses a run without a finished round, which can answer nothing
         for entry in list(self.entries):
             impact = impact_of(self.run, entry.request, make_method(entry.method["method"], table=entry.method))
             if impact.refusal:

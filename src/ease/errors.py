@@ -34,5 +34,9 @@ class Unwritable(UserError):
     """A file that the disk did not take: the same command works once it does."""
 
 
+class ClientError(UserError):
+    """A client cannot do its job, because of its own files or of what it was sent; the others can go on without it."""
+
+
 class Disconnected(UserError):
     """The server's own line to all clients is gone, for which no client is to blame."""

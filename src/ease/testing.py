@@ -23,7 +23,7 @@ import torch
 
 from ease.config import to_toml, validate
 from ease.data.features import Activations
-from ease.errors import UserError
+from ease.errors import ClientError, UserError
 from ease.federation.check import checked
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
 from ease.federation.engines import make_engine
@@ -137,8 +137,8 @@ PATIENCE = 1.0
 class Faulty(Wrapped):
     """One client fails or lies in a given way, in a share of its answers that a seed chooses.
 
-    Its work raises an error, takes forever (`silence`: once), gets lost, comes twice, comes after all others, holds
-    what is no number, has another shape, claims pairs that it does not hold, or comes under the name of another client.
+    Its work raises a `ClientError`, takes forever (`silence`: once), gets lost, comes twice, comes after all others,
+    holds what is no number, has another shape, claims pairs that it does not hold, or names another client.
     """
 
     def __init__(self, inner: Federation, fault: Fault, client: int = FAILING, share: float = 1.0, seed: int = 0):
@@ -159,7 +159,7 @@ class Faulty(Wrapped):
                 continue
             self.spoilt += 1
             if self.fault == "raise":
-                raise RuntimeError(f"client {client} broke down")
+                raise ClientError(f"client {client} broke down")
             if self.fault == "silence" and self.spoilt == 1:
                 threading.Event().wait(SILENT_SECONDS)
             for update in self.inner.run(params, job, [client]):

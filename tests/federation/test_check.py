@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ease.errors import Diverged, UserError
+from ease.errors import ClientError, Diverged, UserError
 from ease.federation.check import Checked, checked
 from ease.federation.expected import contrasted
 from ease.federation.fedavg import TrainingConfig, average
@@ -79,7 +79,8 @@ UNSOUND = {
     "negative": (lambda u: replace(u, pairs=-1), "reports -1 pairs"),
     "no number of pairs": (lambda u: replace(u, pairs=math.nan), "reports nan pairs, and a whole number"),
     "half a pair": (lambda u: replace(u, pairs=1.5), "whole number"),
-    "no tensor": (lambda u: with_value(u, "loss", "low"), "malformed"),
+    "no tensor": (lambda u: with_value(u, "loss", "low"), "its value 'loss' is not a tensor"),
+    "no parameters": (lambda u: replace(u, delta=u.change.tensors), "its change is a .*, and parameters are expected"),
     "another id": (lambda u: replace(u, client=2), "answered as client 2"),
     "unknown id": (lambda u: replace(u, client=77), "answered as client 77"),
 }
@@ -175,7 +176,7 @@ def test_one_that_breaks_down_once_is_asked_again(world, local_job) -> None:
         def run(self, params, job, clients):
             if 1 in clients and not self.failed:
                 self.failed += 1
-                raise OSError("the line broke")
+                raise ClientError("the line broke")
             return self.inner.run(params, job, clients)
 
     state = world.server.initial()
@@ -190,7 +191,21 @@ def test_one_that_breaks_down_once_is_asked_again(world, local_job) -> None:
 def test_one_that_always_breaks_down_is_named_with_its_error(world, local_job) -> None:
     sound = checked(Faulty(world.federation, "raise"), TRAINING)
     assert [each.client for each in sound.run(world.server.initial(), local_job(), [0, 1])] == [1]
-    assert sound.left_out() == {0: "it failed with RuntimeError: client 0 broke down"}
+    assert sound.left_out() == {0: "it failed: client 0 broke down"}
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("bug", [TypeError, RuntimeError, UserError])
+def test_a_fault_of_the_program_is_blamed_on_no_client(world, local_job, together: bool, bug: type) -> None:
+    class Broken(Wrapped):
+        def run(self, params, job, clients):
+            raise bug("a bug")
+
+    engine = Broken(world.federation)
+    engine.together = together
+    for deadline in (None, 60.0):
+        with pytest.raises(bug, match="a bug"):
+            list(checked(engine, TrainingConfig(deadline=deadline)).run(world.server.initial(), local_job(), [0, 1]))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -215,10 +230,10 @@ def test_a_silent_client_holds_no_one_up(world, local_job, together: bool) -> No
 def test_a_reason_is_one_short_line(world, local_job) -> None:
     class Loud(Wrapped):
         def run(self, params, job, clients):
-            raise ValueError("a\n\x1b[31mb" + "c" * 1000)
+            raise ClientError("a\n\x1b[31mb" + "c" * 1000)
 
     (refused,) = Checked(Loud(world.federation)).run(world.server.initial(), local_job(), [0])
-    assert refused.refused.startswith("it failed with ValueError: a [31mbccc") and len(refused.refused) == 300
+    assert refused.refused.startswith("it failed: a [31mbccc") and len(refused.refused) == 300
 
 
 # --- measurements and replays ---

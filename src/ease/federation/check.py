@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ease.errors import Disconnected, Diverged, TooFew, UserError
+from ease.errors import ClientError, Diverged, TooFew, UserError
 from ease.federation.expected import answer_fault
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.journal import Journal
@@ -19,7 +19,7 @@ from ease.federation.protocol import NOT_FINITE, Federation, LocalJob, Update, W
 from ease.params import Params
 
 ATTEMPTS = 2
-"""How often a client is asked whose work fails with an error."""
+"""How often a client is asked that reports an error."""
 LONGEST_REASON = 300
 NAMED = 3
 """Clients that an error names one by one."""
@@ -40,7 +40,11 @@ def checked(
 
 
 class Checked(Wrapped):
-    """A federation that gives one answer for each client that was asked: a sound one, or why there is none."""
+    """A federation that gives one answer for each client that was asked: a sound one, or why there is none.
+
+    A client fails by a `ClientError`, by a refusal or by silence. Any other exception is a fault of this program and
+    passes, because a bug that is blamed on a client would be found by nobody.
+    """
 
     def __init__(self, inner: Federation, deadline: float | None = None):
         super().__init__(inner)
@@ -61,15 +65,13 @@ class Checked(Wrapped):
             yield refusal(stranger, "it was not asked")
 
     def _together(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, list[Update]]:
-        """What comes back when all are asked at once, by client; after an error, whatever came before it."""
+        """The answers to one message to all, by client; after a client's error, the answers before it."""
         found: dict[int, list[Update]] = {}
         try:
             for update in within(self.deadline, lambda: self.inner.run(params, job, clients)):
                 found.setdefault(update.client, []).append(update)
-        except Disconnected:
-            raise
-        except Exception:  # whose error it was shows when each is asked alone
-            pass
+        except (ClientError, TimeoutError):
+            pass  # whose it was shows when each is asked alone
         return found
 
     def _alone(self, params: Params, job: LocalJob, client: int) -> Update:
@@ -80,10 +82,8 @@ class Checked(Wrapped):
                 answers = list(within(self.deadline, lambda: self.inner.run(params, job, [client])))
             except TimeoutError:
                 return refusal(client, f"it did not answer within {self.deadline:g} s")
-            except Disconnected:
-                raise
-            except Exception as error:
-                reason = f"it failed with {type(error).__name__}: {error}"
+            except ClientError as error:
+                reason = f"it failed: {error}"
                 continue
             others = sorted({answer.client for answer in answers} - {client})
             if others:
@@ -94,13 +94,10 @@ class Checked(Wrapped):
         return refusal(client, reason)
 
     def _judged(self, update: Update, params: Params, job: LocalJob) -> Update:
-        """The answer if it is sound, else its refusal; an answer that cannot even be looked at is unsound too."""
+        """The answer if it is sound, else its refusal."""
         held = self.inner.held.get(update.client, ())
-        try:
-            expected = objective(job.objective).expected(params, job, update.client, len(held))
-            reason = answer_fault(update, expected, params.map(promoted), len(held))
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            reason = f"its answer is malformed ({type(error).__name__}: {error})"
+        expected = objective(job.objective).expected(params, job, update.client, len(held))
+        reason = answer_fault(update, expected, params.map(promoted), len(held))
         return update if reason is None else refusal(update.client, reason)
 
 

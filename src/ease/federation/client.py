@@ -8,7 +8,7 @@ import torch
 from ease.data.examples import Examples, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
-from ease.errors import UserError
+from ease.errors import ClientError
 from ease.federation.client_history import Kept
 from ease.federation.protocol import LocalJob, Update
 from ease.params import Params
@@ -42,7 +42,7 @@ class ClientData:
     def memory(self) -> Kept:
         """What it keeps of the training, where something is asked of it."""
         if self.kept is None:
-            raise UserError(
+            raise ClientError(
                 f"client {self.shard.client}: keeps nothing of the training, and is asked about it; open the world of "
                 'the run with its folder, or train with training.history = "server"'
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ease.config import Config, validate
-from ease.errors import UserError
+from ease.errors import ClientError, UserError
 from ease.federation.codec import Hash, decode_state, encode_state
 from ease.federation.container import content_hash
 from ease.params import Params
@@ -73,8 +73,8 @@ class Kept:
             raise self._lost(path, "damaged (its hash is not the recorded one)")
         return decode_state(data, str(path))
 
-    def _lost(self, path: Path, what: str) -> UserError:
-        return UserError(f"{path}: {what}, so client {self.client} cannot report its updates; {ALTERNATIVES}")
+    def _lost(self, path: Path, what: str) -> ClientError:
+        return ClientError(f"{path}: {what}, so client {self.client} cannot report its updates; {ALTERNATIVES}")
 
     def _round(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:05d}"

@@ -83,6 +83,8 @@ def answer_fault(update: Update, expected: Expected | None, state: Params, held:
         return f"it reports {update.pairs!r} pairs, and a whole number is expected"
     if not 0 <= update.pairs <= held:
         return f"it reports {update.pairs} pairs and holds {held}"
+    if reason := _type_fault(update):
+        return reason
     if update.pairs == 0 and update.delta is None and not update.values and (expected is None or expected.abstains):
         return None
     if expected is None:
@@ -96,6 +98,14 @@ def answer_fault(update: Update, expected: Expected | None, state: Params, held:
         return "it carries parameters, and values alone were asked for"
     reason = _values_fault(update.values, expected)
     return expected.fault(update) if reason is None and expected.fault is not None else reason
+
+
+def _type_fault(update: Update) -> str | None:
+    """Why an answer is malformed: engines of other packages need not check what they pass on."""
+    if not isinstance(update.delta, Params | None):
+        return f"its change is a {type(update.delta).__name__}, and parameters are expected"
+    strange = [name for name, value in update.values.items() if not isinstance(value, Tensor)]
+    return f"its value {str(strange[0])[:80]!r} is not a tensor" if strange else None
 
 
 def _values_fault(values: Mapping[str, Tensor], expected: Expected) -> str | None:

@@ -10,7 +10,8 @@ command can be resumed, and gives no other ones.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ease.config import Config, validate
-from ease.errors import UserError
+from ease.errors import ClientError, UserError
 from ease.federation.check import NAMED, each_reason
 from ease.federation.client import ClientData
 from ease.federation.container import pack, unpack
@@ -275,22 +276,35 @@ def client_secret(folder: Path) -> bytes:
     return secret
 
 
+@contextmanager
+def _fails_as_client() -> Iterator[None]:
+    """Turn a user error into a client's: whatever a client refuses or cannot read, the others can go on without it."""
+    try:
+        yield
+    except UserError as error:
+        raise ClientError(str(error)) from error
+
+
+@_fails_as_client()
 def measure_keys(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """Fresh keys, as they are advertised."""
     keys = Keys.of(client_secret(client.memory.folder), os.urandom(SECRET))
     return {KEYS: _rows(keys.card.to_bytes(), CARD)[0]}
 
 
+@_fails_as_client()
 def measure_shares(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     boxes, commitments = Participant.of(client, job).shares()
     return {SHARES: _rows(boxes, SEALED), COMMITMENTS: _rows(commitments, 2 * SECRET)}
 
 
+@_fails_as_client()
 def measure_masked(client: ClientData, job: LocalJob, addends: Tensor, count: int) -> dict[str, Tensor]:
     """What the objective of the third round measures: masked addends, and over how many they are, in the clear."""
     return {MASKED: Participant.of(client, job).masked(addends), ADDENDS: torch.tensor(count)}
 
 
+@_fails_as_client()
 def measure_revealed(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     return {SHARES: _rows(Participant.of(client, job).revealed(), SHARE)}
 

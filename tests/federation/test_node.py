@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.meter import Metered
 from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve, without_paths
 from ease.federation.protocol import LocalJob, Replay, Update
-from ease.federation.remote import Remote, Sockets, node_socket, spoken
+from ease.federation.remote import LATE, Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY
@@ -593,6 +593,27 @@ def test_late_answers_are_discarded_and_the_client_comes_back(
     assert answered.wait(60)
     again = {update.client: update for update in remote.run(state, local_job(round=2), [0, 1, 2])}
     assert again == {update.client: update for update in world.federation.run(state, local_job(round=2), [0, 1, 2])}
+
+
+def test_a_node_that_hangs_takes_no_time_from_the_jobs_of_the_others(
+    world: World, site: Callable[..., Site], local_job: Callable[..., LocalJob]
+) -> None:
+    started, given = site(), list[float | None]()
+
+    class OneHangs(Sockets):
+        """Client 2 accepts messages and never answers."""
+
+        def exchange(self, messages: Mapping[int, bytes], seconds: float | None) -> Iterator[tuple[int, bytes | str]]:
+            given.append(seconds)
+            yield from super().exchange({client: data for client, data in messages.items() if client != 2}, seconds)
+            if 2 in messages:
+                time.sleep(0.1)  # stands for the whole deadline
+                yield 2, LATE
+
+    remote = remote_of(world, started)
+    remote.line = OneHangs(started.sockets().paths)
+    found = {u.client: u.refused for u in remote.run(world.server.initial(), local_job(round=1), [0, 1, 2])}
+    assert found == {0: "", 1: "", 2: LATE} and given == [30.0, 30.0]
 
 
 def test_a_node_that_lost_its_disk_is_sent_everything_again(

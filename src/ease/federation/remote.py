@@ -40,6 +40,8 @@ from ease.federation.wire import (
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
 
+GREETING = 180.0
+"""Seconds in which a node must say who it is; it does so at once, even while it works."""
 SENDINGS = 2
 """Of one job: a node that has lost parts of it says so, and is sent them again."""
 
@@ -114,7 +116,7 @@ class Remote:
     backbone: str = ""
     """Hash of the frozen weights that nodes must have."""
     deadline: float | None = None
-    """Seconds from asking to the last answer of a round."""
+    """Seconds that each client has for each message; absent: as long as it takes."""
     remote = True
     together = True
     punctual = True
@@ -133,8 +135,7 @@ class Remote:
         yield from self.perform(params, own_jobs(self, job, clients))
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
-        until = None if self.deadline is None else time.monotonic() + self.deadline
-        refused = self._greet(jobs, until)
+        refused = self._greet(jobs)
         yield from (refusal(client, reason) for client, reason in refused.items())
         waiting = {client: encode_job(job, state) for client, job in jobs.items() if client not in refused}
         for sending in range(SENDINGS):
@@ -143,7 +144,7 @@ class Remote:
             messages = {
                 client: self._task(client, nonces[client], len(jobs), *encoded) for client, encoded in waiting.items()
             }
-            for client, data in self.exchange(messages, until):
+            for client, data in self.exchange(messages, self.deadline):
                 try:
                     answer, update = self._opened(client, data, nonces[client])
                 except UserError as error:
@@ -162,13 +163,12 @@ class Remote:
 
     def present(self) -> dict[int, Present | str]:
         """What every node tells of itself, or in words why it does not."""
-        return self._greeted(self.clients, self.deadline)
+        return self._greeted(self.clients)
 
-    def _greet(self, clients: Collection[int], until: float | None) -> dict[int, str]:
+    def _greet(self, clients: Collection[int]) -> dict[int, str]:
         """Find out what nodes have that were not asked before; whose node cannot be worked with, and why."""
         new, refused = [client for client in clients if client not in self._parts], {}
-        seconds = None if until is None else max(0.0, until - time.monotonic())
-        for client, told in (self._greeted(new, seconds) if new else {}).items():
+        for client, told in (self._greeted(new) if new else {}).items():
             reason = told if isinstance(told, str) else self._objection(client, told)
             if reason:
                 refused[client] = reason
@@ -176,14 +176,15 @@ class Remote:
                 self._parts[client] = set(told.parts)
         return refused
 
-    def _greeted(self, clients: Sequence[int], seconds: float | None) -> dict[int, Present | str]:
+    def _greeted(self, clients: Sequence[int]) -> dict[int, Present | str]:
         nonces = {client: uuid.uuid4().hex for client in clients}
         messages = {
             client: encode(Ask(kind="hello", client=client, nonce=nonces[client], run=self.run_name))
             for client in clients
         }
         found: dict[int, Present | str] = {}
-        for client, data in self.exchange(messages, None if seconds is None else time.monotonic() + seconds):
+        # A greeting has a deadline of its own: a node that hangs takes no time from the jobs of the others.
+        for client, data in self.exchange(messages, min(GREETING, self.deadline or GREETING)):
             try:
                 found[client] = self._introduced(client, data, nonces[client])
             except UserError as error:
@@ -265,13 +266,12 @@ class Remote:
         )
         return encode(ask, {JOB: job, **lacking})
 
-    def exchange(self, messages: Mapping[int, bytes], until: float | None) -> Iterator[tuple[int, bytes | str]]:
-        """What comes back over the line, counted."""
+    def exchange(self, messages: Mapping[int, bytes], seconds: float | None) -> Iterator[tuple[int, bytes | str]]:
+        """What comes back over the line within so many seconds, counted."""
         if not messages:
             return
         self.sent += sum(map(len, messages.values()))
-        left = None if until is None else max(0.0, until - time.monotonic())
-        for client, data in self.line.exchange(messages, left):
+        for client, data in self.line.exchange(messages, seconds):
             self.received += len(data) if isinstance(data, bytes) else 0
             yield client, data
 
@@ -286,10 +286,9 @@ def collected(
     decode: Callable[[bytes], tuple[Told, dict[str, bytes]]],
 ) -> tuple[dict[int, tuple[Told, dict[str, bytes]]], dict[int, str]]:
     """Every client's answer to something that is no job, with what it brings along, and why others have none."""
-    until = None if remote.deadline is None else time.monotonic() + remote.deadline
     found: dict[int, tuple[Told, dict[str, bytes]]] = {}
     reasons: dict[int, str] = {}
-    for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, until):
+    for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, remote.deadline):
         try:
             if isinstance(data, str):
                 raise UserError(data)

@@ -448,6 +448,12 @@ def purge(
     older_than: Annotated[
         float, typer.Option(min=0, metavar="DAYS", help="Only what was released so many days ago.")
     ] = 0.0,
+    lost_site: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLIENT", help="A site that is gone for good: recorded, and not waited for. Repeatable."),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="With --lost-site: why it is gone for good.")] = "",
+    by: By = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -456,11 +462,14 @@ def purge(
 
     `purge.json` lists what went, what was made again, and what stayed and why. It cannot be undone: audit first.
 
+    A site that is gone for good is recorded once with who decided and why. Later purges pass, and certificates list
+    what could not be deleted there.
+
     Example: `ease purge runs/first --older-than 30`
     """
     from ease.commands.requests import purge_run
 
-    _finish(purge_run(run, older_than, quiet or as_json), as_json)
+    _finish(purge_run(run, older_than, lost_site or (), by, reason, quiet or as_json), as_json)
 
 
 @app.command()

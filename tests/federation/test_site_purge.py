@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from ease.federation.codec import encode_job
 from ease.federation.node import Policy
 from ease.federation.remote import node_socket
 from ease.federation.wire import JOB, Ask, Dropped, decode_answer, decode_dropped, encode
+from ease.operations.evidence import issue, read_certificate
 from ease.operations.ledger.retention import purge_released
+from ease.operations.lost_sites import read_lost_sites
 from ease.operations.purge import read_purges
 from ease.requests.request import ClientRequest, SampleRequest
 from ease.requests.tombstones import PREFIX
@@ -195,3 +198,47 @@ def test_another_salt_is_refused(sites: Sites, apart: Run) -> None:
     gone = SampleRequest(ids=())
     asked = Ask(kind="purge", client=2, nonce="2" * 32, run=run.name, gone=(gone,), burial=burial)
     assert "another salt" in decode_answer(sites.nodes[2].answer(encode(asked)))[0].refused
+
+
+def test_a_site_that_is_gone_for_good_is_recorded_and_blocks_no_purge(ease, sites: Sites, apart: Run) -> None:
+    first, later = (
+        SampleRequest(ids=tuple(sorted(holding.train_ids[place] for holding in apart.known()[0].clients)))
+        for place in (0, 1)
+    )
+    close(apart, first)
+    socket, away = node_socket(sites.folder / "fed", 2), sites.folder / "fed" / "away"
+    socket.rename(away)
+    try:
+        waiting = ease("purge", apart.folder, "--quiet")
+        assert waiting.code == 2 and "--lost-site" in waiting.err
+        assert ease("purge", apart.folder, "--lost-site", 2, "--quiet").code == 2  # without a reason
+        assert ease("purge", apart.folder, "--lost-site", 7, "--reason", "gone", "--quiet").code == 2
+        words = ("--reason", "burnt down", "--by", "dpo")
+        purged = ease("purge", apart.folder, "--lost-site", 2, *words, "--quiet")
+        assert purged.code == 0, purged.err
+        stayed = [line for line in read_purges(apart.folder).passes[0].stayed if line.what.startswith("client 2: ")]
+        assert [line.why for line in stayed] == [f"the site is gone for good (burnt down; dpo, {today()})"]
+        # It can repeat nothing, so the rounds that it had a part in are made again without it.
+        assert all(2 not in apart.history.clients(number) for number in range(1, apart.history.rounds() + 1))
+        left = [each for each in later.ids if not each.startswith("c")]
+        close(Run.load(apart.folder), SampleRequest(ids=tuple(left)))
+        assert ease("purge", apart.folder, "--quiet").code == 0  # nobody is asked again
+        (site,) = read_lost_sites(apart.folder).sites
+        assert (site.client, site.by, site.why) == (2, "dpo", "burnt down")
+    finally:
+        away.rename(socket)
+    _, certificate = read_certificate(certificate_of(apart))
+    assert len(certificate.outstanding) == 1 and certificate.outstanding[0].startswith("client 2: states that it was")
+    log = (apart.folder / "evidence/log.jsonl").read_text()
+    assert '"lost-site"' in log and "burnt down" not in log and "burnt" not in json.dumps(certificate.outstanding)
+
+
+def certificate_of(run: Run) -> Path:
+    """A certificate of the last release."""
+    path = run.folder / "certificate.json"
+    path.write_bytes(issue(run, run.head.releases[-1].answer).file_bytes() + b"\n")
+    return path
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()

@@ -16,6 +16,7 @@ from ease.operations.evidence.statement import Statement, VerdictWords
 from ease.operations.ledger.impact import Impact
 from ease.operations.ledger.records import Consent, Entry, Event
 from ease.operations.ledger.work import Finished
+from ease.operations.lost_sites import LostSites
 from ease.operations.purge import Pass, PurgeRecord
 from ease.operations.serving.messages import Facts, FoundPair
 from ease.requests.request import Request
@@ -554,6 +555,7 @@ FILES: dict[str, type[Config]] = {
     "summary.json": TrainOutput,
     "head.json": Head,
     "purge.json": PurgeRecord,
+    "lost_sites.json": LostSites,
     "tombstones.json": Tombstones,
     "rounds/*/round.json": RoundFile,
     "requests/*/*/rounds/*/round.json": RoundFile,

@@ -1,7 +1,7 @@
 """What `ease request` and `ease work` do: hand requests in, look at them, decide, and answer what waits."""
 
 import getpass
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from ease.methods.base import Unlearner
 from ease.operations.ledger.impact import Impact, impact_of, method_for
 from ease.operations.ledger.policy import Policy, load_policy
 from ease.operations.ledger.records import Consent, Draft, Entry, Event, Outcome, now
-from ease.operations.ledger.retention import purge_released
+from ease.operations.ledger.retention import Override, purge_released
 from ease.operations.ledger.states import IN_WORK, OPEN
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import Finished, Steps, work
@@ -26,7 +26,7 @@ from ease.operations.purge import Pass
 from ease.requests.request import Request, in_words
 from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import check_method, check_named, open_world, usual_method
-from ease.runs.resolve import Wanted, check_wanted, parse_request, request_id
+from ease.runs.resolve import Wanted, check_wanted, find_clients, parse_request, request_id
 from ease.runs.run import Run
 
 
@@ -303,7 +303,14 @@ def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet
     return WorkSummary(finished, () if days is None else tuple(purge_released(folder, days)))
 
 
-def purge_run(folder: Path, older_than_days: float, quiet: bool) -> PurgeSummary:
-    """Remove or make again what released requests left on disk."""
+def purge_run(
+    folder: Path, older_than_days: float, lost: Sequence[str], by: str | None, why: str, quiet: bool
+) -> PurgeSummary:
+    """Remove or make again what released requests left on disk, and record which sites are `lost` for good."""
+    override = None
+    if lost:
+        known = Run.load(folder, purging=True).known()
+        clients = () if known is None else find_clients(known[0], lost, "--lost-site")
+        override = Override(clients, someone(by), why)
     with status("purging", quiet):
-        return PurgeSummary(tuple(purge_released(folder, older_than_days)))
+        return PurgeSummary(tuple(purge_released(folder, older_than_days, override)))

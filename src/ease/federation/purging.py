@@ -13,9 +13,14 @@ from ease.federation.wire import Burial, Dropped, decode_dropped
 
 
 def bury(
-    remote: Remote, salt: str, marks: Mapping[int, Sequence[str]], leaving: Collection[int], only_asked: bool = False
+    remote: Remote,
+    salt: str,
+    marks: Mapping[int, Sequence[str]],
+    leaving: Collection[int],
+    only_asked: bool = False,
+    lost: Collection[int] = (),
 ) -> dict[int, Dropped]:
-    """Client -> what its node dropped and what it still keeps; all of `marks` must answer.
+    """Client -> what its node dropped and what it still keeps; all of `marks` must answer, except `lost` ones.
 
     With `only_asked` nothing happens yet: whoever is missing or will not do it is named while all can go on as it was.
     """
@@ -25,9 +30,11 @@ def bury(
     }
     asks = {client: remote.ask("purge", client, len(marks), burial=burial) for client, burial in burials.items()}
     found, reasons = collected(remote, asks, {}, lambda data: (decode_dropped(data), {}))
+    reasons = {client: why for client, why in reasons.items() if client not in lost}
     if reasons:
         before = "nothing was purged" if only_asked else "the purge has begun and nothing else is done before it ends"
         raise UserError(
-            f"some nodes have not dropped what they keep ({each_reason(reasons)}); {before}: run it again once they do"
+            f"some nodes have not dropped what they keep ({each_reason(reasons)}); {before}: run it again once they "
+            "do, or record with --lost-site and --reason that a site is gone for good"
         )
     return {client: told for client, (told, _) in found.items()}

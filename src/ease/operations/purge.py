@@ -30,6 +30,7 @@ from ease.federation.protocol import Replay, Update
 from ease.federation.purging import bury
 from ease.federation.wire import Dropped
 from ease.methods.ease.replay import REPLAY, read_sum
+from ease.operations.lost_sites import read_lost_sites
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest, forget_mask, leaving_clients
 from ease.requests.tombstones import NAME as TOMBSTONES
@@ -230,9 +231,13 @@ def _with_nodes(staged: Staged, done: Pass) -> Pass:
             for what, why in getattr(dropped, name)
         )
 
-    return done.model_copy(
-        update={"removed": (*done.removed, *lines("removed")), "stayed": (*done.stayed, *lines("stayed"))}
+    outstanding = tuple(
+        Line(what=site.what, why=f"the site is gone for good ({site.why}; {site.by}, {site.time[:10]})")
+        for site in read_lost_sites(run.folder).sites
+        if site.client not in told
     )
+    stayed = (*done.stayed, *lines("stayed"), *outstanding)
+    return done.model_copy(update={"removed": (*done.removed, *lines("removed")), "stayed": stayed})
 
 
 def _tell_nodes(
@@ -259,7 +264,7 @@ def _tell_nodes(
         if holding.client not in told
     }
     leaving = {client for request in head.gone for client in leaving_clients(request)}
-    return bury(remote, stones.salt, marks, leaving, only_asked)
+    return bury(remote, stones.salt, marks, leaving, only_asked, read_lost_sites(run.folder).clients)
 
 
 # --- the history ---
@@ -291,6 +296,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     assert known is not None
     holders = {holding.client for holding in known[0].clients if forget_mask(request, holding).any()} - leaving
     now = {client: len(ids) for client, ids in world.federation.held.items()}
+    lost = read_lost_sites(run.folder).clients
     held, trained, training = run.held(run.head), trained_of(run), run.config.training
     sound = checked(world.federation, training, staged.folder / "journal", digest(release.model_dump(mode="json")))
     for number in range(1, release.after_round + 1):
@@ -308,6 +314,11 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
         unstored = [client for client in there if not history.stores(number, client)]
         anew = unstored if touched or start != old else []
         again = [client for client in there if client in holders and client not in unstored]
+        # A site that is gone for good can repeat nothing, so the round is made again without it.
+        unreachable = lost & {*again, *anew}
+        there, unstored, anew, again = (
+            [client for client in each if client not in unreachable] for each in (there, unstored, anew, again)
+        )
         updates = [history.update(number, client) for client in there if client not in (*again, *unstored)]
         asked = sorted((*again, *anew))
         if asked:

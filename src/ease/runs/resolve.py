@@ -98,7 +98,7 @@ def _those(members: Membership) -> str:
     return ", ".join(names)
 
 
-def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, ...]:
+def find_clients(members: Membership, named: Sequence[str | int], option: str = "--client") -> tuple[int, ...]:
     """Clients by the names of their sites or by their numbers, each once and with all that it added later."""
     by_name = {holding.name: holding.client for holding in members.clients if holding.name is not None}
     found = set[int]()
@@ -109,7 +109,7 @@ def find_clients(members: Membership, named: Sequence[str | int]) -> tuple[int, 
             found.add(int(name))
         else:
             raise UserError(
-                f"--client {name}: no such client{did_you_mean(name, by_name)}; this run has {_those(members)}"
+                f"{option} {name}: no such client{did_you_mean(name, by_name)}; this run has {_those(members)}"
             )
     return tuple(sorted(members.owned(found)))
 

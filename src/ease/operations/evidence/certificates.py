@@ -29,6 +29,7 @@ from ease.operations.evidence.statement import (
     asked,
     read_statement,
 )
+from ease.operations.lost_sites import read_lost_sites
 from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, find_answer
 from ease.runs.records import AnswerRecord
@@ -119,6 +120,7 @@ def gathered(
         audit=None if audit is None else audit_figures(audit),
         verdict=verdict_of(audit),
         not_tested=("everything: the answer was not audited",) if audit is None else audit.not_tested,
+        outstanding=tuple(f"{each.what}, recorded {each.time[:10]}" for each in read_lost_sites(run.folder).sites),
         limits=LIMITS if identity is None else EXACT_LIMITS,
         log=position,
     )

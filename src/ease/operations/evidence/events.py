@@ -10,6 +10,7 @@ from ease.operations.evidence.log import (
     ANSWERED,
     CERTIFIED,
     JOINED,
+    LOST,
     PURGED,
     RELEASED,
     Log,
@@ -20,6 +21,7 @@ from ease.operations.evidence.log import (
 )
 from ease.operations.evidence.salted import BUSY_SECONDS, evidence_folder, hidden
 from ease.operations.evidence.statement import PAYLOAD, LogPosition, statement_of
+from ease.operations.lost_sites import read_lost_sites
 from ease.operations.purge import read_purges
 from ease.requests.request import SampleRequest
 from ease.runs.answers import StoredAnswer
@@ -39,6 +41,7 @@ def attest(run: Run) -> None:
     with exclusive(evidence_folder(run) / LOCK, busy, BUSY_SECONDS):
         _releases(run)
         _joins(run)
+        _lost_sites(run)
         _purges(run)
 
 
@@ -85,6 +88,15 @@ def _joins(run: Run) -> None:
         told = {"client": holding.client, "pairs": len(ids), "pairs_sha256": hashed(ids)}
         how = holding.joined.model_dump(mode="json")
         append(run, JOINED, {**told, **how, "consent": hidden(run, holding.joined.consent)})
+
+
+def _lost_sites(run: Run) -> None:
+    """One line for each site that purges no longer wait for; who decided that and why, as a salted hash."""
+    log = _log(run)
+    for site in read_lost_sites(run.folder).sites:
+        if log is None or not log.tells(LOST, client=site.client):
+            told = {"client": site.client, "recorded": site.time, "undeleted": site.what}
+            append(run, LOST, {**told, "decision": hidden(run, hashed(site.model_dump(mode="json")))})
 
 
 def _purges(run: Run) -> None:

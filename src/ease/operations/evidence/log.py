@@ -38,7 +38,7 @@ NOTHING = "0" * 64
 KIND = re.compile(r"[a-z][a-z0-9-]{0,63}")
 LARGEST_LINE = 1 << 20
 BEGUN, ANSWERED, AUDITED, CERTIFIED = "begun", "answered", "audited", "certified"
-RELEASED, PURGED, JOINED = "released", "purged", "joined"
+RELEASED, PURGED, JOINED, LOST = "released", "purged", "joined", "lost-site"
 
 
 class LogRecord(Config):

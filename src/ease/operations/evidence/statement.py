@@ -112,6 +112,8 @@ class Certificate(Config):
     """Every measure with its interval and band, as the audit's record has it."""
     verdict: VerdictWords
     not_tested: tuple[str, ...]
+    outstanding: tuple[str, ...] = ()
+    """What could not be deleted at sites that are gone for good."""
     limits: tuple[str, ...] = LIMITS
     log: LogPosition
 

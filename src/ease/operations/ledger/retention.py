@@ -1,6 +1,7 @@
 """Purge as the ledger knows it: what was released long enough ago, and no id of it in the ledger either."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -8,17 +9,29 @@ from ease.operations.evidence import attest
 from ease.operations.ledger.records import now, stamp
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import worker_lock
+from ease.operations.lost_sites import record_lost_sites
 from ease.operations.purge import PLAN, Pass, purge
 from ease.requests.tombstones import read_tombstones
 from ease.runs.head import Head
 from ease.runs.run import PURGING, Run
 
 
-def purge_released(folder: Path, older_than_days: float = 0.0) -> Iterator[Pass]:
+@dataclass(frozen=True)
+class Override:
+    """The decision of a person to purge without sites that are gone for good."""
+
+    clients: tuple[int, ...]
+    by: str
+    why: str
+
+
+def purge_released(folder: Path, older_than_days: float = 0.0, override: Override | None = None) -> Iterator[Pass]:
     """Purge every release that is old enough and has none before it that is not; an interrupted purge goes on."""
     run, ledger = Run.load(folder, purging=True), Ledger(folder)
     with worker_lock(folder):
         ledger.check_idle()
+        if override is not None:
+            record_lost_sites(run, override.clients, override.by, override.why)
         old = stamp(now() - timedelta(days=older_than_days))
         if not (folder / PURGING / PLAN).is_file():
             attest(run)  # hashes of what is about to be rewritten or removed

@@ -1,14 +1,22 @@
-"""Means that few can move: value by value against plain sorting, Krum against loops, and clipping by hand."""
+"""Aggregation rules: value by value against plain sorting, Krum against loops, and clipping by hand."""
 
 import itertools
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from ease.federation.aggregation import aggregated, clipped, krum
+from ease.federation import aggregation, fedavg
+from ease.federation.aggregation import RULES, aggregated, clipped, krum
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.protocol import Update
+
+HOWTO = Path(__file__).parents[2] / "docs" / "howto.md"
+ROBUST = sorted(RULES.keys() - {"mean"})
 
 
 def values(params) -> np.ndarray:
@@ -48,13 +56,13 @@ def test_krum_weighs_those_it_keeps_by_their_pairs(toy_params) -> None:
     np.testing.assert_allclose(found, (1 * 1.0 + 3 * 2.0 + 1 * 1.5) / 5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["mean", "median", "trimmed", "krum"])
+@pytest.mark.parametrize("rule", sorted(RULES))
 def test_of_two_there_is_a_mean_and_nothing_else(toy_params, rule) -> None:
     changes = [(1.0, toy_params(1.0)), (3.0, toy_params(5.0))]
     assert aggregated(changes, rule) == aggregated(changes, "mean")
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed", "krum"])
+@pytest.mark.parametrize("rule", ROBUST)
 def test_one_of_ten_moves_robust_means_no_further_than_honest_ones_lie(toy_params, rule) -> None:
     honest = [(1.0, toy_params(seed=client)) for client in range(9)]
     found = values(aggregated([*honest, (1.0, toy_params(1e6))], rule))
@@ -93,9 +101,34 @@ def test_a_round_says_who_was_cut_and_one_client_moves_it_a_little(toy_params) -
     assert not plain.clipped and plain.state["image.layer.B"].min() < -1e28
 
 
-@pytest.mark.parametrize("rule", ["mean", "median", "trimmed", "krum"])
+@pytest.mark.parametrize("rule", sorted(RULES))
 def test_the_order_of_arrival_does_not_matter_to_any_rule(toy_params, rule) -> None:
     updates = [Update(client, client + 1, toy_params(seed=client)) for client in range(4)]
     config = TrainingConfig(aggregation=rule)
     states = [average(toy_params(0.0), order, config, 1).state for order in itertools.permutations(updates)]
     assert all(state == states[0] for state in states)
+
+
+def module_from(source: str, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module from other source text, in the place of the one that is imported."""
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+
+def test_a_rule_is_added_as_the_manual_says(toy_params, monkeypatch) -> None:
+    """With the function and one line of a table, the setting knows the rule and a round is combined by it."""
+    (code,) = re.findall(r"^```python\n(def geometric_median.*?)^```", HOWTO.read_text(), re.MULTILINE | re.DOTALL)
+    (line,) = re.findall(r"`(\"geometric_median\": .*?)`", HOWTO.read_text())
+    source, table = Path(aggregation.__file__).read_text(), "RULES: dict[str, Rule] = {\n"
+    assert source.count(table) == 1
+    module_from(source.replace(table, f"{code}\n\n{table}    {line}\n"), aggregation.__name__, monkeypatch)
+    extended = module_from(Path(fedavg.__file__).read_text(), fedavg.__name__, monkeypatch)
+    with pytest.raises(ValueError, match="geometric_median"):
+        TrainingConfig(aggregation="geometric_median")
+    config = extended.TrainingConfig(aggregation="geometric_median", clip_to_median=1e12)
+    places = [0.0, 1.0, 2.0, 2.5, -1e6]  # on a line the geometric median is the middle one
+    updates = [Update(client, 5, toy_params(place)) for client, place in enumerate(places)]
+    found = extended.average(toy_params(0.0), updates, config, 1)
+    np.testing.assert_allclose(values(found.state), 1.0, atol=1e-3)

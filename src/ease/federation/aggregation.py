@@ -1,10 +1,10 @@
-"""How the changes of a round become one: the mean, or means that a few hostile clients cannot move far."""
+"""The rules that combine the changes of a round: the mean, and rules that a few hostile clients cannot move far."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median_low
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch import Tensor
 from ease.federation.protocol import Update
 from ease.params import Params, weighted_mean
 
-Aggregation = Literal["mean", "median", "trimmed", "krum"]
 FEWEST = 3
-"""Of fewer updates no one can say which is the odd one."""
+"""With fewer updates nobody can tell which is the outlier, and every rule is the mean."""
 
 
 def clipped(
@@ -38,21 +37,16 @@ def clipped(
     return kept, factors
 
 
-def aggregated(changes: Sequence[tuple[float, Params]], rule: Aggregation = "mean", hostile: float = 0.2) -> Params:
-    """One change from weighted ones, in the order given; `hostile` is the share of them that may be anything.
+Changes = Sequence[tuple[float, Params]]
+"""The clients' changes of the parameters with their weights, in the order of clients."""
 
-    `mean` weighs them. `median` and `trimmed` go value by value and count every client once, for a weight is a claim:
-    the middle value, or the mean without the share at either end. `krum` (multi-Krum) leaves out the share whose
-    nearest neighbours are farthest, and weighs the rest.
+
+def trimmed_mean(changes: Changes, cut: int) -> Params:
+    """The mean of each value without the `cut` smallest and the `cut` largest.
+
+    Every client counts once, because its weight is only a claim.
     """
-    count = len(changes)
-    outside = min(math.ceil(hostile * count), (count - 1) // 2)
-    if rule == "mean" or count < FEWEST:
-        return weighted_mean(changes)
-    if rule == "krum":
-        return weighted_mean([changes[place] for place in krum([change for _, change in changes], outside)])
-    cut = (count - 1) // 2 if rule == "median" else outside
-    first = changes[0][1]
+    first, count = changes[0][1], len(changes)
 
     def middle(name: str) -> Tensor:
         ordered = torch.stack([change[name].double() for _, change in changes]).sort(dim=0).values
@@ -76,3 +70,40 @@ def krum(changes: Sequence[Params], hostile: int) -> list[int]:
     nearest = distances.sort(dim=1).values[:, : max(1, count - hostile - 2)]
     order = nearest.sum(1).argsort(stable=True).tolist()
     return sorted(order[: count - hostile])
+
+
+def median(changes: Changes, hostile: int) -> Params:
+    """The middle of each value, whatever the weights."""
+    return trimmed_mean(changes, (len(changes) - 1) // 2)
+
+
+def multi_krum(changes: Changes, hostile: int) -> Params:
+    """The weighted mean of the changes whose nearest neighbours are near (Blanchard et al., 2017)."""
+    return weighted_mean([changes[place] for place in krum([change for _, change in changes], hostile)])
+
+
+def mean(changes: Changes, hostile: int) -> Params:
+    """The weighted mean, which a single client can move anywhere."""
+    return weighted_mean(changes)
+
+
+Rule = Callable[[Changes, int], Params]
+"""One change from those of a round, of which as many as the second argument may be anything."""
+RULES: dict[str, Rule] = {
+    "mean": mean,
+    "median": median,
+    "trimmed": trimmed_mean,
+    "krum": multi_krum,
+}
+"""The choices of `training.aggregation`."""
+if TYPE_CHECKING:
+    Aggregation = str
+else:
+    Aggregation = Literal[*RULES]
+
+
+def aggregated(changes: Changes, rule: Aggregation = "mean", hostile: float = 0.2) -> Params:
+    """One change from weighted ones, by the rule of this name; `hostile` is the share of them that may be anything."""
+    if len(changes) < FEWEST:
+        return weighted_mean(changes)
+    return RULES[rule](changes, min(math.ceil(hostile * len(changes)), (len(changes) - 1) // 2))

@@ -50,9 +50,9 @@ class TrainingConfig(Config):
     history_share: float = Field(1.0, gt=0, le=1)
     """Chance of a client's update to be stored in such a round, drawn by seed, round and client."""
     aggregation: Aggregation = "mean"
-    """How updates become one: `mean`, or `median`, `trimmed` or `krum`, which few hostile clients cannot move far."""
+    """Rule that combines the updates of a round; all except `mean` bound what a few hostile clients can do."""
     hostile: float = Field(0.2, ge=0, lt=0.5)
-    """Share of a round's clients that may be hostile: `trimmed` leaves out as many at either end, `krum` as many."""
+    """Share of a round's clients that may be hostile; `trimmed` drops this share at either end, `krum` once."""
     clip_to_median: float = Field(3.0, ge=1)
     """Updates longer than so many times the round's median are shortened; other numbers of pairs may go further."""
     quorum: float = Field(0.5, gt=0, le=1)

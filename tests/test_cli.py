@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
+from benchmarks import shared_machine
 from PIL import Image
 
 from ease.cli import commands, main
@@ -142,6 +143,24 @@ def test_help_waits_for_no_library() -> None:
         "sys.exit(not {'torch', 'sklearn', 'starlette', 'uvicorn'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+def test_waiting_threads_do_not_spin_unless_asked_to(given: dict[str, str], policy: str) -> None:
+    """OpenMP reads the policy when torch is loaded, so it must be set before."""
+    code = (
+        "import os, sys; sys.argv = ['ease', '--help']\nfrom ease.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"sys.exit('torch' in sys.modules or os.environ['OMP_WAIT_POLICY'] != {policy!r})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment).returncode == 0
+
+
+@pytest.mark.slow
+def test_processor_time_next_to_busy_processes_stays_bounded(tmp_path: Path) -> None:
+    (_, _, alone), (_, _, beside) = shared_machine.survey(shared_machine.QUICK, (0, 4), (2,))
+    assert beside.processor < shared_machine.MOST * alone.processor
 
 
 # --- mistakes ---

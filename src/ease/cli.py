@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -1086,6 +1087,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
+    # Threads that wait spin for a while by default. On a busy machine a spinning thread holds the core that the thread
+    # it waits for needs, which multiplies the processor time. OpenMP reads this when torch is loaded, in children too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     interrupted = _hear_interrupts()
     try:
         _check_memory()

@@ -75,7 +75,7 @@ def test_a_dry_run_counts_by_site_and_shows_no_caption(sites: Sites, pooled: Wor
     word = common_word(pooled)
     seen = preview_run(sites.folder / "apart", Wanted(concepts=(word,)), make_method("ease"), quiet=True)
     holders = {pair_id: pair_id[0] for pair_id in seen.ids}
-    counts = {seen.names[client]: count for client, count in seen.outlook.clients.items()}
+    counts = {seen.names[client]: count for client, count in seen.impact.clients.items()}
     assert counts == {site: list(holders.values()).count(site) for site in set(holders.values())}
     assert seen.examples == () and seen.captions == {} and list(seen.render())
     assert set(

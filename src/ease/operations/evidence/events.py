@@ -92,8 +92,9 @@ def _joins(run: Run) -> None:
 
 def _lost_sites(run: Run) -> None:
     """One line for each site that purges no longer wait for; who decided that and why, as a salted hash."""
-    log = _log(run)
-    for site in read_lost_sites(run.folder).sites:
+    sites = read_lost_sites(run.folder).sites
+    log = _log(run) if sites else None
+    for site in sites:
         if log is None or not log.tells(LOST, client=site.client):
             told = {"client": site.client, "recorded": site.time, "undeleted": site.what}
             append(run, LOST, {**told, "decision": hidden(run, hashed(site.model_dump(mode="json")))})

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy.linalg import subspace_angles
 from torch import Tensor
 
-from ease.federation.lock import Hold, add_lock_gradient, lock_pull
+from ease.federation.lock import ClientLock, lock_pull
+from ease.federation.steps import add_lock_gradient
 from ease.params import Block, Params
 from ease.subspace import (
     Basis,
@@ -500,8 +501,23 @@ def test_refactor_of_zero_is_finite() -> None:
 # --- the Forget Lock ---
 
 
-def lock_on(basis: Basis, reference: Params, strength: float) -> Hold:
-    return Hold(strength, {"layer": basis}, reference)
+def lock_on(basis: Basis, reference: Params, strength: float) -> ClientLock:
+    return ClientLock(strength, {"layer": basis}, reference)
+
+
+def with_lock(tensors: dict[str, Tensor], gradients: dict[str, Tensor], lock: ClientLock) -> dict[str, Tensor]:
+    """One training's gradients with that of the lock added; two equal trainings in a stack get the same."""
+    one, two = (
+        add_lock_gradient(
+            {name: tensor.expand(count, *tensor.shape) for name, tensor in tensors.items()},
+            {name: tensor.expand(count, *tensor.shape) for name, tensor in gradients.items()},
+            lock,
+        )
+        for count in (1, 2)
+    )
+    for name, found in two.items():
+        torch.testing.assert_close(found, one[name].expand(2, *tensors[name].shape))
+    return {**gradients, **{name: found[0] for name, found in one.items()}}
 
 
 @quick
@@ -509,16 +525,15 @@ def lock_on(basis: Basis, reference: Params, strength: float) -> Hold:
 def test_lock_gradient_equals_autograd(case: Case, seed: int, strength: float) -> None:
     basis = case.basis(1.0)
     reference = dense_params(random_vector(seed))
-    tensors = {n: t.clone().requires_grad_() for n, t in dense_params(random_vector(seed + 1)).tensors.items()}
-    for tensor in tensors.values():
-        tensor.grad = torch.ones_like(tensor)
-    add_lock_gradient(tensors, lock_on(basis, reference, strength))
+    tensors = dict(dense_params(random_vector(seed + 1)).tensors)
+    ones = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+    found = with_lock(tensors, ones, lock_on(basis, reference, strength))
     # Oracle in float64, so that the tolerance is the library's own rounding.
-    again = {n: t.detach().double().requires_grad_() for n, t in tensors.items()}
+    again = {n: t.double().requires_grad_() for n, t in tensors.items()}
     drift = torch.cat([(again[n] - reference[n].double()).flatten() for n in DENSE.tensors])
     (strength * (basis.directions.double().T @ drift).square().sum()).backward()
-    for name, tensor in tensors.items():
-        error = (tensor.grad - 1).double() - again[name].grad
+    for name, gradient in found.items():
+        error = (gradient - 1).double() - again[name].grad
         assert float(error.norm()) <= 1e-6 * max(1.0, 2 * strength * float(drift.detach().norm()))
 
 
@@ -530,22 +545,18 @@ def test_drift_follows_its_recurrence_and_stays_bounded(case: Case, seed: int, s
     b = basis.directions
     reference = dense_params(random_vector(seed))
     lock = lock_on(basis, reference, strength)
-    w = {name: tensor.clone().requires_grad_() for name, tensor in reference.tensors.items()}
+    w = {name: tensor.clone() for name, tensor in reference.tensors.items()}
 
     def drift() -> Tensor:
-        return b.T @ torch.cat([(w[n].detach() - reference[n]).flatten() for n in DENSE.tensors])
+        return b.T @ torch.cat([(w[n] - reference[n]).flatten() for n in DENSE.tensors])
 
     d, largest = drift(), 0.0
     for step in range(12):
         g = dense_params(random_vector(seed + 1 + step))
         g_u = b.T @ g.vector(DENSE)
         largest = max(largest, float(g_u.norm()))
-        for name, tensor in w.items():
-            tensor.grad = g[name].clone()
-        add_lock_gradient(w, lock)
-        with torch.no_grad():
-            for tensor in w.values():
-                tensor -= rate * tensor.grad
+        for name, gradient in with_lock(w, dict(g.tensors), lock).items():
+            w[name] -= rate * gradient
         expected = (1 - 2 * rate * strength) * d - rate * g_u
         d = drift()
         torch.testing.assert_close(d, expected, atol=2e-5 * (1 + rate), rtol=1e-4)
@@ -556,13 +567,13 @@ def test_lock_leaves_other_directions_and_blocks_alone() -> None:
     other = Block("other", "text", "projector", ("other.weight",))
     reference = Params({**dense_params(torch.zeros(VALUES)).tensors, "other.weight": torch.zeros(3)}, (DENSE, other))
     w = {name: torch.ones_like(tensor) for name, tensor in reference.tensors.items()}
-    for tensor in w.values():
-        tensor.grad = torch.zeros_like(tensor)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in w.items()}
     direction = torch.eye(VALUES)[:, :1]
-    add_lock_gradient(w, Hold(0.5, {"layer": Basis(direction, torch.ones(1, 1), torch.ones(1))}, reference))
-    assert w["layer.bias"].grad.tolist() == [1.0, 0, 0, 0, 0]
-    assert not w["layer.weight"].grad.any()
-    assert not w["other.weight"].grad.any()
+    lock = ClientLock(0.5, {"layer": Basis(direction, torch.ones(1, 1), torch.ones(1))}, reference)
+    found = with_lock(w, zeros, lock)
+    assert found["layer.bias"].tolist() == [1.0, 0, 0, 0, 0]
+    assert not found["layer.weight"].any()
+    assert not found["other.weight"].any()
 
 
 @quick
@@ -587,17 +598,15 @@ def test_lock_gradient_of_trained_factors_equals_autograd(shape, seed: int, stre
     w, reference, forget, dense, spectrum = factored_case(shape, seed, shared_a=False)
     w, reference = w.map(lambda t: t.to(dtype)), reference.map(lambda t: t.to(dtype))
     basis = make_basis(forget, spectrum.coefficients, torch.ones_like(spectrum.cosines))
-    tensors = {name: tensor.clone().requires_grad_() for name, tensor in w.tensors.items()}
-    for tensor in tensors.values():
-        tensor.grad = torch.zeros_like(tensor)
-    add_lock_gradient(tensors, Hold(strength, {"adapter": basis}, reference))
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in w.tensors.items()}
+    found = with_lock(dict(w.tensors), zeros, ClientLock(strength, {"adapter": basis}, reference))
     a, b = (w[name].double().requires_grad_() for name in FACTORED.tensors)
     directions = torch.stack(dense, 1) @ spectrum.coefficients
     drift = (b @ a - product(reference)).flatten()
     (strength * (directions.T @ drift).square().sum()).backward()
     tolerance = 1e-8 if dtype == torch.float64 else 1e-3
     for name, expected in zip(FACTORED.tensors, (a.grad, b.grad), strict=True):
-        error = float((tensors[name].grad.double() - expected).norm())
+        error = float((found[name].double() - expected).norm())
         assert error <= tolerance * max(1.0, float(expected.norm()))
 
 

@@ -238,14 +238,14 @@ def excise(
 
 
 @dataclass(frozen=True)
-class Held:
-    """Directions that are kept where a state has them: the server's Forget Lock."""
+class ServerLock:
+    """The Forget Lock at the server: directions along which every later state keeps the place of `state`."""
 
     bases: Mapping[str, Basis]
     state: Params
 
-    def hold(self, params: Params) -> Params:
-        """Take what moved along the directions back."""
+    def apply(self, params: Params) -> Params:
+        """The parameters without their displacement from `state` along the directions."""
         return excise(params, self.state, dict(self.bases))[0]
 
 

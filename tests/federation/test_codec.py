@@ -23,7 +23,7 @@ from ease.federation.codec import (
     update_length,
 )
 from ease.federation.container import LIMITS, PREFIX, Limits, pack, unpack
-from ease.federation.lock import Lock, pack_directions
+from ease.federation.lock import LockMessage, pack_directions
 from ease.federation.protocol import LocalJob, Optimiser, Replay, Update
 from ease.federation.sparse import Sparse
 from ease.params import Block, Params
@@ -40,7 +40,7 @@ def factored() -> Params:
     return Params({name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}, (ADAPTER,))
 
 
-def lock_of(state: Params) -> Lock:
+def lock_of(state: Params) -> LockMessage:
     rng = torch.Generator().manual_seed(1)
     bases: dict[str, Basis] = {}
     for block in state.blocks:
@@ -54,7 +54,7 @@ def lock_of(state: Params) -> Lock:
             size = sum(state[name].numel() for name in block.tensors)
             directions = torch.randn(size, 1, generator=rng)
             bases[block.name] = Basis(directions, torch.eye(1), torch.tensor([0.3]).double())
-    return Lock(0.25, state, pack_directions(bases))
+    return LockMessage(0.25, state, pack_directions(bases))
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_types_and_shapes_are_checked(toy_params, local_job) -> None:
     name = next(name for name in lock.packed if name.endswith(":directions"))
     for wrong in (lock.packed[name][:-1], lock.packed[name].float(), lock.packed[name][:, 0]):
         with pytest.raises(UserError, match=r"what it says of .* does not fit"):
-            Lock.decode(replace(lock, packed={**lock.packed, name: wrong}).encode())
+            LockMessage.decode(replace(lock, packed={**lock.packed, name: wrong}).encode())
 
 
 def test_parts_are_verified(toy_params, local_job) -> None:
@@ -271,7 +271,7 @@ def test_no_damage_of_a_lock_gives_a_traceback(toy_params, data, state: str) -> 
     lock = lock_of(factored() if state == "factors" else toy_params(seed=1))
 
     def use(message: bytes) -> None:
-        Lock.decode(message).on("cpu")
+        LockMessage.decode(message).on("cpu")
 
     one_line_or_nothing(use, damaged(data, lock.encode()))
 
@@ -279,7 +279,7 @@ def test_no_damage_of_a_lock_gives_a_traceback(toy_params, data, state: str) -> 
 @quick
 @given(st.binary(max_size=200))
 def test_random_bytes_give_no_traceback(noise: bytes) -> None:
-    for decode in (decode_update, decode_state, Lock.decode, lambda data: decode_job(data, {})):
+    for decode in (decode_update, decode_state, LockMessage.decode, lambda data: decode_job(data, {})):
         one_line_or_nothing(decode, noise)
         one_line_or_nothing(decode, PREFIX.pack(b"EASEWIRE", 1, len(noise) // 2, -(-len(noise) // 2)) + noise)
 

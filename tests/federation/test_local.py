@@ -8,7 +8,7 @@ import torch
 
 from ease.data.examples import examples_at
 from ease.federation.client import ClientData
-from ease.federation.local import Descent, batches, project_to_ball, train, work
+from ease.federation.local import batches, train, work
 from ease.federation.lock import rounded
 from ease.federation.protocol import Optimiser
 from ease.params import Params
@@ -70,24 +70,6 @@ def test_one_step_of_sgd_is_the_gradient(world, client, local_job) -> None:
         moved = state.replace({name: state[name] + sign * 1e-2 * direction})
         losses.append(float(train(world.server.model, moved, client, job).values["loss"]))
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.02)
-
-
-def test_descent_is_pytorchs_bit_by_bit() -> None:
-    rng = torch.Generator().manual_seed(0)
-    ours = [torch.randn(shape, generator=rng, requires_grad=True) for shape in ((3, 5), (7,), (2, 2))]
-    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    groups = [[{"params": each[:2], "lr": 0.3}, {"params": each[2:], "lr": 0.07}] for each in (ours, theirs)]
-    one, two = Descent(groups[0]), torch.optim.SGD(groups[1])
-    for _ in range(3):
-        one.zero_grad()
-        two.zero_grad()
-        assert all(tensor.grad is None for tensor in ours)
-        for a, b in zip(ours[1:], theirs[1:], strict=True):  # the first one takes no part
-            a.grad = torch.randn(a.shape, generator=rng)
-            b.grad = a.grad.clone()
-        one.step()
-        two.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_adapters_may_have_a_rate_of_their_own(world, client, local_job) -> None:
@@ -199,17 +181,6 @@ def test_a_clipped_step_is_no_longer_than_rate_times_clip(world, client, local_j
     assert free is not None and clipped is not None
     assert free.norm() > 0.5 * 0.02 and clipped.norm() == pytest.approx(0.5 * 0.01, rel=1e-3)
     assert clipped.dot(free) == pytest.approx(clipped.norm() * free.norm(), rel=1e-4)
-
-
-def test_projection_to_a_ball_is_the_nearest_point(toy_params) -> None:
-    """Six values all 3 away from the centre are 3 sqrt(6) away; in a ball of radius sqrt(6) they end 1 away."""
-    centre = toy_params(2.0)
-    tensors = dict(toy_params(5.0).tensors)
-    project_to_ball(tensors, centre, 6**0.5)
-    assert all(torch.allclose(tensor, torch.tensor(3.0)) for tensor in tensors.values())
-    inside = dict(toy_params(2.5).tensors)
-    project_to_ball(inside, centre, 6**0.5)
-    assert all(torch.equal(tensor, torch.full_like(tensor, 2.5)) for tensor in inside.values())
 
 
 def test_training_stays_in_its_ball_at_every_step(world, client, local_job) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ease.federation.codec import encode_job, encode_state, encode_update, parts_of
-from ease.federation.lock import Lock, pack_directions, rounded
+from ease.federation.lock import LockMessage, pack_directions, rounded
 from ease.federation.meter import Metered
 from ease.federation.protocol import LocalJob, Replay, Update, Wrapped
 from ease.methods import make_method
@@ -93,10 +93,10 @@ def test_shape_type_and_name_decide_the_size(toy_params, local_job) -> None:
 
 def test_a_lock_is_sent_to_each_client_once(toy_params, local_job) -> None:
     direction = Basis(torch.tensor([[1.0], [0.0]]), torch.eye(1), torch.ones(1).double())
-    lock = Lock(1.0, toy_params(0.0), pack_directions({"image.layer": direction}))
+    lock = LockMessage(1.0, toy_params(0.0), pack_directions({"image.layer": direction}))
     named = 64  # the job names it by 64 letters in quotes, instead of null
 
-    def spent(metered: Metered, clients: list[int], lock: Lock | None) -> int:
+    def spent(metered: Metered, clients: list[int], lock: LockMessage | None) -> int:
         before = metered.cost.bytes_down
         list(metered.run(toy_params(0.0), local_job(lock=lock), clients))
         return metered.cost.bytes_down - before
@@ -155,7 +155,7 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
                 down += len(data) + sum(len(part) for name, part in parts.items() if name not in had)
                 for role, part in parts_of(own, params).items():
                     if role != "state" or own.sparse is None:
-                        content = part.encode() if isinstance(part, Lock) else encode_state(part)
+                        content = part.encode() if isinstance(part, LockMessage) else encode_state(part)
                         mine[role] = hashlib.sha256(content).hexdigest()
             for update in super().run(params, job, clients):
                 up += len(encode_update(update))

@@ -12,7 +12,7 @@ from ease.data.partition import Shard
 from ease.federation import stacked
 from ease.federation.client import ClientData
 from ease.federation.local import train
-from ease.federation.lock import Lock, pack_directions
+from ease.federation.lock import LockMessage, pack_directions
 from ease.federation.objectives import align_slopes, align_stack
 from ease.federation.projectors import Factors, Projected
 from ease.federation.protocol import Optimiser
@@ -106,7 +106,7 @@ def jobs(model, local_job) -> dict:
         "plain": local_job(epochs=2),
         "clip": local_job(clip=0.1),
         "radius": local_job(radius=0.05),
-        "lock": local_job(lock=Lock(0.2, reference, pack_directions(bases))),
+        "lock": local_job(lock=LockMessage(0.2, reference, pack_directions(bases))),
         "adam": local_job(optimiser=Optimiser(kind="adam", learning_rate=0.01)),
         "another loss": local_job(objective="difference", **unlearning),
     }

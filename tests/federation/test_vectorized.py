@@ -14,7 +14,7 @@ from ease.errors import UserError
 from ease.federation import microbatching as groups_module
 from ease.federation import vectorized as cohort_module
 from ease.federation.local import train
-from ease.federation.lock import Lock, pack_directions
+from ease.federation.lock import LockMessage, pack_directions
 from ease.federation.microbatching import GroupSize, train_all, train_in_groups
 from ease.federation.protocol import LocalJob, Optimiser, Replay
 from ease.federation.sequential import Sequential
@@ -119,7 +119,7 @@ def jobs(adapted, local_job) -> dict[str, LocalJob]:
             torch.linalg.qr(torch.randn(size, 2, generator=rng)).Q, torch.eye(2), torch.tensor([1.0, 0.5])
         )
     reference = final.map(lambda tensor: tensor + 0.1)
-    lock = Lock(0.2, reference, pack_directions(bases))
+    lock = LockMessage(0.2, reference, pack_directions(bases))
     common = {"request": request, "data": "retain"}
     return {
         "difference": local_job(

@@ -94,9 +94,8 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
 
 
 def can_share(state: Params, job: LocalJob) -> bool:
-    """Whether `train_stacked` can do the job: losses of embeddings, and step rules that it knows."""
+    """Whether trainings of a job can share passes: its losses need embeddings only, and no sparse adapter."""
     asked = objective(job.objective)
     if asked.parts is not None:
         return all(can_share(start, part) for start, part in asked.parts(state, job).values())
-    plain = job.lock is None or job.lock.dense
-    return asked.loss is not None and job.optimiser.kind != "sophia" and job.sparse is None and plain
+    return asked.loss is not None and job.sparse is None

@@ -22,7 +22,7 @@ from ease.federation.container import (
     state_of,
     unpack,
 )
-from ease.federation.lock import Lock
+from ease.federation.lock import LockMessage
 from ease.federation.protocol import LocalJob, Optimiser, Precision, Replay, Update
 from ease.federation.sparse import Sparse
 from ease.params import Block, Params
@@ -146,9 +146,9 @@ def _update_content(update: Update) -> tuple[UpdateHeader, dict[str, Tensor]]:
 # --- jobs ---
 
 
-def parts_of(job: LocalJob, state: Params) -> dict[Part, Params | Lock]:
+def parts_of(job: LocalJob, state: Params) -> dict[Part, Params | LockMessage]:
     """What a job is sent with: the state it starts from, and what else is heavy."""
-    parts: dict[Part, Params | Lock | None] = {
+    parts: dict[Part, Params | LockMessage | None] = {
         "state": state,
         "lock": job.lock,
         "reference": job.reference,
@@ -157,13 +157,13 @@ def parts_of(job: LocalJob, state: Params) -> dict[Part, Params | Lock]:
     return {part: value for part, value in parts.items() if value is not None}
 
 
-def encode_part(part: Params | Lock) -> bytes:
-    return part.encode() if isinstance(part, Lock) else encode_state(part)
+def encode_part(part: Params | LockMessage) -> bytes:
+    return part.encode() if isinstance(part, LockMessage) else encode_state(part)
 
 
-def part_length(part: Params | Lock) -> int:
+def part_length(part: Params | LockMessage) -> int:
     """`len(encode_part(part))`, without reading a value."""
-    return part.encoded_length() if isinstance(part, Lock) else state_length(part)
+    return part.encoded_length() if isinstance(part, LockMessage) else state_length(part)
 
 
 def encode_job(job: LocalJob, state: Params) -> tuple[bytes, dict[str, bytes]]:
@@ -199,7 +199,7 @@ def decode_job(
     state = decode_state(_part(header.state, parts, "state", what), f"{what}: state", limits)
     lock = reference = sparse = None
     if header.lock is not None:
-        lock = Lock.decode(_part(header.lock, parts, "lock", what), f"{what}: lock", limits)
+        lock = LockMessage.decode(_part(header.lock, parts, "lock", what), f"{what}: lock", limits)
     if header.reference is not None:
         reference = decode_state(_part(header.reference, parts, "reference", what), f"{what}: reference", limits)
     if header.sparse is not None:

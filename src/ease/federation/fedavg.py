@@ -18,7 +18,7 @@ from ease.model.closed_form import Ridge
 from ease.params import Params
 from ease.requests.request import Request
 from ease.seeding import generator
-from ease.subspace import Held
+from ease.subspace import ServerLock
 
 LARGEST_RATE = 1e6
 """Of a step: more overflows fp32 within a few of them, whatever the gradient."""
@@ -248,7 +248,7 @@ def fedavg(
     first_round: int = 1,
     request: Request | None = None,
     stream: str = "train",
-    held: Sequence[Held] = (),
+    held: Sequence[ServerLock] = (),
     keep: bool = False,
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round.
@@ -262,6 +262,6 @@ def fedavg(
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
         for each in held:
-            finished = replace(finished, state=each.hold(finished.state), averaged=finished.averaged or finished.state)
+            finished = replace(finished, state=each.apply(finished.state), averaged=finished.averaged or finished.state)
         params = finished.state
         yield finished

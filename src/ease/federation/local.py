@@ -1,18 +1,16 @@
 """The one local training loop: what a client does with a job, wherever it runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ease.federation.client import ClientData
-from ease.federation.lock import add_lock_gradient
 from ease.federation.objectives import Draw, objective
-from ease.federation.protocol import LocalJob, Optimiser, Update
-from ease.federation.sophia import SophiaG
+from ease.federation.protocol import LocalJob, Update
+from ease.federation.steps import StepRule
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.seeding import generator
@@ -78,28 +76,19 @@ def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob)
     assignment = assignment_of(model, params, client, job)
     if assignment is None or not assignment.draws:
         return Update(client.shard.client, 0, None)
-    device, common = client.train.device, job.common
-    tensors = {name: tensor.clone().requires_grad_() for name, tensor in params.tensors.items()}
-    optimiser = _optimiser(job, params, tensors)
-    minimised, draws = objective(assignment.objective), assignment.draws
-    hold = None if job.lock is None else job.lock.on(device)
+    minimised, draws, common = objective(assignment.objective), assignment.draws, job.common
+    stack = {name: tensor.clone().unsqueeze(0) for name, tensor in params.tensors.items()}
+    rule = StepRule(job, params, {name: tensor.unsqueeze(0) for name, tensor in params.tensors.items()})
     losses = []
-    for draw, states in zip(draws, client.train.feed([(d.rows, d.captions) for d in draws]), strict=True):
+    feed = client.train.feed([(draw.rows, draw.captions) for draw in draws])
+    for number, (draw, states) in enumerate(zip(draws, feed, strict=True), start=1):
+        tensors = {name: tensor[0].detach().requires_grad_() for name, tensor in stack.items()}
         whole = tensors if job.sparse is None else job.sparse.expand(tensors)
         loss = minimised.loss_at(model, whole, states, draw, common)
-        optimiser.zero_grad()
-        loss.backward()
-        if hold is not None:
-            add_lock_gradient(tensors, hold)
-        if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_(tensors.values(), job.clip)
-        optimiser.step()
-        if job.radius is not None:
-            project_to_ball(tensors, params, job.radius)
+        gradients = torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
+        rule.apply(stack, {name: each.unsqueeze(0) for name, each in zip(tensors, gradients, strict=True)}, number)
         losses.append(loss.detach())
-    delta = params.zip(
-        lambda before, after: after - before, Params({n: t.detach() for n, t in tensors.items()}, params.blocks)
-    )
+    delta = Params({name: tensor[0] - params[name] for name, tensor in stack.items()}, params.blocks)
     return Update(client.shard.client, assignment.pairs, delta, {"loss": torch.stack(losses).mean().cpu()})
 
 
@@ -133,47 +122,3 @@ def batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> I
     """Shuffled batches of nearly equal size: a small remainder would have too few negatives to learn from."""
     for _ in range(job.epochs):
         yield from np.array_split(rng.permutation(positions), job.batch_count(len(positions)))
-
-
-def learning_rates(optimiser: Optimiser, params: Params) -> dict[str, float]:
-    """The step size of each tensor."""
-    rates = {"projector": optimiser.learning_rate, "lora": optimiser.lora_learning_rate or optimiser.learning_rate}
-    return {name: rates[block.kind] for block in params.blocks for name in block.tensors}
-
-
-class Descent:
-    """Plain gradient descent, bit by bit that of torch.optim.SGD, whose first use imports a compiler for a second."""
-
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self.groups = groups
-
-    def zero_grad(self) -> None:
-        for group in self.groups:
-            for tensor in group["params"]:
-                tensor.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.groups:
-            moved = [tensor for tensor in group["params"] if tensor.grad is not None]
-            torch._foreach_add_(moved, [tensor.grad for tensor in moved], alpha=-group["lr"])
-
-
-def _optimiser(job: LocalJob, params: Params, tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer | Descent:
-    rates = learning_rates(job.optimiser, params)
-    groups = [
-        {"params": [tensors[name] for name in rates if rates[name] == rate], "lr": rate}
-        for rate in sorted(set(rates.values()))
-    ]
-    if job.optimiser.kind == "sophia":
-        return SophiaG(groups, job.batch_size)
-    return torch.optim.Adam(groups) if job.optimiser.kind == "adam" else Descent(groups)
-
-
-@torch.no_grad()
-def project_to_ball(tensors: Mapping[str, Tensor], centre: Params, radius: float) -> None:
-    """Move the tensors back, in place, to the nearest point of the ball around `centre`."""
-    distance = (Params(tensors, centre.blocks) - centre).norm()
-    if distance > radius:
-        for name, tensor in tensors.items():
-            tensor.copy_(torch.lerp(centre[name], tensor, radius / distance))

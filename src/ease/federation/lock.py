@@ -39,7 +39,7 @@ class LockHeader(Config):
 
 
 @dataclass(frozen=True, eq=False)
-class Lock:
+class LockMessage:
     """Penalty strength · ||B_u^T (w - w_ref)||² of each block, as it is sent."""
 
     strength: float
@@ -48,7 +48,7 @@ class Lock:
     """Directions of each block in 8 bit with a scale each, their weights and, for trained factors, coefficients."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Lock):
+        if not isinstance(other, LockMessage):
             return NotImplemented
         return self is other or (
             (self.strength, self.reference) == (other.strength, other.reference)
@@ -63,11 +63,6 @@ class Lock:
         """Names the lock by its content."""
         return content_hash(self.encode())
 
-    @property
-    def dense(self) -> bool:
-        """Whether every direction is a plain vector, not a product of factors."""
-        return not any(name.endswith(":left") for name in self.packed)
-
     def encode(self) -> bytes:
         return pack(*self._content())
 
@@ -81,7 +76,7 @@ class Lock:
         }
 
     @classmethod
-    def decode(cls, data: bytes, what: str = "lock", limits: Limits = LIMITS) -> "Lock":
+    def decode(cls, data: bytes, what: str = "lock", limits: Limits = LIMITS) -> "LockMessage":
         """The lock that was sent, checked: each of its blocks has directions of the right size."""
         header, tensors = unpack(data, LockHeader, what, limits)
         sections: dict[str, dict[str, Tensor]] = {"reference": {}, "packed": {}}
@@ -99,20 +94,25 @@ class Lock:
         names = [name.removesuffix(WEIGHTS) for name in self.packed if name.endswith(WEIGHTS)]
         return {name: _basis(name, self.packed) for name in names}
 
-    def on(self, device: torch.device | str) -> "Hold":
+    def on(self, device: torch.device | str) -> "ClientLock":
         """What a client computes with, derived from what it was sent, on its device."""
         bases = {name: basis.to(torch.device(device)) for name, basis in self._bases.items()}
-        return Hold(self.strength, bases, self.reference.to(device))
+        return ClientLock(self.strength, bases, self.reference.to(device))
 
 
 @dataclass(frozen=True)
-class Hold:
+class ClientLock:
     """A lock as a client computes with it."""
 
     strength: float
     bases: Mapping[str, Basis]
     """Block name -> directions."""
     reference: Params
+
+    @property
+    def dense(self) -> bool:
+        """Whether every direction is a plain vector, not a product of factors."""
+        return all(isinstance(basis.directions, Tensor) for basis in self.bases.values())
 
 
 def pack_directions(bases: Mapping[str, Basis]) -> dict[str, Tensor]:
@@ -183,29 +183,20 @@ def _ordered(packed: Mapping[str, Tensor], reference: Params, what: str) -> dict
     return ordered
 
 
-@torch.no_grad()
-def add_lock_gradient(tensors: Mapping[str, Tensor], hold: Hold) -> None:
-    """Add the exact gradient of the Forget Lock, 2 · strength · Pi_u (w - w_ref), to `.grad`."""
-    for name, part in lock_pulls(tensors, hold).items():
-        gradient = tensors[name].grad
-        assert gradient is not None  # the loss reaches every trained tensor
-        gradient.add_(part, alpha=2 * hold.strength)
-
-
-def lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
+def lock_pulls(tensors: Mapping[str, Tensor], lock: ClientLock) -> dict[str, Tensor]:
     """Pi_u (w - w_ref) of every locked tensor."""
     pulls: dict[str, Tensor] = {}
-    for block in hold.reference.blocks:
-        if block.name in hold.bases:
-            pulls |= lock_pull(block, tensors, hold)
+    for block in lock.reference.blocks:
+        if block.name in lock.bases:
+            pulls |= lock_pull(block, tensors, lock)
     return pulls
 
 
-def lock_pull(block: Block, tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
+def lock_pull(block: Block, tensors: Mapping[str, Tensor], lock: ClientLock) -> dict[str, Tensor]:
     """Pi_u (w - w_ref) of one block by tensor; for trained factors the chain rule takes it to B and to A."""
-    basis = hold.bases[block.name]
+    basis = lock.bases[block.name]
     state = Params({name: tensors[name].detach() for name in block.tensors}, (block,))
-    amounts = basis.weights * basis.components(displacement(block, state, hold.reference))
+    amounts = basis.weights * basis.components(displacement(block, state, lock.reference))
     if isinstance(basis.directions, Tensor):
         pull = basis.directions @ amounts.to(basis.directions)
         parts = pull.split([tensors[name].numel() for name in block.tensors])

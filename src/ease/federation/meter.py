@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ease.federation.codec import Part, encode_part, job_length, part_length, parts_of, update_length
-from ease.federation.lock import Lock
+from ease.federation.lock import LockMessage
 from ease.federation.objectives import objective
 from ease.federation.protocol import Federation, LocalJob, Update, Wrapped, own_jobs
 from ease.params import Params
@@ -69,6 +69,6 @@ class Metered(Wrapped):
         return sum(lengths[mark] for mark in missing)
 
 
-def _fingerprint(part: Params | Lock) -> bytes:
+def _fingerprint(part: Params | LockMessage) -> bytes:
     """Equal for equal parts alone: of what is sent, which tells layout and values."""
     return hashlib.sha256(encode_part(part)).digest()

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ease.config import Config
-from ease.federation.lock import Lock
+from ease.federation.lock import LockMessage
 from ease.federation.sparse import Sparse
 from ease.params import Params, finite, same_tensors
 from ease.requests.request import Request, SampleRequest
@@ -70,7 +70,7 @@ class LocalJob:
     """Name of the local objective, see `objectives.py`."""
     settings: Mapping[str, float] = field(default_factory=dict)
     """Numbers the objective needs, by name."""
-    lock: Lock | None = None
+    lock: LockMessage | None = None
     reference: Params | None = None
     """A state that the objective compares with. A client is sent it once and keeps it."""
     clip: float | None = None

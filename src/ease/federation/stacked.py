@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ease.data.examples import Examples, States
 from ease.federation.gram_layer import SpannedLayer, spanned_sides
-from ease.federation.local import batches, learning_rates, promoted
-from ease.federation.lock import Hold, lock_pulls
+from ease.federation.local import batches, promoted
 from ease.federation.objectives import Draw, Objective, embed_states, objective
 from ease.federation.projectors import Factors, Projected, projects_alone
 from ease.federation.protocol import LocalJob
+from ease.federation.steps import StepRule
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Modality, Params
 
@@ -63,16 +63,14 @@ def train_stacked(
     }
     losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
     halved = _halved(job, ranked[0].start, device)
-    rates = learning_rates(job.optimiser, ranked[0].start)
     layers = _spanned(model, examples, stack, job, torch.bfloat16 if halved else losses.dtype)
     still = {name for layer in layers for name in layer.names}
     names = list(stack)
     stack = {name: tensor for name, tensor in stack.items() if name not in still}
     before = {name: tensor.clone() for name, tensor in stack.items()}
     used = {name: tensor.bfloat16() if name in halved else tensor for name, tensor in stack.items()}
-    hold = None if job.lock is None else job.lock.on(device)
-    adam = job.optimiser.kind == "adam"
-    moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in stack.items()} if adam else {}
+    rule = StepRule(job, ranked[0].start, before)
+    rates = rule.rates
     steps = _steps(ranked, device)
     feed = _without(examples, layers).feed([(step.rows.ravel(), step.captions.ravel()) for step in steps])
     here, tensors, active = stack, used, len(ranked)
@@ -90,30 +88,7 @@ def train_stacked(
             else:
                 loss, found = _by_graph(model, minimised, tensors, states, step, common)
             losses[:active] += loss
-            if job.plain:
-                for name, gradient in found.items():
-                    if isinstance(gradient, Factors):
-                        gradient.descend(here[name], rates[name])
-                    else:
-                        here[name].sub_(gradient, alpha=rates[name])
-            else:
-                gradients = {
-                    name: (each.product() if isinstance(each, Factors) else each).to(here[name].dtype)
-                    for name, each in found.items()
-                }
-                if hold is not None:
-                    for name, pull in _lock_pulls(here, hold).items():
-                        gradients[name].add_(pull, alpha=2 * hold.strength)
-                if job.clip is not None:
-                    gradients = _clipped(gradients, job.clip)
-                for name, gradient in gradients.items():
-                    change = gradient
-                    if adam:
-                        first, second = (moment[:active] for moment in moments[name])
-                        change = _adam_direction(first, second, gradient, number)
-                    here[name].sub_(change, alpha=rates[name])
-                if job.radius is not None:
-                    _project_to_balls(stack, before, active, job.radius)
+            rule.apply(here, found, number)
             for name in halved - still:
                 tensors[name].copy_(here[name])
     moved = {name: tensor.sub_(before[name]) for name, tensor in stack.items()}
@@ -254,41 +229,3 @@ def _without(examples: Examples, layers: Sequence[SpannedLayer]) -> Examples:
     """What is still to be fed: of a side whose first layer is spanned, no features."""
     empty = {layer.side: getattr(examples, layer.side)[..., :0] for layer in layers}
     return replace(examples, **empty)
-
-
-def _lock_pulls(tensors: Mapping[str, Tensor], hold: Hold) -> dict[str, Tensor]:
-    """What the Forget Lock adds to every training's gradient."""
-    return torch.func.vmap(lambda values: lock_pulls(values, hold))(dict(tensors))
-
-
-def _clipped(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
-    """Each training's gradient, scaled down to a norm of at most `most`; torch's own clips them all as one."""
-    factors = (most / (_norms(gradients) + 1e-6)).clamp(max=1.0)
-    return {name: _each(factors, gradient) * gradient for name, gradient in gradients.items()}
-
-
-def _project_to_balls(stack: Mapping[str, Tensor], centres: Mapping[str, Tensor], active: int, radius: float) -> None:
-    """Move each training back, in place, to the nearest point of the ball around its start."""
-    moved = {name: stack[name][:active] - centres[name][:active] for name in stack}
-    factors = (radius / _norms(moved).clamp_min(1e-30)).clamp(max=1.0)
-    outside = factors < 1
-    for name, change in moved.items():
-        nearest = centres[name][:active] + _each(factors, change) * change
-        stack[name][:active] = torch.where(_each(outside, change), nearest, stack[name][:active])
-
-
-def _norms(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Norm over all tensors, for each training."""
-    return torch.stack([tensor.flatten(1).square().sum(1) for tensor in tensors.values()]).sum(0).sqrt()
-
-
-def _each(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each training, shaped to multiply a stack."""
-    return values.view(-1, *[1] * (like.dim() - 1))
-
-
-def _adam_direction(first: Tensor, second: Tensor, gradient: Tensor, step: int) -> Tensor:
-    """Adam's direction with its usual constants; by hand, for torch's own cannot let single models of a stack stop."""
-    first.lerp_(gradient, 0.1)
-    second.lerp_(gradient.square(), 0.001)
-    return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)

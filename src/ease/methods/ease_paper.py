@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
-from ease.federation.lock import Lock, pack_directions
+from ease.federation.lock import LockMessage, pack_directions
 from ease.federation.protocol import Federation
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, told_of
 from ease.methods.columns import Change, UpdateColumn, block_spectrum, canonical_basis, describe, stored_columns
@@ -70,7 +70,7 @@ class EasePaper(Unlearner):
             yield Step(state, "decomposition", notes=notes)
             notes = {}
         # Line 15: directions and reference are broadcast with the model. Eq. (12) is the clients' objective.
-        lock = Lock(self.alpha, reference, pack_directions(bases)) if self.alpha else None
+        lock = LockMessage(self.alpha, reference, pack_directions(bases)) if self.alpha else None
 
         # Lines 9 to 30.
         excision, total = share_of(training, self.excision_share), self._training_rounds(training)

@@ -41,7 +41,7 @@ from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import PURGING, Run
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, replace_file, write_json
-from ease.subspace import Held
+from ease.subspace import ServerLock
 
 RECORD = "purge.json"
 PLAN = "plan.json"
@@ -344,7 +344,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
         else:
             finished = average(start, updates, training, number, clip=bool(anew))
         if AVERAGED in record["sha256"] and held is not None:
-            locked = Held(held.bases, start).hold(finished.state)
+            locked = ServerLock(held.bases, start).apply(finished.state)
             finished = replace(finished, state=locked, averaged=finished.state)
         kept = {key: value for key, value in record.items() if key in ("loss", "bytes_down", "bytes_up")}
         rejected = {client: why for client, why in record["rejected"].items() if int(client) not in leaving}

@@ -35,7 +35,7 @@ from ease.runs.resolve import check_request
 from ease.runs.run import Run, load_held
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256, write_json
-from ease.subspace import Held, save_bases
+from ease.subspace import ServerLock, save_bases
 from ease.trainers import trainer_of
 
 
@@ -96,7 +96,7 @@ def check_trains_on(run: Run, option: str) -> None:
 
 
 def continue_training(
-    trained: Trained, state: Params, held: Sequence[Held], federation: Federation, rounds: int
+    trained: Trained, state: Params, held: Sequence[ServerLock], federation: Federation, rounds: int
 ) -> Iterator[Step]:
     """Plain FedAvg on what the clients still hold; what is held is taken back after every round."""
     recipe = trained.training.model_copy(update={"rounds": rounds})

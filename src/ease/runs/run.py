@@ -36,7 +36,7 @@ from ease.storage import (
     write_json,
     write_tensors,
 )
-from ease.subspace import Held, load_bases
+from ease.subspace import ServerLock, load_bases
 from ease.trainers import train
 
 PURGING = ".purge"
@@ -292,7 +292,7 @@ class Run:
             yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
             start = history.state_path(finished.number)
 
-    def held(self, head: Head) -> Held | None:
+    def held(self, head: Head) -> ServerLock | None:
         """Directions that released answers keep down: each answer's hold those of all before it, at its own state.
 
         An answer of a method that tells of none leaves those before it, where its model has them. A training from the
@@ -302,7 +302,7 @@ class Run:
         found = load_held(self.model_path(telling[-1]).parent) if telling else None
         if found is None or telling[-1] == head.releases[-1]:
             return found
-        return Held(found.bases, Params.load(check_released_model(self, head.releases[-1])))
+        return ServerLock(found.bases, Params.load(check_released_model(self, head.releases[-1])))
 
     def tells_directions(self, release: Release) -> bool:
         """Whether a released answer has directions to lock, by its record."""
@@ -327,7 +327,7 @@ def _frozen_parts(world: World) -> dict[str, str | int | None]:
     }
 
 
-def load_held(folder: Path) -> Held | None:
+def load_held(folder: Path) -> ServerLock | None:
     """The directions an answer keeps down, and the state it keeps them at; None if its record tells of none."""
     record = read_record(AnswerRecord, folder / "record.json")
     bases, held = folder / "bases.safetensors", folder / "held.safetensors"
@@ -335,7 +335,7 @@ def load_held(folder: Path) -> Held | None:
         return None
     for path in (bases, held):
         check_answer_file(record, path)
-    return Held(load_bases(bases), Params.load(held))
+    return ServerLock(load_bases(bases), Params.load(held))
 
 
 def check_answer_file(record: AnswerRecord, path: Path) -> None:

@@ -10,7 +10,7 @@ from ease.model.closed_form import solves
 from ease.model.dual_encoder import ModelConfig
 from ease.params import Params
 from ease.requests.request import Request
-from ease.subspace import Held
+from ease.subspace import ServerLock
 from ease.trainers.sums import sum_and_solve
 
 TrainerName = Literal["fedavg", "sums"]
@@ -31,7 +31,7 @@ def train(
     first_round: int = 1,
     request: Request | None = None,
     stream: str = "train",
-    held: Sequence[Held] = (),
+    held: Sequence[ServerLock] = (),
     keep: bool = False,
     again: History | None = None,
 ) -> Iterator[Round]:

@@ -22,7 +22,7 @@ from ease.methods.ease.contribution import contribution_of
 from ease.methods.ease.stored_sums import OWN_UPDATES, RoundWeights, own_sum, start_of, sum_updates
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest
-from ease.subspace import Basis, Held
+from ease.subspace import Basis, ServerLock
 
 
 class Keepers:
@@ -141,7 +141,7 @@ def test_any_weights_add_up_to_the_same_from_both_histories(kept, weights) -> No
 def test_what_was_held_after_a_round_is_not_taken_for_what_clients_did(toy_params, scripted, tmp_path, past) -> None:
     trained = past({0: toy_params(1.0)})
     direction = torch.tensor([[1.0], [0.0]])
-    held = Held({"image.layer": Basis(direction, torch.eye(1), torch.ones(1).double())}, toy_params(0.0))
+    held = ServerLock({"image.layer": Basis(direction, torch.eye(1), torch.ones(1).double())}, toy_params(0.0))
     federation = scripted({0: toy_params(1.0), 1: toy_params(4.0)}, {0: 1, 1: 2})
     (finished,) = fedavg(toy_params(0.0), federation, trained.training, 0, 0.07, held=(held,))
     assert finished.state["image.layer.B"].flatten().tolist() == [0.0, 3.0]

@@ -18,6 +18,7 @@ from benchmarks import shared_machine
 from PIL import Image
 
 from ease.cli import commands, main
+from ease.cli.registry import summaries
 from ease.data.scenes import lexicon
 from ease.errors import UserError
 
@@ -109,6 +110,23 @@ def test_help_works(ease, arguments) -> None:
     assert result.code == 0 and "Usage" in result.out and result.err == ""
 
 
+def test_help_fits_one_screen_and_names_every_command(ease, monkeypatch) -> None:
+    """24 lines of 80 columns, and the commands of a first session come first."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ease("--help").out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    places = [words.index(name, 4) for name in dict.fromkeys(name.split()[0] for name in commands())]
+    assert places[:5] == sorted(places)[:5]
+    listed = ease("--commands").out
+    assert all(f"  {name} " in listed for name in commands()) and max(map(len, listed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", summaries())
+def test_the_list_of_commands_shows_the_first_line_of_their_help(name: str) -> None:
+    assert (commands()[name].help or "").splitlines()[0] == summaries()[name]
+
+
 @pytest.mark.parametrize("command", commands().values(), ids=list(commands()))
 def test_everything_that_can_be_given_is_explained(command: click.Command) -> None:
     """A sentence, an example that begins with the command's own name, and words for each argument and option."""
@@ -136,11 +154,12 @@ def test_no_arguments_show_the_help(ease) -> None:
     assert result.code == 2 and "Usage" in result.out + result.err
 
 
-def test_help_waits_for_no_library() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["forget", "--help"], ["request", "add", "--help"]], ids=str)
+def test_help_loads_no_library(words: list[str]) -> None:
     code = (
-        "import sys; sys.argv = ['ease', '--help']\nfrom ease.cli import main\n"
+        f"import sys; sys.argv = ['ease', *{words}]\nfrom ease.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "sys.exit(not {'torch', 'sklearn', 'starlette', 'uvicorn'}.isdisjoint(sys.modules))"
+        "sys.exit(not {'torch', 'numpy', 'pydantic', 'sklearn', 'starlette', 'uvicorn'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -551,7 +570,7 @@ def test_control_c_is_one_line_even_where_compiled_code_makes_an_error_of_it(eas
 
     before = signal.getsignal(signal.SIGINT)
     try:
-        monkeypatch.setattr("ease.cli._program", lambda: interrupted)
+        monkeypatch.setattr("ease.cli.entry.program", lambda: interrupted)
         result = ease()
         assert result.code == 130 and result.err.strip() == "stopped; run the same command again to continue"
     finally:

@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 import pytest
-import typer
 
-from ease.cli import app
+from ease.cli import commands
 from ease.federation.launch import QUIET, flower_programs
 
 yaml = pytest.importorskip("yaml", reason="comes with the extra hf")
@@ -54,10 +53,8 @@ def units() -> dict[str, dict[str, list[str]]]:
 
 def check_ease(words: list[str]) -> dict[str, Any]:
     """What the command line makes of a command; one that it does not know is an error."""
-    command: Any = typer.main.get_command(app)
     name, *rest = words
-    context = command.commands[name].make_context(name, rest)
-    return context.params
+    return commands()[name].make_context(name, rest).params
 
 
 def environment(text: str) -> dict[str, str]:

@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
-import typer
 from PIL import Image
 from pydantic import BaseModel
 
-from ease.cli import app
+from ease.cli import commands
+from ease.cli.registry import DEFAULTS
 from ease.config import validate
 from ease.data.rows import Row
 from ease.errors import UserError
@@ -119,14 +119,13 @@ def test_the_index_names_every_page() -> None:
 @every_page
 def test_shown_commands_have_the_options_they_are_shown_with(page: Path) -> None:
     """`ease COMMAND ... --option` in a block without a language, up to a comment or a pipe."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known_commands = commands()
     lines = [line for kind, text in BLOCK.findall(page.read_text()) if not kind for line in text.splitlines()]
     for line in (line for line in lines if re.match(r"ease [a-z]", line)):
         words = shlex.split(re.split(r" > | \| ", line)[0], comments=True)
-        assert words[1] in commands, line
-        command = commands[words[1]]
-        if hasattr(command, "commands"):  # a group: the next word is a command, or left out where one is meant anyway
-            command = command.commands.get(words[2]) or command.commands[getattr(command, "default", words[2])]
+        called = (" ".join(words[1:3]), words[1], f"{words[1]} {DEFAULTS.get(words[1])}")
+        command = next((known_commands[name] for name in called if name in known_commands), None)
+        assert command is not None, line
         known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, line
 
@@ -162,7 +161,7 @@ def test_commands_that_reproduce_the_paper_can_be_parsed(line: str, tmp_path: Pa
         assert (ROOT / command).is_file()
         return
     assert (program, command) == ("ease", "bench")
-    parsed = typer.main.get_command(app).commands["bench"].make_context("bench", words).params  # type: ignore[attr-defined]
+    parsed = commands()["bench"].make_context("bench", words).params
     for quick in (False, True):
         path = ROOT / parsed["experiment"]
         settings = () if quick else tuple(parsed["settings"])

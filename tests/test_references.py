@@ -94,17 +94,25 @@ def test_defaults_and_ranges_are_told(setting: str, parts: tuple[str, ...]) -> N
 
 
 def test_every_exit_code_is_listed() -> None:
-    """Those of verdicts, refuted checks, mistakes and Ctrl-C; the page has each."""
-    known = {0, cli.REFUTED, cli.MISTAKE, cli.INTERRUPTED, *VERDICT_CODES.values()}
+    """Exit codes of verdicts, refused certificates, user errors and Ctrl-C; the page lists each."""
+    known = {0, cli.REFUTED, cli.USER_ERROR, cli.INTERRUPTED, *VERDICT_CODES.values()}
     assert set(cli.EXIT_CODES) == known
-    source = Path(cli.__file__).read_text()
+    source = "".join(path.read_text() for path in Path(cli.__file__).parent.glob("*.py"))
     ends = re.findall(r"(?:SystemExit|typer\.Exit)\(([^)]*)\)", source)
     assert set(ends + re.findall(r" code = ([A-Z0-9]\w*)$", source, re.MULTILINE)) == {
         "INTERRUPTED",
-        "MISTAKE",
-        "REFUTED",
-        "summary.exit_code",
+        "USER_ERROR",
+        "code",
         "code if isinstance(code, int",
+    }
+    returned = set(re.findall(r"return (?:summary|audits), (.*)$", source, re.MULTILINE))
+    assert returned == {
+        "summary.exit_code if exit_code else 0",
+        "audits.exit_code if exit_code else 0",
+        *(
+            f"REFUTED if {refuted} else 0"
+            for refuted in ("not summary.healthy", "not summary.found.holds", "isinstance(summary, VerifySummary)")
+        ),
     }
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", MADE["exit-codes.md"], re.MULTILINE)} == known
 

@@ -109,6 +109,6 @@ def test_a_terminal_in_a_deleted_folder_is_told_so(ease, monkeypatch, tmp_path: 
     def gone() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr("ease.cli.Path.cwd", gone)
+    monkeypatch.setattr("ease.cli.entry.Path.cwd", gone)
     result = ease("methods")
     assert result.code == 2 and "has been deleted or moved; go to another: cd ~" in result.err

@@ -1,0 +1,45 @@
+"""`ease bench`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ease.cli.options import Processes, Quiet, Result, Settings, command
+from ease.errors import UserError
+
+
+@command
+def bench(
+    experiment: Annotated[
+        Path | None, typer.Argument(help="TOML file of an experiment, such as those in experiments/.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs and results. Finished parts are not repeated.")] = Path(
+        "results"
+    ),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small version that takes minutes. Its figures prove nothing.")
+    ] = False,
+    processes: Processes = None,
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write the tables and figures of DIR/results.json again.")
+    ] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+) -> Result:
+    """Run an experiment: methods, requests and seeds in a grid.
+
+    It writes tables and figures next to those of retraining.
+
+    Examples: `ease bench experiments/main.toml --quick`, `ease bench experiments/main.toml --set seeds=[0]`,
+    `ease bench --tables results/main`
+    """
+    from ease.commands.bench import bench_run, write_tables
+    from ease.studies.experiment import load_experiment
+
+    if experiment is not None and tables is None:
+        name = experiment.stem + ("-quick" if quick else "")
+        return bench_run(load_experiment(experiment, tuple(settings or ()), quick), name, out, processes, quiet)
+    if experiment is None and tables is not None:
+        return write_tables(tables)
+    raise UserError("name an experiment's TOML file, or a folder of results with --tables")

@@ -1,0 +1,42 @@
+"""`ease demo`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ease.cli.options import Json, Quiet, Result, Settings, command, print_summary
+
+
+class Scenario(StrEnum):
+    client = "client"
+    class_ = "class"
+    sample = "sample"
+
+
+@command
+def demo(
+    scenario: Annotated[Scenario, typer.Option(help="What to forget.")] = Scenario.client,
+    out: Annotated[Path | None, typer.Option(help="Keep the run here. By default it is deleted.")] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> Result:
+    """Train, forget and compare with retraining in one go.
+
+    It uses generated scenes and the tiny model that comes with this package.
+
+    Example: `ease demo --scenario class`
+    """
+    import tempfile
+
+    from ease.commands.forget import demo_run
+    from ease.runs.config import load_config
+
+    config = load_config(None, tuple(settings or ()))
+    with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:
+        trained, compared = demo_run(config, scenario.value, out or Path(temporary) / "run", quiet)
+    if not as_json:
+        print_summary(trained, as_json)
+    return compared

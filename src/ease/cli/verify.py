@@ -1,0 +1,34 @@
+"""`ease verify`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ease.cli.options import REFUTED, Certificate, CheckQuick, Quiet, Result, command
+
+
+@command
+def verify(
+    certificate: Certificate,
+    run: Annotated[Path | None, typer.Option(help="The run it is about, to compute everything again.")] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]FILE", help="A public key that must have signed. Repeatable."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="The model file it should be about.")] = None,
+    quick: CheckQuick = False,
+    quiet: Quiet = False,
+) -> Result:
+    """Check a certificate.
+
+    With --run, every hash and figure is computed again. Without it, only signatures and the log are checked.
+
+    Exit code 0 if nothing contradicts the certificate, 1 if something does, with each reason.
+
+    Example: `ease verify certificate.json --run runs/first --key hospital=hospital.pub`
+    """
+    from ease.commands.evidence import verify_certificate
+
+    summary = verify_certificate(certificate, run, key or [], model, quick, quiet)
+    return summary, REFUTED if not summary.found.holds else 0

@@ -174,7 +174,7 @@ def _print_commands(asked: bool) -> None:
         print(f"{panel}")
         for name, about in listed.items():
             inner = {f"{name} {word}": each for word, each in GROUPS.get(name, {}).items()}
-            print("".join(f"  {words:20}{each}\n" for words, each in (inner or {name: about}).items()), end="")
+            print("".join(f"  {words:18}{each}\n" for words, each in (inner or {name: about}).items()), end="")
     raise typer.Exit
 
 

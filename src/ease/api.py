@@ -142,7 +142,8 @@ class TrainedRun(_Uses, _Shows):
             >>> 0 <= run.metrics["test/recall@1"] <= 100
             True
         """
-        return self.summary.as_json()["metrics"]
+        metrics: dict[str, float] = self.summary.as_json()["metrics"]
+        return metrics
 
     @property
     def clients(self) -> dict[str, int]:

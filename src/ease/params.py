@@ -96,7 +96,8 @@ class Params:
 
     def norm(self) -> float:
         values = (tensor.double().flatten() for tensor in self.tensors.values())
-        return math.fsum(float(torch.dot(each, each)) for each in values) ** 0.5
+        squared = math.fsum(float(torch.dot(each, each)) for each in values)
+        return float(squared**0.5)  # not math.sqrt: it rounds otherwise
 
     def within(self, most: float) -> "Params":
         """The same if its norm is at most so large, else shortened to it."""

@@ -439,7 +439,8 @@ def map_array(path: Path) -> np.ndarray:
             seal = file.read()
         if length < 0 or seal != b"sha256:" + _hash_in_pieces(path, length).encode():
             raise ValueError("its content is not what its seal says")
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path}: damaged array file ({error}); delete it and run again") from error
 

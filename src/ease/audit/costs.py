@@ -37,4 +37,4 @@ def training_flops(world: World) -> float:
     states = examples.batch(positions, np.zeros_like(positions))
     with FlopCounterMode(display=False) as counter:
         info_nce(*embed_states(world.server.model, tensors, states), job.temperature).backward()
-    return counter.get_total_flops() / len(positions)
+    return float(counter.get_total_flops()) / len(positions)

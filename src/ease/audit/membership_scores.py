@@ -18,9 +18,9 @@ from ease.federation.expected import Expected, Value
 from ease.federation.objectives import Objective, Tensors, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Trained
-from ease.model.dual_encoder import DualEncoder, Modality
+from ease.model.dual_encoder import DualEncoder
 from ease.model.losses import log_odds
-from ease.params import Params
+from ease.params import Modality, Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, validation_mask
 from ease.seeding import generator
 

@@ -34,7 +34,7 @@ class Streamed:
 
     @property
     def captions(self) -> int:
-        return self.array.shape[1]
+        return int(self.array.shape[1])
 
     def gather(self, positions: np.ndarray, captions: np.ndarray | None = None) -> Tensor:
         """Copies in page-locked memory where there is a GPU, from which it reads on its own."""

@@ -85,7 +85,7 @@ class History:
 
     def start_path(self, number: int) -> Path:
         """The file of the state that a round began from: that of the round before, unless a request came between."""
-        return self.folder / self.record(number)["start"]
+        return self.folder / str(self.record(number)["start"])
 
     def start(self, number: int) -> Params:
         """The state that a round began from, and no other."""
@@ -397,7 +397,7 @@ def whole(change: Params, exponent: int) -> Params:
 @lru_cache(maxsize=64)
 def _record(path: Path, *identity: int) -> dict[str, Any]:
     """Records of many clients are long, and are asked for once for each."""
-    found = read_json(path)
+    found: dict[str, Any] = read_json(path)
     if not _is_record(found):
         raise UserError(f"{path}: not the record of a round; restore it or train again")
     return found

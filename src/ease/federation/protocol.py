@@ -114,7 +114,8 @@ class LocalJob:
     @property
     def plain(self) -> bool:
         """Whether a step is the gradient of its batch, times the step size, and nothing else."""
-        return self.optimiser.kind == "sgd" and self.lock is self.clip is self.radius is self.sparse is None
+        changes = (self.lock, self.clip, self.radius, self.sparse)
+        return self.optimiser.kind == "sgd" and all(each is None for each in changes)
 
     def batch_count(self, pairs: int) -> int:
         """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""

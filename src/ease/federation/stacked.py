@@ -116,7 +116,7 @@ def _halved(job: LocalJob, start: Params, device: torch.device) -> set[str]:
 def halves_are_faster(device: torch.device) -> bool:
     """Whether a device multiplies in bfloat16 by instructions of its own; without, it takes longer than in float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     able = torch.cpu.get_capabilities()
     return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 

@@ -62,7 +62,7 @@ class MethodRecord(Record):
 
     @property
     def method_name(self) -> str:
-        return self.method["method"]
+        return str(self.method["method"])
 
 
 # Answers to requests

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ease.data.rows import (
     Row,
@@ -36,7 +37,7 @@ def coco_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         yield Row(name.stem, folder / name, texts, None, where, site_of(entry, where), tuple(entry), folder=folder)
 
 
-def _image_id(entry: dict, key: str, where: str) -> int:
+def _image_id(entry: dict[str, Any], key: str, where: str) -> int:
     value = field(entry, key, where)
     if not isinstance(value, int):
         raise UserError(f"{where}.{key}: must be a whole number, not {value!r}; mend the file")

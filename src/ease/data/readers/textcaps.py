@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ease.data.rows import (
     Row,
@@ -35,7 +36,7 @@ def textcaps_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
         )
 
 
-def _captions(entry: dict, where: str) -> tuple[str, ...]:
+def _captions(entry: dict[str, Any], where: str) -> tuple[str, ...]:
     """Each entry has one caption of its own; the references repeat those of all entries of the image."""
     if "caption_str" in entry:
         return (check_caption(entry["caption_str"], f"{where}.caption_str"),)

@@ -167,7 +167,7 @@ def figures_of(record: AnswerRecord) -> dict[str, float]:
 
 def audit_figures(audit: AuditRecord) -> dict[str, Any]:
     """All figures of an audit, without what is only for drawing."""
-    return plain(_without(audit.model_dump(mode="json"), DRAWN))
+    return {key: plain(each) for key, each in _without(audit.model_dump(mode="json"), DRAWN).items()}
 
 
 def verdict_of(audit: AuditRecord | None) -> VerdictWords:

@@ -213,7 +213,8 @@ def _announced(request: Request, remedy: str, most: Mapping[str, int]) -> int:
 def _values(request: Request, body: bytearray) -> Mapping[str, Any]:
     """What is asked, from the address or from the body."""
     if request.method != "POST":
-        return request.state.query
+        query: Mapping[str, Any] = request.state.query
+        return query
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):

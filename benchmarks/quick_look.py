@@ -5,8 +5,8 @@
     python benchmarks/quick_look.py table results
 
 Requests are concepts (words that enough captions have), few pairs drawn at random, the typical client and a tenth of
-all pairs. Every retrained model is looked at twice: beside the held-out pairs that the request would have named, and beside
-all held-out pairs of the same clients. What is finished is kept.
+all pairs. Every retrained model is looked at twice: beside the held-out pairs that the request would have named, and
+beside all held-out pairs of the same clients. What is finished is kept.
 """
 
 import argparse

@@ -207,6 +207,7 @@ class QuickOutput(Config):
     """Of the model that was looked at."""
     forget_pairs: int
     held_out_pairs: int
+    compared_with: str
     before: Level
     """Under the model that was to forget."""
     after: Level

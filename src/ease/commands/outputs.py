@@ -199,7 +199,7 @@ class AuditsOutput(Config):
 class QuickOutput(Config):
     """`ease audit --quick`."""
 
-    format: Literal[1]
+    format: Literal[2]
     method: dict[str, Any]
     """Its name as `method`, and its settings."""
     request: Request
@@ -208,6 +208,7 @@ class QuickOutput(Config):
     forget_pairs: int
     held_out_pairs: int
     compared_with: str
+    """Which held-out pairs."""
     before: Level
     """Under the model that was to forget."""
     after: Level

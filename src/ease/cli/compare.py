@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ease.cli.demo import Scenario
-from ease.cli.options import Json, Quiet, Result, Settings, command
+from ease.cli.options import Quiet, Result, Settings, command
 
 
 @command
@@ -17,7 +17,6 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Keep the runs here. By default they are deleted.")] = None,
     settings: Settings = None,
     quiet: Quiet = False,
-    as_json: Json = False,
 ) -> Result:
     """Find out whether a closed-form head is good enough for your data.
 

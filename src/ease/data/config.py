@@ -167,7 +167,7 @@ def _listed(config: DataConfig) -> list[Row]:
 def _place(pair_id: str) -> float:
     """A number between 0 and 1 that an id always has."""
     name = digest("share", pair_id)
-    return int(name, 16) / 16 ** len(name)
+    return int(name, 16) / float(16 ** len(name))
 
 
 def _owned(rows: list[Row], owner: Literal["server", "client"], path: Path) -> list[Row]:

@@ -18,7 +18,7 @@ def compare(
     settings: Settings = None,
     quiet: Quiet = False,
 ) -> Result:
-    """Find out whether a closed-form head is good enough for your data.
+    """Find out which kind of model suits your data.
 
     It trains that head and the configured model on the same images, forgets with both, and says which one to train.
     The answers of a closed-form head are identical to retraining.

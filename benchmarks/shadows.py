@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ease.audit.shadow_runs import Subjects
 from ease.audit.shadows import shadow_shards, train_federations
+from ease.audit.subjects import Subjects
 from ease.federation.client import ClientData
 from ease.federation.fedavg import average
 from ease.federation.local import train

@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 import ease
+from ease.methods import BUILT_IN
 
 ROOT = Path(ease.__file__).parent
 ORDER = (
@@ -123,6 +124,33 @@ def test_only_the_command_that_serves_loads_a_web_server() -> None:
             for name in node.names
         }
         assert not names & loaded, module
+
+
+def loaded_with(name: str) -> set[str]:
+    """Every module of ours that is loaded with one: what modules import outside functions, and what those import."""
+    names = {"ease." + ".".join(module.with_suffix("").parts).removesuffix(".__init__"): module for module in MODULES}
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each in names and each not in found:
+            found.add(each)
+            parts = each.split(".")
+            waiting += (".".join(parts[:cut]) for cut in range(2, len(parts)))
+            for node in parsed(names[each]).body:
+                if isinstance(node, ast.ImportFrom):
+                    waiting += (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+                elif isinstance(node, ast.Import):
+                    waiting += (alias.name for alias in node.names)
+    return found
+
+
+def test_forgetting_loads_no_attack_and_only_the_methods_it_may_need() -> None:
+    loaded = loaded_with("ease.commands.forget")
+    assert {"ease.runs.forget", "ease.methods.retrain", "ease.federation.fedavg"} <= loaded
+    assert not {f"ease.audit.{name}" for name in ("attacks", "attack_suite", "bavaria", "shadows", "runner")} & loaded
+    methods = {f"ease.methods.{place.partition(':')[0]}" for place in BUILT_IN.values()}
+    assert methods & loaded == {"ease.methods.ease.method", "ease.methods.retrain"}
 
 
 def test_nothing_is_called_by_a_name_that_says_nothing() -> None:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from ease.audit.attacks import FEWEST_POPULATION, Attacker, Readings
+from ease.audit.attacks import FEWEST_POPULATION, Attacker
 from ease.audit.bavaria import bavaria
 from ease.audit.distribution import ulira
 from ease.audit.membership import lira
 from ease.audit.statistic import STATISTICS
+from ease.audit.subjects import Readings
 from ease.errors import UserError
 from ease.seeding import generator
 

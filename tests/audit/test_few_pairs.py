@@ -10,7 +10,7 @@ from ease.audit.few_pairs import OneByOne
 from ease.audit.measurements import Instruments
 from ease.audit.records import AuditRecord
 from ease.audit.runner import Audit
-from ease.audit.shadow_runs import Subjects
+from ease.audit.subjects import Subjects
 from ease.audit.verdict import Reason, Verdict
 from ease.measures.evaluate import embed_pairs
 from ease.measures.ranks import FEW

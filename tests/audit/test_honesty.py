@@ -12,7 +12,7 @@ from ease.audit.membership import auc, leakage
 from ease.audit.records import AuditRecord
 from ease.audit.runner import Audit
 from ease.audit.shadow_runs import gauge_of, read_shadow, write_shadow
-from ease.audit.shadows import Candidates, choose_candidates
+from ease.audit.subjects import Candidates, choose_candidates
 from ease.audit.verdict import Measure, Verdict
 from ease.data.partition import Shard
 from ease.errors import UserError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ease.audit.preflight import audit_prospects
-from ease.audit.shadow_runs import Subjects
+from ease.audit.subjects import Subjects
 from ease.errors import UserError
 from ease.requests.request import ClientRequest, SampleRequest
 from ease.runs.world import World

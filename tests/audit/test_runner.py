@@ -17,12 +17,11 @@ from tests.fixtures import LEARNT
 import ease.audit.shadow_runs
 from ease.audit.config import AuditConfig
 from ease.audit.costs import phase_seconds, prices, training_flops
-from ease.audit.records import AuditRecord
-from ease.audit.runner import Audit, current_audit
+from ease.audit.records import AuditRecord, current_audit
+from ease.audit.runner import Audit
 from ease.audit.shadow_runs import (
     SHARES,
     Plan,
-    Subjects,
     attacker_of,
     make_shadows,
     plan_of,
@@ -31,6 +30,7 @@ from ease.audit.shadow_runs import (
     write_shadow,
 )
 from ease.audit.shadows import train_federations
+from ease.audit.subjects import Subjects
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.model.backbones import load_backbone

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 
 from ease.audit import side_by_side
 from ease.audit.shadows import (
-    MOST_MISMATCH,
-    Candidates,
     Shadow,
-    choose_candidates,
-    match_classes,
     on_all_cores,
     scratch_history,
     shadow_request,
@@ -26,6 +22,7 @@ from ease.audit.shadows import (
     unlearn_shadows,
 )
 from ease.audit.side_by_side import SideBySide
+from ease.audit.subjects import MOST_MISMATCH, Candidates, choose_candidates, match_classes
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation import objectives

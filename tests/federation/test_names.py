@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 import ease.federation
-import ease.methods
 from ease.audit.site_measures import AUDIT
 from ease.federation import protocol
 from ease.federation.objectives import OBJECTIVES
+from ease.methods import import_all
 
+import_all()
 FOLDER = Path(ease.federation.__file__).parent
 PARTS = {name for name, value in vars(protocol).items() if getattr(value, "__module__", "") == protocol.__name__}
 """What jobs and updates are made of. A round that is replayed is such, whichever objective replays it."""

@@ -54,9 +54,9 @@ def test_a_sound_one_is_a_method_like_any_other(point, monkeypatch) -> None:
     [
         ("gone", "broken_package:Method", "cannot be imported (ModuleNotFoundError: No module named 'a_module_that"),
         ("gone", "other_package:Missing", "cannot be imported (AttributeError"),
-        ("number", "other_package:Nothing", "it is no subclass of ease.methods.base.Unlearner"),
+        ("number", "other_package:Nothing", "it is not a subclass of ease.methods.base.Unlearner"),
         ("base", "ease.methods.base:Unlearner", "it lacks rounds, unlearn"),
-        ("Longer", "other_package:Longer", "a name is made of small letters"),
+        ("Longer", "other_package:Longer", "a name consists of small letters"),
         ("ease", "other_package:Longer", "a method of this name belongs to this package"),
         ("other", "other_package:Longer", "its name is 'longer', the entry point's is 'other'"),
         ("unnamed", "other_package:Unnamed", "its name is 'finetune', the entry point's is 'unnamed'"),

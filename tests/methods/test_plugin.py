@@ -12,6 +12,7 @@ import pytest
 
 from ease import methods
 from ease.commands.methods import MethodsSummary
+from ease.federation.objectives import OBJECTIVES
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "own-method"
 
@@ -43,6 +44,7 @@ def test_what_the_package_declares_is_listed_with_its_settings(monkeypatch) -> N
     points = [EntryPoint(*each, methods.GROUP) for each in project["project"]["entry-points"][methods.GROUP].items()]
     usable, refused = methods.plug_ins(points)
     sys.modules.pop("ease_halfway")
+    OBJECTIVES.pop("halfway: softened")
     assert list(usable) == ["halfway"] and not refused
     assert settings_of_halfway(MethodsSummary(tuple(usable.values())).as_json()) == ["back", "softness", "share"]
 

@@ -9,7 +9,8 @@ import pytest
 from ease.audit.attack_suite import attack_canaries
 from ease.audit.config import AuditConfig
 from ease.audit.runner import Audit
-from ease.audit.shadow_runs import Subjects, gauge_of
+from ease.audit.shadow_runs import gauge_of
+from ease.audit.subjects import Subjects
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.retrain import Retrain

@@ -19,6 +19,7 @@ from ease.audit.config import AuditConfig
 from ease.audit.few_pairs import RECALLS, OneByOne, standing_measures
 from ease.audit.measurements import Compared, Measured, alignment, distribution, retrieval, shown
 from ease.audit.membership import auc
+from ease.audit.preflight import holdings_now
 from ease.audit.records import Gallery, PairRecord
 from ease.audit.retained import beyond_unseen
 from ease.audit.shadow_runs import SHARES, Plan
@@ -34,7 +35,7 @@ from ease.measures.retrieval import GalleryRecall, chance_recall
 from ease.methods.base import Trained
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.requests.request import Request, forget_mask, held_without, validation_mask
+from ease.requests.request import Request, forget_mask, validation_mask
 from ease.runs.evaluation import evaluation_sets, recalls_of
 from ease.runs.world import World
 from ease.seeding import generator
@@ -46,24 +47,6 @@ NOT_TESTED_THERE = (
 )
 JUDGED = {"forget": "held-out/auc", "retain": "retained/auc"}
 """Kind of pairs that are told from held-out ones -> the measure."""
-
-
-def check_sites(world: World, request: Request, closed: bool) -> None:
-    """Refuse what sites cannot measure, before anyone waits for it."""
-    if closed:
-        raise UserError(
-            "this request is closed: nodes touch its pairs no more, so that nobody can measure them; audit an answer "
-            "before `ease release`"
-        )
-    for holding in holdings_now(world):
-        unseen = len(holding.validation_ids)
-        if forget_mask(request, holding).any() and unseen < FEWEST_UNSEEN:
-            raise UserError(
-                f"client {holding.client}: holds forget pairs and holds out {unseen}, and its pairs are measured "
-                f"beside {FEWEST_UNSEEN} at least; train with a larger partition.validation_share"
-            )
-    if len(evaluation_sets(world, request)["test"]) < 2:
-        raise UserError("an audit needs 2 test pairs at the server at least, whether the model is whole; add some")
 
 
 def retrain_at_sites(plan: Plan, trained: Trained, engine: Engine, orders: Sequence[int]) -> Iterator[int]:
@@ -300,16 +283,3 @@ def instruments_for(world: World, request: Request) -> type[AtSites]:
     """Which of both a request takes."""
     named = sum(int(forget_mask(request, holding).sum()) for holding in holdings_now(world))
     return FewAtSites if named < FEW else AtSites
-
-
-def holdings_now(world: World) -> list[Holding]:
-    """What clients hold by ids, less what is closed."""
-    left = held_without(world.server.membership.clients, world.gone)
-
-    def kept(holding: Holding) -> Holding:
-        both = zip(holding.train_ids, holding.train_classes, strict=True)
-        there = [(pair_id, label) for pair_id, label in both if pair_id in left[holding.client]]
-        ids, classes = zip(*there, strict=True) if there else ((), ())
-        return holding.model_copy(update={"train_ids": ids, "train_classes": classes})
-
-    return [kept(holding) for holding in world.server.membership.clients if holding.client in left]

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ease.audit.attacks import Attacker, AttackResult, Readings
+from ease.audit.attacks import Attacker, AttackResult
 from ease.audit.config import AuditConfig
 from ease.audit.epsilon import guess, lower_bound
 from ease.audit.membership import auc, leakage, roc
 from ease.audit.records import AttackRecord, RocPoints
 from ease.audit.retained import beyond_unseen
-from ease.audit.shadow_runs import Subjects
-from ease.audit.shadows import match_classes
 from ease.audit.statistic import Gauge
+from ease.audit.subjects import Readings, Subjects, match_classes
 from ease.audit.verdict import Measure
 from ease.data.canaries import toss
 from ease.params import Params

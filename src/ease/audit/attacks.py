@@ -1,6 +1,6 @@
 """Every membership attack on one model, from the statistics of shadows; thresholds never come from the judged pairs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -26,12 +26,11 @@ from ease.audit.membership import (
     unscored,
 )
 from ease.audit.statistic import features
+from ease.audit.subjects import Readings
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
-Readings = Mapping[str, np.ndarray]
-"""Statistic -> values [pairs], or [pairs, shadows]."""
 ATTACKED = ("log_odds", "cosine")
 """Statistics that likelihood ratios are made of."""
 FEWEST_POPULATION = 30

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ease.audit.band import reach
 from ease.audit.membership import CONFIDENCE, EXPECTED_FALSE_POSITIVES
-from ease.audit.shadows import Candidates
+from ease.audit.subjects import Candidates
 from ease.audit.verdict import Measure
 from ease.methods.base import Unlearner
 

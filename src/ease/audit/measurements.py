@@ -9,14 +9,15 @@ import numpy as np
 from torch import Tensor
 
 from ease.audit.attack_suite import Attacked, attack_all, attack_canaries, attack_retained, some_retained
-from ease.audit.attacks import Attacker, Readings
+from ease.audit.attacks import Attacker
 from ease.audit.config import AuditConfig
 from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.joint import JointTest
 from ease.audit.records import AttackRecord, Gallery, PairRecord
 from ease.audit.relearn import Curve, Watch, relearn
-from ease.audit.shadow_runs import Subjects, gauge_of
+from ease.audit.shadow_runs import gauge_of
 from ease.audit.statistic import Gauge
+from ease.audit.subjects import Readings, Subjects
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.measures.alignment import alignment_residual
 from ease.measures.evaluate import common_size

@@ -1,10 +1,12 @@
 """Whether an audit of a run or a request would be refused, told before anyone waits for one."""
 
-from ease.audit.at_sites import check_sites
 from ease.audit.config import AuditConfig
-from ease.audit.shadow_runs import Subjects
+from ease.audit.site_measures import FEWEST_UNSEEN
+from ease.audit.subjects import Subjects
+from ease.data.membership import Holding
 from ease.errors import UserError
-from ease.requests.request import Request
+from ease.requests.request import Request, forget_mask, held_without
+from ease.runs.evaluation import evaluation_sets
 from ease.runs.world import World
 from ease.trainers import trainer_of
 
@@ -60,3 +62,34 @@ def _at_sites(world: World, request: Request) -> str:
     except UserError as error:
         return f"{_NONE}{error}"
     return ""
+
+
+def check_sites(world: World, request: Request, closed: bool) -> None:
+    """Refuse what sites cannot measure, before anyone waits for it."""
+    if closed:
+        raise UserError(
+            "this request is closed: nodes touch its pairs no more, so that nobody can measure them; audit an answer "
+            "before `ease release`"
+        )
+    for holding in holdings_now(world):
+        unseen = len(holding.validation_ids)
+        if forget_mask(request, holding).any() and unseen < FEWEST_UNSEEN:
+            raise UserError(
+                f"client {holding.client}: holds forget pairs and holds out {unseen}, and its pairs are measured "
+                f"beside {FEWEST_UNSEEN} at least; train with a larger partition.validation_share"
+            )
+    if len(evaluation_sets(world, request)["test"]) < 2:
+        raise UserError("an audit needs 2 test pairs at the server at least, whether the model is whole; add some")
+
+
+def holdings_now(world: World) -> list[Holding]:
+    """What clients hold by ids, less what is closed."""
+    left = held_without(world.server.membership.clients, world.gone)
+
+    def kept(holding: Holding) -> Holding:
+        both = zip(holding.train_ids, holding.train_classes, strict=True)
+        there = [(pair_id, label) for pair_id, label in both if pair_id in left[holding.client]]
+        ids, classes = zip(*there, strict=True) if there else ((), ())
+        return holding.model_copy(update={"train_ids": ids, "train_classes": classes})
+
+    return [kept(holding) for holding in world.server.membership.clients if holding.client in left]

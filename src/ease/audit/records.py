@@ -8,7 +8,9 @@ from ease.audit.relearn import Curve
 from ease.audit.verdict import Verdict
 from ease.config import Config
 from ease.requests.request import Request
-from ease.runs.records import MethodRecord, Metrics
+from ease.runs.answers import StoredAnswer
+from ease.runs.records import MethodRecord, Metrics, read_record
+from ease.storage import sha256
 
 
 class RocPoints(Config):
@@ -113,3 +115,11 @@ class AuditRecord(MethodRecord):
         """Among how many each of a few pairs is looked for; clients of their own hold out more or less."""
         sizes = sorted({pair.gallery for pair in self.pairs})
         return " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else ""
+
+
+def current_audit(stored: StoredAnswer) -> AuditRecord | None:
+    """The audit kept beside an answer, unless the model has changed since."""
+    if not stored.audit_path.is_file():
+        return None
+    found = read_record(AuditRecord, stored.audit_path)
+    return found if found.model_sha256 == sha256(stored.model_path) else None

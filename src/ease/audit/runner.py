@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ease.audit.at_sites import NOT_TESTED_THERE, AtSites, check_sites, instruments_for, retrain_at_sites
+from ease.audit.at_sites import NOT_TESTED_THERE, AtSites, instruments_for, retrain_at_sites
 from ease.audit.attacks import Attacker
 from ease.audit.caveats import (
     NO_ATTACKS,
@@ -23,17 +23,10 @@ from ease.audit.config import AuditConfig
 from ease.audit.costs import phase_seconds, prices, training_flops
 from ease.audit.few_pairs import OneByOne
 from ease.audit.measurements import Instruments, Measured
+from ease.audit.preflight import check_sites
 from ease.audit.records import AuditRecord, Costs
-from ease.audit.shadow_runs import (
-    SHARES,
-    Plan,
-    Subjects,
-    attacker_of,
-    make_shadows,
-    plan_of,
-    remove_scratch,
-    train_share,
-)
+from ease.audit.shadow_runs import SHARES, Plan, attacker_of, make_shadows, plan_of, remove_scratch, train_share
+from ease.audit.subjects import Subjects
 from ease.errors import UserError
 from ease.federation.check import checked
 from ease.federation.protocol import Engine
@@ -44,7 +37,7 @@ from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import Request, held_without
 from ease.runs.answers import StoredAnswer, answer_of, find_answer, trained_of
-from ease.runs.records import read_record, write_record
+from ease.runs.records import write_record
 from ease.runs.run import Run, check_answer_file
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
@@ -314,11 +307,3 @@ def check_possible(run: Run, world: World, request: Request, config: AuditConfig
         check_sites(world, request, request in run.head.gone)
     else:
         Subjects.of(world, request, config.pool)
-
-
-def current_audit(stored: StoredAnswer) -> AuditRecord | None:
-    """The audit kept beside an answer, unless the model has changed since."""
-    if not stored.audit_path.is_file():
-        return None
-    found = read_record(AuditRecord, stored.audit_path)
-    return found if found.model_sha256 == sha256(stored.model_path) else None

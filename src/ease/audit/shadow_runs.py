@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ease.audit.attacks import Attacker, Readings
+from ease.audit.attacks import Attacker
 from ease.audit.shadows import (
-    Candidates,
     Ends,
     Shadow,
-    choose_candidates,
     on_all_cores,
     scratch_history,
     shadow_request,
@@ -23,19 +21,18 @@ from ease.audit.shadows import (
     unlearn_shadows,
 )
 from ease.audit.statistic import STATISTICS, Gauge
+from ease.audit.subjects import Readings, Subjects
 from ease.data.partition import Shard
 from ease.errors import UserError
 from ease.federation.history import History
 from ease.methods.base import Order, Trained, Unlearner
 from ease.params import Params
-from ease.requests.request import Request, forget_mask, without
+from ease.requests.request import Request, without
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import RunConfig
-from ease.runs.evaluation import evaluation_sets
-from ease.runs.resolve import named_ids
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.seeding import generator, stream_seed
+from ease.seeding import stream_seed
 from ease.storage import (
     LEFTOVER,
     digest,
@@ -210,66 +207,6 @@ class Plan:
 
 Share = tuple[Plan, Sequence[int], Sequence[int]]
 """What one process makes: some shadows and some retraining orders of a plan."""
-
-
-@dataclass(frozen=True)
-class Subjects:
-    """Which pairs an audit looks at."""
-
-    candidates: Candidates
-    population: np.ndarray
-    """Further pairs that no model saw, of any class."""
-    pool: np.ndarray
-
-    @classmethod
-    def of(cls, world: World, request: Request, pool: int) -> "Subjects":
-        """Split the pairs of no client into the pool, the matched non-members and the rest."""
-        world.check_together("an attack by shadows")
-        named = len(named_ids(world.server.membership, request))
-        there = sum(int(forget_mask(request, shard).sum()) for shard in world.evaluator.shards)
-        if there < named:
-            raise UserError(
-                f"{named - there} of the {named} photographs of this request have vanished: what a model holds of "
-                "them cannot be measured any more; audit a request before its data are deleted"
-            )
-        spare = np.concatenate([world.evaluator.spare, world.evaluator.test])
-        if len(spare) < pool + 2:
-            raise UserError(
-                f"the audit's pool of {pool} pairs and its non-members come from validation and test pairs, and there "
-                f"are {len(spare)}: lower --pool or add pairs"
-            )
-        order = generator(world.config.seed, "audit pool").permutation(spare)
-        rest = np.sort(order[pool:])
-        shards, others = _comparable(world, request, rest)
-        candidates = choose_candidates(
-            shards,
-            request,
-            others,
-            world.evaluator.classes_of(others),
-            world.evaluator.pairs.ids,
-            world.config.seed,
-        )
-        return cls(candidates, np.setdiff1d(rest, candidates.positions), np.sort(order[:pool]))
-
-    @property
-    def positions(self) -> np.ndarray:
-        return np.concatenate([self.candidates.positions, self.population])
-
-    def split(self, read: Readings) -> tuple[Readings, Readings]:
-        """Readings of the candidates, and of the population."""
-        count = len(self.candidates)
-        return {k: v[:count] for k, v in read.items()}, {k: v[count:] for k, v in read.items()}
-
-
-def _comparable(world: World, request: Request, unseen: np.ndarray) -> tuple[Sequence[Shard], np.ndarray]:
-    """Whose membership can be tested, and the pairs of no client to compare with: data with data, canaries with
-    canaries, since a mismatched pair is told from others at a glance."""
-    canaries = world.evaluator.canaries
-    if not len(canaries):
-        return world.shards, unseen
-    if np.isin(evaluation_sets(world, request)["forget"], canaries).all():
-        return world.shards, np.setdiff1d(canaries, np.concatenate([shard.train for shard in world.evaluator.shards]))
-    return [shard.keep(~np.isin(shard.train, canaries)) for shard in world.shards], unseen
 
 
 def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> Plan:

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 
 from ease.audit.side_by_side import SideBySide
+from ease.audit.subjects import Candidates
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
-from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.history import History
 from ease.federation.microbatching import GroupSize, train_in_groups
 from ease.federation.protocol import Federation, Update
 from ease.federation.stacked import LocalTraining, training_of
-from ease.measures.ranks import FEW
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -31,106 +30,6 @@ from ease.seeding import generator
 Done = TypeVar("Done")
 Enlisted = tuple[int, Shard, LocalTraining]
 """A local training to be done: for which federation, for which of its clients, and what."""
-MOST_MISMATCH = 0.1
-"""Total variation distance allowed between the class mix of the forget pairs and that of the non-members."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The pairs whose membership is tested: forget pairs, and pairs like them that the target never saw."""
-
-    positions: np.ndarray
-    member: np.ndarray
-    """bool [n]: trained on by the target."""
-    home: np.ndarray
-    """The client that holds each, or would hold it."""
-    classes: np.ndarray
-    ids: tuple[str, ...]
-    mismatch: float
-    """Total variation distance of the class mixes of members and non-members."""
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    @property
-    def members(self) -> int:
-        return int(self.member.sum())
-
-    @property
-    def others(self) -> int:
-        return len(self) - self.members
-
-    def why_no_attack(self, fewest: int = FEW) -> str:
-        """What attacks lack, which compare many pairs; nothing where they can be made."""
-        if self.members < fewest:
-            return f"attacks compare many pairs, {fewest} at least, and the request names {self.members}"
-        if self.others < 2:
-            return (
-                f"attacks compare forget pairs with pairs of no client, and {self.others} of those are of the forget "
-                "pairs' pseudo-classes"
-            )
-        return ""
-
-    def included(self, shadow: int, seed: int) -> np.ndarray:
-        """Which candidates a shadow trains on: bool [n].
-
-        Shadows 2j and 2j + 1 are complementary, so every pair is in exactly half of any even number of them, and more
-        shadows can be added later. Coin flips would leave some pairs without a shadow on one side.
-        """
-        drawn = generator(seed, "shadow", shadow // 2).permutation(len(self)) < len(self) / 2
-        return drawn if shadow % 2 == 0 else ~drawn
-
-
-def choose_candidates(
-    shards: Sequence[Shard],
-    request: Request,
-    others: np.ndarray,
-    other_classes: np.ndarray,
-    ids: Sequence[str],
-    seed: int,
-) -> Candidates:
-    """Forget pairs and as many of `others`, which no client holds, as have the same mix of pseudo-classes.
-
-    There may be few of either kind; `why_no_attack` tells whether they do for attacks.
-    Non-members of another mix would let an attack score by telling the classes apart. Each gets a home where pairs of
-    its class are forgotten, since shadows train on it there.
-    """
-    rng = generator(seed, "candidates")
-    masks = [forget_mask(request, shard) for shard in shards]
-    forget = np.concatenate([shard.train[mask] for shard, mask in zip(shards, masks, strict=True)])
-    classes = np.concatenate([shard.train_classes[mask] for shard, mask in zip(shards, masks, strict=True)])
-    home = np.concatenate([np.full(mask.sum(), shard.client) for shard, mask in zip(shards, masks, strict=True)])
-    if not len(forget):
-        raise UserError("the request names no pair that a client holds: there is nothing to measure")
-    order = rng.permutation(len(others))
-    chosen = order[match_classes(classes, other_classes[order])]
-    homes = np.array([rng.choice(home[classes == label]) for label in other_classes[chosen]], dtype=home.dtype)
-    return Candidates(
-        positions=np.concatenate([forget, others[chosen]]),
-        member=np.arange(len(forget) + len(chosen)) < len(forget),
-        home=np.concatenate([home, homes]),
-        classes=np.concatenate([classes, other_classes[chosen]]),
-        ids=tuple(ids[position] for position in np.concatenate([forget, others[chosen]])),
-        mismatch=_mismatch(classes, other_classes[chosen]) if len(chosen) else 0.0,
-    )
-
-
-def match_classes(wanted: np.ndarray, available: np.ndarray) -> np.ndarray:
-    """As many indices into `available` classes as keep their mix within `MOST_MISMATCH` of the wanted one."""
-    shares = np.bincount(wanted, minlength=int(available.max(initial=0)) + 1) / len(wanted)
-    places = {label: np.flatnonzero(available == label) for label in np.flatnonzero(shares)}
-    for total in range(len(available), 0, -1):
-        kept = [place[: round(shares[label] * total)] for label, place in places.items()]
-        chosen = np.concatenate(kept)
-        if len(chosen) and _mismatch(wanted, available[chosen]) <= MOST_MISMATCH:
-            return np.sort(chosen)
-    return np.zeros(0, dtype=np.int64)
-
-
-def _mismatch(a: np.ndarray, b: np.ndarray) -> float:
-    size = int(max(a.max(), b.max())) + 1
-    shares = [np.bincount(labels, minlength=size) / len(labels) for labels in (a, b)]
-    return float(np.abs(shares[0] - shares[1]).sum() / 2)
 
 
 def shadow_shards(

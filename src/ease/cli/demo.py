@@ -25,14 +25,13 @@ def demo(
 ) -> Result:
     """Train, forget and compare with retraining in one go.
 
-    It uses generated scenes and the tiny model that comes with this package. Next to the approximate methods it shows
-    a closed-form head, for which forgetting is exact.
+    It uses generated scenes and the tiny model that comes with this package.
 
     Example: `ease demo --scenario class`
     """
     import tempfile
 
-    from ease.commands.compare import demo_run
+    from ease.commands.forget import demo_run
     from ease.runs.config import load_config
 
     config = load_config(None, tuple(settings or ()))

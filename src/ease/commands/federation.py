@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from rich.console import RenderableType
 
-import ease.audit.site_measures
-import ease.methods  # noqa: F401 - likewise
+import ease.audit.site_measures  # noqa: F401 - registers its objective
 from ease import __version__
 from ease.config import read_toml, validate
 from ease.console import labelled, megabytes, table
@@ -30,6 +29,7 @@ from ease.federation.launch import FlowerServer, die_with_parent, free_port, sta
 from ease.federation.node import Node, Policy, listen, may_be_gone, private_folder, serve
 from ease.federation.question_log import asked_log
 from ease.federation.remote import Line, Remote, Sockets, node_socket
+from ease.methods import import_all
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
 from ease.operations.ledger.records import now
@@ -54,6 +54,7 @@ RETURNING = 3.0
 
 def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None = None, quiet: bool = False) -> Node:
     """The worker of one client: its own shard of the configured data, and a folder of its own."""
+    import_all()  # jobs may name the objective of any method
     rules = validate(Policy, read_toml(policy), str(policy)) if policy is not None else Policy()
     if config.partition.apart:
         return make_node_apart(config, client, folder, rules, quiet)

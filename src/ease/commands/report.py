@@ -12,8 +12,7 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from ease import __version__
-from ease.audit.records import AuditRecord
-from ease.audit.runner import current_audit
+from ease.audit.records import AuditRecord, current_audit
 from ease.console import status
 from ease.errors import UserError
 from ease.measures.evaluate import embed_pairs

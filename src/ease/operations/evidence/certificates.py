@@ -8,8 +8,7 @@ from typing import Any
 
 import ease
 from ease.audit.exact import sums_hash
-from ease.audit.records import AuditRecord
-from ease.audit.runner import current_audit
+from ease.audit.records import AuditRecord, current_audit
 from ease.errors import UserError
 from ease.operations.evidence.canonical import LARGEST_WHOLE, Refuted
 from ease.operations.evidence.envelope import Envelope, open_envelope

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ease.audit.runner import current_audit
+from ease.audit.records import current_audit
 from ease.operations.evidence.canonical import hashed
 from ease.operations.evidence.certificates import answer_named, files_of, gathered, label_of, witness
 from ease.operations.evidence.envelope import Envelope, sealed

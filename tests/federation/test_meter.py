@@ -77,7 +77,7 @@ def test_values_and_abstentions_count_as_they_are(toy_params, local_job) -> None
     values = {"forget": torch.zeros(7), "validation": torch.zeros(3)}
     answers = Update(0, 5, None, values), Update(1, 0, None)
     metered = Metered(Answers(*answers))
-    list(metered.run(toy_params(0.0), local_job(), [0, 1, 2]))
+    list(metered.run(toy_params(0.0), local_job(objective="membership scores"), [0, 1, 2]))
     assert metered.cost.bytes_up == sum(len(encode_update(answer)) for answer in answers)
     assert metered.cost.messages == 3  # the third client never answered
     assert metered.cost.pairs_trained == 0

@@ -14,8 +14,9 @@ from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.local import work
 from ease.federation.objectives import (
+    ALIGN,
     OBJECTIVES,
-    Objective,
+    Loss,
     both_kinds,
     objective,
     own_log_probabilities,
@@ -68,10 +69,10 @@ def test_a_negative_of_weight_zero_is_left_out_of_value_and_gradient() -> None:
     assert image.grad is not None and torch.isfinite(image.grad).all()
 
 
-def batch_loss(objective: Objective, model, tensors, client: ClientData, positions: np.ndarray, job) -> Tensor:
-    assert objective.draw is not None
+def batch_loss(objective: Loss, model, tensors, client: ClientData, positions: np.ndarray, job) -> Tensor:
     draw = objective.draw(client, positions, job, np.random.default_rng(0))
-    return objective.loss_at(model, tensors, client.train.batch(draw.rows, draw.captions), draw, job)
+    assert draw is not None
+    return objective.at(model, tensors, client.train.batch(draw.rows, draw.captions), draw, job)
 
 
 # --- the registry ---
@@ -81,7 +82,7 @@ def test_an_unknown_objective_is_one_line_and_a_name_is_given_once() -> None:
     with pytest.raises(UserError, match="objective 'magic': not known here; install the method that brings it"):
         objective("magic")
     with pytest.raises(ValueError, match="align: an objective of this name exists already"):
-        register("align", Objective())
+        register("align", ALIGN)
 
 
 # --- forgetting by other objectives ---

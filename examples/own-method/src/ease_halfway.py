@@ -6,14 +6,15 @@ An example of a method, its loss included, in a package of its own. It is simple
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from ease.federation.fedavg import TrainingConfig, average, participants
-from ease.federation.objectives import Draw, Objective, draw_pairs, register
-from ease.federation.protocol import Federation, LocalJob
-from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
-from ease.requests.request import Request
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from ease.federation.fedavg import TrainingConfig, average, participants
+from ease.federation.objectives import Draw, EmbeddingLoss, draw_pairs, register
+from ease.federation.protocol import Federation, LocalJob
+from ease.methods.base import Space, Step, Trained, Unlearner, retained_clients, share_of, step_of
+from ease.requests.request import Request
 
 
 def softened(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
@@ -24,7 +25,7 @@ def softened(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
     return sum(cross_entropy(each, right, label_smoothing=soft) for each in (logits, logits.T)) / 2
 
 
-register("halfway: softened", Objective(draw_pairs, softened))
+register("halfway: softened", EmbeddingLoss(draw=draw_pairs, loss=softened))
 
 
 class Halfway(Unlearner):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ease.data.examples import Examples
 from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
-from ease.federation.objectives import Objective, Tensors, register
+from ease.federation.objectives import SharedMeasurement, Tensors, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Trained
 from ease.model.dual_encoder import DualEncoder
@@ -204,9 +204,9 @@ def expected_scores(state: Params, job: LocalJob, client: int, held: int) -> Exp
 
 register(
     MEMBERSHIP_SCORES,
-    Objective(
+    SharedMeasurement(
         measure=membership_scores,
-        measure_together=vectorized_scores,
+        measure_clients=vectorized_scores,
         expects=expected_scores,
         reads=frozenset({"forget"}),
         passes=1 / 3,

@@ -15,7 +15,7 @@ from ease.federation.client import ClientData
 from ease.federation.client_pool import Asked, SharedPool, all_answers, can_share
 from ease.federation.local import measure_together, measures_together, work
 from ease.federation.microbatching import GroupSize
-from ease.federation.objectives import objective
+from ease.federation.objectives import Composite, objective
 from ease.federation.protocol import Federation, LocalJob, Update, own_jobs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -176,7 +176,7 @@ class SideBySide:
 
         Where each is asked for many trainings, as by a replay, elsewhere too: what all of them answer fills the memory.
         """
-        if self.pool.examples.device.type != "cpu" and objective(entries[0][2].objective).parts is None:
+        if self.pool.examples.device.type != "cpu" and not isinstance(objective(entries[0][2].objective), Composite):
             return [entries]
 
         def client(entry: Asked) -> int:

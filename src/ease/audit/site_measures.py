@@ -16,7 +16,7 @@ from ease.audit.statistic import statistics
 from ease.data.examples import Examples
 from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
-from ease.federation.objectives import Objective, register
+from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import LocalJob
 from ease.measures.ranks import standing
 from ease.model.dual_encoder import DualEncoder
@@ -130,4 +130,4 @@ def expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
     return Expected(values=values, abstains=False)
 
 
-register(AUDIT, Objective(measure=told, expects=expected, reads=frozenset({"forget", "retain"}), passes=1 / 3))
+register(AUDIT, Measurement(measure=told, expects=expected, reads=frozenset({"forget", "retain"}), passes=1 / 3))

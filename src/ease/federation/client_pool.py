@@ -8,9 +8,9 @@ import numpy as np
 from ease.data.examples import Examples
 from ease.federation.client import ClientData
 from ease.federation.gram_layer import spanned_sides
-from ease.federation.local import assignment_of, promoted
+from ease.federation.local import draws_of, loss_named, promoted
 from ease.federation.microbatching import GroupSize, train_all
-from ease.federation.objectives import objective
+from ease.federation.objectives import Composite, EmbeddingLoss, objective
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.stacked import LocalTraining
 from ease.model.dual_encoder import DualEncoder
@@ -54,40 +54,40 @@ def answers_together(
 
 def all_answers(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> dict[int, Update]:
     """The same where each client may have been sent another state; jobs differ in what is a client's own alone."""
-    kind = objective(asked[0][2].objective)
-    if kind.parts is not None and kind.combine is not None:
+    name = asked[0][2].objective
+    kind = objective(name)
+    if isinstance(kind, Composite):
         parts = [(c, name, *part) for c, state, job in asked for name, part in kind.parts(state, job).items()]
         done = _trained(model, pool, [(client, start, part) for client, _, start, part in parts], group_size)
         found: dict[int, dict[str, Update]] = {client: {} for client, _, _ in asked}
         for (client, name, _, _), update in zip(parts, done, strict=True):
             found[client][name] = update
         return {client: kind.combine(pool.clients[client], found[client], job) for client, _, job in asked}
-    updates = dict(zip((each[0] for each in asked), _trained(model, pool, asked, group_size), strict=True))
-    return updates if kind.finish is None else {c: kind.finish(updates[c], job) for c, _, job in asked}
+    updates = zip(asked, _trained(model, pool, asked, group_size), strict=True)
+    return {client: loss_named(name).finish(update, job) for (client, _, job), update in updates}
 
 
 def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> list[Update]:
-    """Do trainings, each of a client from a state, in one pass for each objective that is decided for."""
-    able: dict[tuple[str, int | None], list[tuple[int, int, LocalTraining]]] = {}
+    """Do trainings, each of a client from a state, in shared passes."""
+    able: dict[int | None, list[tuple[int, int, LocalTraining]]] = {}
     updates = [Update(client, 0, None) for client, _, _ in asked]
     placed_states: dict[int, Params] = {}
     for number, (client, state, job) in enumerate(asked):
         if id(state) not in placed_states:
             placed_states[id(state)] = state.to(pool.examples.device).map(promoted)
-        assignment = assignment_of(model, placed_states[id(state)], pool.clients[client], job)
-        if assignment is not None and assignment.draws:
+        drawn = draws_of(pool.clients[client], job)
+        if drawn.draws:
             # Inner products of a client's own few features are worth more than passes shared with others.
             home = client if spanned_sides(model, pool.clients[client].train, job) else None
             placed = tuple(
-                replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows)
-                for draw in assignment.draws
+                replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows) for draw in drawn.draws
             )
             training = LocalTraining(placed_states[id(state)], placed)
-            able.setdefault((assignment.objective, home), []).append((number, assignment.pairs, training))
-    for (chosen, home), entries in able.items():
-        part = replace(asked[entries[0][0]][2].common, objective=chosen)
+            able.setdefault(home, []).append((number, drawn.pairs, training))
+    for home, entries in able.items():
+        common = asked[entries[0][0]][2].common
         examples = pool.examples if home is None else pool.clients[home].train
-        results = train_all(model, examples, [one for _, _, one in entries], part, group_size)
+        results = train_all(model, examples, [one for _, _, one in entries], common, group_size)
         for (number, pairs, _), result in zip(entries, results, strict=True):
             updates[number] = Update(asked[number][0], pairs, result.delta, {"loss": result.loss})
     return updates
@@ -96,6 +96,6 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
 def can_share(state: Params, job: LocalJob) -> bool:
     """Whether trainings of a job can share passes: its losses need embeddings only, and no sparse adapter."""
     asked = objective(job.objective)
-    if asked.parts is not None:
+    if isinstance(asked, Composite):
         return all(can_share(start, part) for start, part in asked.parts(state, job).values())
-    return asked.loss is not None and job.sparse is None
+    return isinstance(asked, EmbeddingLoss) and job.sparse is None

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ease.errors import UserError
 from ease.federation.client import ClientData
-from ease.federation.objectives import Draw, objective
+from ease.federation.objectives import Composite, Draw, Loss, Measurement, SharedMeasurement, objective
 from ease.federation.protocol import LocalJob, Update
 from ease.federation.steps import StepRule
 from ease.model.dual_encoder import DualEncoder
@@ -32,15 +33,15 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
 
 def measures_together(job: LocalJob, device: torch.device) -> bool:
     """Whether clients share the passes of a measurement: on a GPU, which one client's few pairs leave idle."""
-    return device.type != "cpu" and objective(job.objective).measure_together is not None
+    return device.type != "cpu" and isinstance(objective(job.objective), SharedMeasurement)
 
 
 def measure_together(model: DualEncoder, params: Params, asked: Sequence[tuple[ClientData, LocalJob]]) -> list[Update]:
     """What clients of one device measure under one state, in passes that they share; jobs differ in what is own."""
-    together = objective(asked[0][1].objective).measure_together
-    assert together is not None  # whoever asks has looked
+    measurement = objective(asked[0][1].objective)
+    assert isinstance(measurement, SharedMeasurement)  # `measures_together` lets no other through
     with torch.no_grad():
-        found = together(model, params.to(asked[0][0].train.device).map(promoted), asked)
+        found = measurement.measure_clients(model, params.to(asked[0][0].train.device).map(promoted), asked)
     return [
         Update(client.shard.client, len(client.train), None, {name: value.cpu() for name, value in values.items()})
         for (client, _), values in zip(asked, found, strict=True)
@@ -59,63 +60,63 @@ def promoted(tensor: Tensor) -> Tensor:
 
 def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     asked = objective(job.objective)
-    if asked.measure is not None:
+    if isinstance(asked, Measurement):
         with torch.no_grad():
             values = asked.measure(model, params, client, job)
         return Update(client.shard.client, len(client.train), None, values)
-    if asked.parts is not None and asked.combine is not None:
+    if isinstance(asked, Composite):
         parts = asked.parts(params, job).items()
         updates = {name: train(model, _ready(start, params), client, part) for name, (start, part) in parts}
         return asked.combine(client, updates, job)
-    update = train(model, params, client, job)
-    return update if asked.finish is None else asked.finish(update, job)
+    return loss_named(job.objective).finish(train(model, params, client, job), job)
 
 
 def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
     """Local epochs from `params`; the update is the difference of parameters. A client without pairs abstains."""
-    assignment = assignment_of(model, params, client, job)
-    if assignment is None or not assignment.draws:
+    drawn = draws_of(client, job)
+    if not drawn.draws:
         return Update(client.shard.client, 0, None)
-    minimised, draws, common = objective(assignment.objective), assignment.draws, job.common
+    minimised, common = loss_named(job.objective), job.common
     stack = {name: tensor.clone().unsqueeze(0) for name, tensor in params.tensors.items()}
     rule = StepRule(job, params, {name: tensor.unsqueeze(0) for name, tensor in params.tensors.items()})
     losses = []
-    feed = client.train.feed([(draw.rows, draw.captions) for draw in draws])
-    for number, (draw, states) in enumerate(zip(draws, feed, strict=True), start=1):
+    feed = client.train.feed([(draw.rows, draw.captions) for draw in drawn.draws])
+    for number, (draw, states) in enumerate(zip(drawn.draws, feed, strict=True), start=1):
         tensors = {name: tensor[0].detach().requires_grad_() for name, tensor in stack.items()}
         whole = tensors if job.sparse is None else job.sparse.expand(tensors)
-        loss = minimised.loss_at(model, whole, states, draw, common)
+        loss = minimised.at(model, whole, states, draw, common)
         gradients = torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
         rule.apply(stack, {name: each.unsqueeze(0) for name, each in zip(tensors, gradients, strict=True)}, number)
         losses.append(loss.detach())
     delta = Params({name: tensor[0] - params[name] for name, tensor in stack.items()}, params.blocks)
-    return Update(client.shard.client, assignment.pairs, delta, {"loss": torch.stack(losses).mean().cpu()})
+    return Update(client.shard.client, drawn.pairs, delta, {"loss": torch.stack(losses).mean().cpu()})
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """What a client will train on."""
+class Draws:
+    """The batches that a client trains on, in order, and the number of pairs that they come from."""
 
-    objective: str
     pairs: int
     draws: tuple[Draw, ...]
 
 
-def assignment_of(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Assignment | None:
-    """The client's objective and its batches; None when it has too few pairs and abstains."""
-    name = job.objective
-    choose = objective(name).positions
-    positions = client.select(job) if choose is None else choose(client, job)
-    if len(positions) < objective(name).fewest:
-        return None
-    decide = objective(name).decide
-    if decide is not None:
-        name = decide(model, params, client, job)
-    draw = objective(name).draw
-    assert draw is not None  # measurements are sent elsewhere
+def draws_of(client: ClientData, job: LocalJob) -> Draws:
+    """The client's batches for a job; none if it has too few pairs, so that it abstains."""
+    minimised = loss_named(job.objective)
+    positions = minimised.positions(client, job)
+    if len(positions) < minimised.fewest:
+        return Draws(0, ())
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
-    drawn = (draw(client, chosen, job, rng) for chosen in batches(positions, job, rng))
-    return Assignment(name, len(positions), tuple(each for each in drawn if each is not None))
+    drawn = (minimised.draw(client, chosen, job, rng) for chosen in batches(positions, job, rng))
+    return Draws(len(positions), tuple(each for each in drawn if each is not None))
+
+
+def loss_named(name: str) -> Loss:
+    """The objective of this name, which must be one that clients can minimise."""
+    found = objective(name)
+    if not isinstance(found, Loss):
+        raise UserError(f"objective {name!r}: a {type(found).__name__}, and a loss is expected; name one to train on")
+    return found
 
 
 def batches(positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Iterator[np.ndarray]:

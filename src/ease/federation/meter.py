@@ -52,7 +52,7 @@ class Metered(Wrapped):
             self.cost.client_seconds += time.perf_counter() - started
             self.cost.bytes_up += update_length(update)
             self.cost.pairs_passed += asked.passes_of(job) * update.pairs * job.epochs
-            if update.pairs > 0 and (update.delta is not None or asked.answers_in_values):
+            if asked.trains and update.pairs > 0:
                 epochs = job.epochs * max(1, len(job.replays))
                 self.cost.pairs_trained += update.pairs * epochs
                 self.cost.client_steps += job.batch_count(update.pairs) * epochs

@@ -434,7 +434,7 @@ class Node:
     def _check_pairs(self, job: LocalJob, engine: Sequential) -> None:
         """Refuse to train on so few pairs that their features could be read from the change."""
         count = len(engine.data[self.shard.client].select(job))
-        if OBJECTIVES[job.objective].measure is None and 0 < count < self.policy.fewest_pairs:
+        if OBJECTIVES[job.objective].trains and 0 < count < self.policy.fewest_pairs:
             raise UserError(f"its policy asks for {self.policy.fewest_pairs} pairs in a job, and this one has {count}")
 
     def _check_query(self, words: str, rows: np.ndarray) -> None:

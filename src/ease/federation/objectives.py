@@ -1,11 +1,12 @@
-"""What clients can be asked to minimise or to measure, by name, and the building blocks that several losses share.
+"""Objectives: the losses that clients minimise and the measurements that they report, by name.
 
-A method registers the objectives of its own beside itself; whoever does jobs finds them here and knows none by name.
+An objective is a loss of embeddings, a loss of states, a measurement, or a composite of several trainings. A method
+registers its own objectives beside itself, and jobs name them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ Pairs = Literal["retain", "forget"]
 
 @dataclass(frozen=True)
 class Draw:
-    """A batch as data: which pairs, which caption of each, and what the loss must know of them."""
+    """A batch as data: which pairs, which caption of each, and what the loss must know about them."""
 
     rows: np.ndarray
     """Positions in the client's training examples."""
@@ -39,102 +40,165 @@ class Draw:
 
 
 DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator], Draw | None]
-"""None: nothing of the batch is left to learn from."""
+"""Returns None if nothing of the batch is left to learn from."""
 LossFunction = Callable[[Tensor, Tensor, Draw, LocalJob], Tensor]
 StackedLossFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], Tensor]
 SlopesFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], tuple[Tensor, Tensor, Tensor]]
 StatesLossFunction = Callable[[DualEncoder, Tensors, States, Draw, LocalJob], Tensor]
-DecideFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], str]
 MeasureFunction = Callable[[DualEncoder, Params, ClientData, LocalJob], dict[str, Tensor]]
-MeasureTogetherFunction = Callable[
-    [DualEncoder, Params, Sequence[tuple[ClientData, LocalJob]]], list[dict[str, Tensor]]
-]
+MeasureClientsFunction = Callable[[DualEncoder, Params, Sequence[tuple[ClientData, LocalJob]]], list[dict[str, Tensor]]]
 Assigned = tuple[Params, LocalJob]
-"""A training as a part of a job: where it starts, and what it is."""
+"""A training as a part of a composite: the state where it starts, and its job."""
 PartsFunction = Callable[[Params, LocalJob], Mapping[str, Assigned]]
 CombineFunction = Callable[[ClientData, Mapping[str, Update], LocalJob], Update]
 PositionsFunction = Callable[[ClientData, LocalJob], np.ndarray]
 FinishFunction = Callable[[Update, LocalJob], Update]
-ExpectsFunction = Callable[[Params, LocalJob, int, int], Expected]
-"""Of the state that is sent, the client's own job, the client, and how many pairs it holds."""
+ExpectsFunction = Callable[[Params, LocalJob, int, int], Expected | None]
+"""Arguments: the state that is sent, the client's own job, the client, and how many pairs it has."""
 
 
-@dataclass(frozen=True)
+def undeclared(state: Params, job: LocalJob, client: int, pairs: int) -> None:
+    """The contract of an answer about which nothing is known, except that its values are finite."""
+
+
+def trained(state: Params, job: LocalJob, client: int, pairs: int) -> Expected:
+    """The contract of an answer to a training: a change of the parameters and a loss."""
+    return TRAINED
+
+
+def selected_positions(client: ClientData, job: LocalJob) -> np.ndarray:
+    """Positions of the training pairs that the job names."""
+    return client.select(job)
+
+
+def unchanged(update: Update, job: LocalJob) -> Update:
+    """The update as training returned it."""
+    return update
+
+
+@dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A loss over batches, a measurement that changes nothing, or several trainings under one name.
+    """What all kinds of objectives declare to checks, meter and contract tests."""
 
-    A loss sees the job without what is a client's own (`LocalJob.common`), for clients may share its call. What it must
-    know of a client, the draw brings.
-    """
-
-    draw: DrawFunction | None = None
-    """Chooses a batch around some positions."""
-    loss: LossFunction | None = None
-    """Of the batch's embeddings alone, so that many clients can share a pass through the model."""
-    stacked: StackedLossFunction | None = None
-    """The same for a stack of batches at once [trainings, pairs, width], with where pairs are real: [trainings]."""
-    slopes: SlopesFunction | None = None
-    """The same with its gradients at the two embeddings, written out; absent: they come from a graph."""
-    loss_of_states: StatesLossFunction | None = None
-    """The alternative for a loss that embeds more than once."""
-    positions: PositionsFunction | None = None
-    """What batches are drawn from; absent: the pairs that the job speaks of."""
-    fewest: int = MINIMUM_PAIRS
-    """With fewer pairs a client abstains: one pair has no negatives, unless the objective brings them."""
-    decide: DecideFunction | None = None
-    """Looks at the state a job starts from and may choose a simpler objective for this client."""
-    measure: MeasureFunction | None = None
-    measure_together: MeasureTogetherFunction | None = None
-    """The same of several clients under one state, in passes that they share."""
-    parts: PartsFunction | None = None
-    """The trainings that a job is made of, each from a state of its own and under another objective."""
-    combine: CombineFunction | None = None
-    """The one answer to all parts."""
-    finish: FinishFunction | None = None
-    """What a client makes of its update before it is sent; who asked for it knows how to read that."""
-    expects: ExpectsFunction | None = None
-    """What an answer must hold; absent: for a training its change and loss, for anything else finite values."""
+    trains: ClassVar[bool]
+    """Whether clients make training steps."""
+    expects: ExpectsFunction = undeclared
+    """What an answer must contain."""
     all_forget: bool = False
-    """Whether a job on forget pairs needs the answers of all who are asked, in one process too."""
+    """Whether a job on forget pairs needs the answers of all clients that are asked, in one process too."""
     reads: frozenset[Pairs] = frozenset()
     """Pairs it looks at whatever the job's `data` says."""
     passes: float | Callable[[LocalJob], float] = 1.0
-    """How often each pair of a job goes through the model, forward and backward; forward alone counts a third.
+    """How often each pair of a job goes through the model, forward and backward; forward only counts a third.
 
-    Costs are told by it, so what a method does beside plain training is not free.
+    Costs are computed from it, so that what a method does beside plain training is not free.
     """
-
-    def loss_at(self, model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
-        """The loss of one client's batch."""
-        if self.loss_of_states is not None:
-            return self.loss_of_states(model, tensors, states, draw, job)
-        assert self.loss is not None  # only measurements have neither
-        return self.loss(*embed_states(model, tensors, states), draw, job)
 
     def passes_of(self, job: LocalJob) -> float:
         return self.passes(job) if callable(self.passes) else self.passes
 
-    def expected(self, state: Params, job: LocalJob, client: int, held: int) -> Expected | None:
-        """What an answer must hold; None when no one has said."""
-        if self.expects is not None:
-            return self.expects(state, job, client, held)
-        return None if self.measure is not None or self.answers_in_values else TRAINED
 
-    @property
-    def answers_in_values(self) -> bool:
-        """Whether what is learnt comes back as values, not as a change of the parameters."""
-        return self.finish is not None or self.combine is not None
+@dataclass(frozen=True, kw_only=True)
+class Loss(Objective):
+    """A loss over batches that local training minimises.
+
+    It sees the job without the fields of single clients (`LocalJob.common`), because clients may share its call. The
+    draw brings what it must know about a client.
+    """
+
+    trains: ClassVar[bool] = True
+    draw: DrawFunction
+    """Chooses a batch around some positions."""
+    positions: PositionsFunction = selected_positions
+    """What batches are drawn from."""
+    fewest: int = MINIMUM_PAIRS
+    """With fewer pairs a client abstains: one pair has no negatives, unless the objective brings them."""
+    finish: FinishFunction = unchanged
+    """Encodes an update before it is sent, so that who asked for it can decode it; `expects` declares the result."""
+    expects: ExpectsFunction = trained
+
+    def at(self, model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
+        """The loss of one client's batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingLoss(Loss):
+    """A loss of a batch's embeddings, so that many clients can share a pass through the model."""
+
+    loss: LossFunction
+    stacked: StackedLossFunction | None = None
+    """The same for a stack of batches [trainings, pairs, width], with where pairs are real: [trainings]."""
+    slopes: SlopesFunction | None = None
+    """The same with its gradients at both embeddings, written out; without it they come from autograd."""
+
+    def at(self, model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
+        return self.loss(*embed_states(model, tensors, states), draw, job)
+
+    def of_stack(
+        self, image: Tensor, text: Tensor, valid: Tensor | None, draws: Sequence[Draw], job: LocalJob
+    ) -> Tensor:
+        """The loss of each training over its own batch [trainings]."""
+        if self.stacked is not None:
+            return self.stacked(image, text, valid, job)
+        parts = zip(image, text, draws, strict=True)
+        return torch.stack([self.loss(i[: len(draw.rows)], t[: len(draw.rows)], draw, job) for i, t, draw in parts])
+
+    def with_slopes(
+        self, image: Tensor, text: Tensor, valid: Tensor | None, draws: Sequence[Draw], job: LocalJob
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of each training, and its gradients at the image and at the text embeddings."""
+        if self.slopes is not None:
+            return self.slopes(image, text, valid, job)
+        with torch.enable_grad():
+            image, text = (each.detach().requires_grad_() for each in (image, text))
+            loss = self.of_stack(image, text, valid, draws, job)
+            at_image, at_text = torch.autograd.grad(loss.sum(), [image, text])
+        return loss.detach(), at_image, at_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesLoss(Loss):
+    """A loss that embeds a batch more than once, or by another model too."""
+
+    loss: StatesLossFunction
+
+    def at(self, model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
+        return self.loss(model, tensors, states, draw, job)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Objective):
+    """Values that a client computes from its data and a state, which it does not change."""
+
+    trains: ClassVar[bool] = False
+    measure: MeasureFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMeasurement(Measurement):
+    """A measurement that can also be made for several clients under one state, in passes that they share."""
+
+    measure_clients: MeasureClientsFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composite(Objective):
+    """Several trainings of one client, each from a state of its own, that give one answer."""
+
+    trains: ClassVar[bool] = True
+    parts: PartsFunction
+    combine: CombineFunction
 
 
 OBJECTIVES: dict[str, Objective] = {}
 
 
-def register(name: str, objective: Objective) -> Objective:
+def register(name: str, objective: Objective) -> None:
     """Make an objective known under a name that jobs can carry."""
     if name in OBJECTIVES:
         raise ValueError(f"{name}: an objective of this name exists already; choose another")
     OBJECTIVES[name] = objective
-    return objective
 
 
 def objective(name: str) -> Objective:
@@ -173,7 +237,7 @@ def align_stack(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJob
 
 
 def align_slopes(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJob) -> tuple[Tensor, Tensor, Tensor]:
-    """What `align_stack` gives and its gradients: (p - 1 of the right answer) / (2 n temperature), both ways."""
+    """The loss of `align_stack` and its gradients: (p - 1 at the right answer) / (2 n temperature), both ways."""
     logits = torch.bmm(image, text.mT).div_(job.temperature)
     if valid is None:
         to_text, to_image = logits.log_softmax(2), logits.log_softmax(1)
@@ -181,19 +245,20 @@ def align_slopes(image: Tensor, text: Tensor, valid: Tensor | None, job: LocalJo
         to_text = logits.masked_fill(~valid[:, None, :], -torch.inf).log_softmax(2)
         to_image = logits.masked_fill_(~valid[:, :, None], -torch.inf).log_softmax(1)
     each = to_text.diagonal(dim1=1, dim2=2) + to_image.diagonal(dim1=1, dim2=2)
-    asked = to_text.exp_().add_(to_image.exp_())
-    asked.diagonal(dim1=1, dim2=2).sub_(2)
+    slopes = to_text.exp_().add_(to_image.exp_())
+    slopes.diagonal(dim1=1, dim2=2).sub_(2)
     if valid is None:
         loss = each.mean(1).mul_(-0.5)
-        asked.mul_(0.5 / (job.temperature * image.shape[1]))
+        slopes.mul_(0.5 / (job.temperature * image.shape[1]))
     else:
         pairs = valid.sum(1, dtype=image.dtype)
         loss = each.masked_fill(~valid, 0.0).sum(1).mul_(-0.5) / pairs
-        asked.mul_((0.5 / (job.temperature * pairs))[:, None, None]).mul_(valid[:, :, None] & valid[:, None, :])
-    return loss, torch.bmm(asked, text), torch.bmm(asked.mT, image)
+        slopes.mul_((0.5 / (job.temperature * pairs))[:, None, None]).mul_(valid[:, :, None] & valid[:, None, :])
+    return loss, torch.bmm(slopes, text), torch.bmm(slopes.mT, image)
 
 
-ALIGN = register("align", Objective(draw_pairs, align, align_stack, align_slopes, expects=contrasted))
+ALIGN = EmbeddingLoss(draw=draw_pairs, loss=align, stacked=align_stack, slopes=align_slopes, expects=contrasted)
+register("align", ALIGN)
 
 
 def draw_both_kinds(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:

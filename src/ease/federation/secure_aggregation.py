@@ -45,7 +45,7 @@ from ease.federation.masking import (
     split,
     stream,
 )
-from ease.federation.objectives import Objective, register
+from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -330,9 +330,9 @@ def revealed_expected(state: Params, job: LocalJob, client: int, held: int) -> E
     return Expected(values={SHARES: Value((senders, SHARE), torch.uint8)}, abstains=False)
 
 
-register(ADVERTISE, Objective(measure=measure_keys, expects=keys_expected, passes=0.0))
-register(EXCHANGE, Objective(measure=measure_shares, expects=shares_expected, passes=0.0))
-register(REVEAL, Objective(measure=measure_revealed, expects=revealed_expected, passes=0.0))
+register(ADVERTISE, Measurement(measure=measure_keys, expects=keys_expected, passes=0.0))
+register(EXCHANGE, Measurement(measure=measure_shares, expects=shares_expected, passes=0.0))
+register(REVEAL, Measurement(measure=measure_revealed, expects=revealed_expected, passes=0.0))
 
 
 # --- the server ---

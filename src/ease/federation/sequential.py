@@ -8,7 +8,7 @@ from ease.federation.client import ClientData
 from ease.federation.client_pool import Pool, answers_together, can_share
 from ease.federation.local import work
 from ease.federation.microbatching import GroupSize
-from ease.federation.objectives import objective
+from ease.federation.objectives import Composite, objective
 from ease.federation.projectors import projects_alone
 from ease.federation.protocol import LocalJob, Update, own_jobs
 from ease.model.dual_encoder import DualEncoder
@@ -48,7 +48,7 @@ class Sequential:
         """
         for client, job in jobs.items():
             data = self.data[client]
-            stacked = objective(job.objective).parts is not None or (projects_alone(self.model) and job.plain)
+            stacked = isinstance(objective(job.objective), Composite) or (projects_alone(self.model) and job.plain)
             if stacked and can_share(state, job):
                 own = Pool(data.train, {client: data}, {client: 0})
                 size = GroupSize.on(data.train.device)
@@ -74,6 +74,6 @@ def restored(clients: Mapping[int, ClientData], jobs: Mapping[int, LocalJob]) ->
         return replace(job, replays=tuple(begun))
 
     return {
-        client: with_states(clients[client], job) if objective(job.objective).parts is not None else job
+        client: with_states(clients[client], job) if isinstance(objective(job.objective), Composite) else job
         for client, job in jobs.items()
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from ease.data.examples import Examples, States
 from ease.federation.gram_layer import SpannedLayer, spanned_sides
 from ease.federation.local import batches, promoted
-from ease.federation.objectives import Draw, Objective, embed_states, objective
+from ease.federation.objectives import Draw, EmbeddingLoss, embed_states, objective
 from ease.federation.projectors import Factors, Projected, projects_alone
 from ease.federation.protocol import LocalJob
 from ease.federation.steps import StepRule
@@ -55,6 +55,7 @@ def train_stacked(
     Those with fewer batches leave early: the longest come first, so those still at work are a leading slice.
     """
     device, minimised, common = examples.device, objective(job.objective), job.common
+    assert isinstance(minimised, EmbeddingLoss)  # `can_share` lets no other through
     order = sorted(range(len(trainings)), key=lambda i: len(trainings[i].draws), reverse=True)
     ranked = [trainings[i] for i in order]
     blocks = ranked[0].start.blocks
@@ -157,7 +158,7 @@ def _steps(ranked: Sequence[LocalTraining], device: torch.device) -> list[Stacke
 
 def _by_graph(
     model: DualEncoder,
-    minimised: Objective,
+    minimised: EmbeddingLoss,
     tensors: Mapping[str, Tensor],
     states: States,
     step: StackedBatch,
@@ -167,14 +168,14 @@ def _by_graph(
     with torch.enable_grad():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
         image, text = (each.view(*step.rows.shape, -1) for each in embed_states(model, leaves, states))
-        loss = _losses(minimised, image, text, step, job)
+        loss = minimised.of_stack(image, text, step.valid, step.draws, job)
         found = torch.autograd.grad(loss.sum(), list(leaves.values()))
     return loss.detach(), dict(zip(leaves, found, strict=True))
 
 
 def _written_out(
     model: DualEncoder,
-    minimised: Objective,
+    minimised: EmbeddingLoss,
     tensors: Mapping[str, Tensor],
     states: States,
     hidden: Mapping[Modality, Tensor],
@@ -193,29 +194,13 @@ def _written_out(
 
     sides = projected("image", states[0], None), projected("text", states[1], states[2])
     image, text = (each.embeddings for each in sides)
-    if minimised.slopes is not None:
-        loss, *slopes = minimised.slopes(image, text, step.valid, job)
-    else:
-        with torch.enable_grad():
-            image, text = (each.detach().requires_grad_() for each in (image, text))
-            loss = _losses(minimised, image, text, step, job)
-            slopes = list(torch.autograd.grad(loss.sum(), [image, text]))
+    loss, *slopes = minimised.with_slopes(image, text, step.valid, step.draws, job)
     found: dict[str, Tensor | Factors] = {}
     wanted: dict[Modality, Tensor] = {}
     for each, slope in zip(sides, slopes, strict=True):
         own, wanted[each.side] = each.gradients(tensors, slope)
         found |= own
-    return loss.detach(), found, wanted
-
-
-def _losses(minimised: Objective, image: Tensor, text: Tensor, step: StackedBatch, job: LocalJob) -> Tensor:
-    """The loss of each training over its own batch [trainings]."""
-    if minimised.stacked is not None:
-        return minimised.stacked(image, text, step.valid, job)
-    assert minimised.loss is not None  # `can_share` lets no other through
-    sizes = [len(draw.rows) for draw in step.draws]
-    parts = zip(image, text, sizes, step.draws, strict=True)
-    return torch.stack([minimised.loss(i[:size], t[:size], draw, job) for i, t, size, draw in parts])
+    return loss, found, wanted
 
 
 def _spanned(

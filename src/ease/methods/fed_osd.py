@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ease.federation.fedavg import LARGEST_RATE, TrainingConfig, average, participants
-from ease.federation.objectives import Draw, Objective, draw_both_kinds, own_log_probabilities, register
+from ease.federation.objectives import Draw, EmbeddingLoss, draw_both_kinds, own_log_probabilities, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
 from ease.params import Params, weighted_mean
@@ -24,7 +24,7 @@ def unlearning_cross_entropy(image: Tensor, text: Tensor, draw: Draw, job: Local
 
 register(
     "unlearning cross-entropy",
-    Objective(draw_both_kinds, unlearning_cross_entropy, fewest=1, reads=frozenset({"retain", "forget"})),
+    EmbeddingLoss(draw=draw_both_kinds, loss=unlearning_cross_entropy, fewest=1, reads=frozenset({"retain", "forget"})),
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ease.data.examples import States
 from ease.federation.client import ClientData
 from ease.federation.fedavg import LARGEST_RATE, TrainingConfig
-from ease.federation.objectives import Draw, Objective, Tensors, draw_pairs, register
+from ease.federation.objectives import Draw, StatesLoss, Tensors, draw_pairs, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_then_finetune, share_of
 from ease.model.dual_encoder import DualEncoder
@@ -56,9 +56,9 @@ def sensitivity(model: DualEncoder, tensors: Tensors, states: States, draw: Draw
 
 register(
     "sensitivity",
-    Objective(
-        draw_with_noise,
-        loss_of_states=sensitivity,
+    StatesLoss(
+        draw=draw_with_noise,
+        loss=sensitivity,
         fewest=1,
         passes=lambda job: 1 + job.settings.get("draws", 0) / 3,  # noisy copies
     ),

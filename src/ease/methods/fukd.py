@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ease.data.examples import States
 from ease.federation.fedavg import TrainingConfig, average, participants
-from ease.federation.objectives import Draw, Objective, Tensors, draw_pairs, embed_states, register
+from ease.federation.objectives import Draw, StatesLoss, Tensors, draw_pairs, embed_states, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, step_of, told_of
 from ease.methods.fed_recovery import kept_shares, stored_updates
@@ -38,7 +38,7 @@ def imitate(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, jo
 
 
 IMITATE = "imitate"
-register(IMITATE, Objective(draw_pairs, loss_of_states=imitate, passes=1 + 1 / 3))  # the teacher looks too
+register(IMITATE, StatesLoss(draw=draw_pairs, loss=imitate, passes=1 + 1 / 3))  # the teacher looks too
 
 
 class Fukd(Unlearner):

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 from ease.data.examples import States
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.objectives import Draw, Objective, Tensors, draw_both_kinds, embed_states, register
+from ease.federation.objectives import Draw, StatesLoss, Tensors, draw_both_kinds, embed_states, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
@@ -40,9 +40,9 @@ def decouple(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, j
 
 register(
     "decouple",
-    Objective(
-        draw_both_kinds,
-        loss_of_states=decouple,
+    StatesLoss(
+        draw=draw_both_kinds,
+        loss=decouple,
         fewest=1,
         reads=frozenset({"retain", "forget"}),
         passes=1 + 1 / 3,  # the teacher

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.objectives import Draw, Objective, draw_both_kinds, own_log_probabilities, register
+from ease.federation.objectives import Draw, EmbeddingLoss, draw_both_kinds, own_log_probabilities, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, share_of
 from ease.methods.joint import joint_rounds
@@ -31,7 +31,9 @@ def difference(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor
 
 
 DIFFERENCE = "difference"
-register(DIFFERENCE, Objective(draw_both_kinds, difference, fewest=1, reads=frozenset({"retain", "forget"})))
+register(
+    DIFFERENCE, EmbeddingLoss(draw=draw_both_kinds, loss=difference, fewest=1, reads=frozenset({"retain", "forget"}))
+)
 
 
 class NegGradPlus(Unlearner):

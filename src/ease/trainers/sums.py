@@ -16,7 +16,7 @@ from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
 from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
-from ease.federation.objectives import Objective, register
+from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.federation.secure_aggregation import masked_expected, measure_masked, secure_total
 from ease.model.closed_form import (
@@ -239,8 +239,10 @@ def pairs_expected(job: LocalJob, client: int, held: int) -> int | None:
     return named if job.data == "forget" else held - named
 
 
-register(SUMS, Objective(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
-register(SECURE_SUMS, Objective(measure=measure_masked_sums, expects=masked_sums_expected, all_forget=True, passes=0.0))
+register(SUMS, Measurement(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
+register(
+    SECURE_SUMS, Measurement(measure=measure_masked_sums, expects=masked_sums_expected, all_forget=True, passes=0.0)
+)
 
 
 # --- the choice of ridge strengths ---
@@ -286,4 +288,4 @@ def ranks_expected(state: Params, job: LocalJob, client: int, held: int) -> Expe
     return Expected(values={RANKS: Value((), torch.int64, 0, LARGEST_SUM)}, abstains=False)
 
 
-register(RANKS, Objective(measure=measure_ranks, expects=ranks_expected, passes=1 / 3))
+register(RANKS, Measurement(measure=measure_ranks, expects=ranks_expected, passes=1 / 3))

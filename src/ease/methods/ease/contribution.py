@@ -12,7 +12,7 @@ import torch
 from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.aggregation import aggregated
 from ease.federation.expected import Expected, Value
-from ease.federation.objectives import Objective, register
+from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import Federation, LocalJob, Precision, Replay
 from ease.methods.base import Trained
 from ease.methods.ease.missing_updates import LONGEST_REPLAY, sent_length, stale_clients, zeros
@@ -119,7 +119,7 @@ def expected_count(state: Params, job: LocalJob, client: int, held: int) -> Expe
     return Expected(values={"count": Value((), torch.float32, 0.0, float(held))}, abstains=False)
 
 
-register(COUNT, Objective(measure=forget_count, expects=expected_count, passes=0.0))
+register(COUNT, Measurement(measure=forget_count, expects=expected_count, passes=0.0))
 
 
 def _chosen(trained: Trained, rounds: Sequence[int], replay: float) -> dict[int, float]:

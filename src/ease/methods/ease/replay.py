@@ -9,7 +9,7 @@ import torch
 from ease.data.partition import MINIMUM_PAIRS
 from ease.federation.client import ClientData
 from ease.federation.expected import Expected, Value
-from ease.federation.objectives import ALIGN, Assigned, Draw, Objective, register
+from ease.federation.objectives import ALIGN, Assigned, Composite, Draw, register
 from ease.federation.protocol import LocalJob, Update
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -105,10 +105,10 @@ def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Pa
     return Params(tensors, like.blocks)
 
 
-register(ROUND, Objective(draw_kept, ALIGN.loss, ALIGN.stacked, ALIGN.slopes, positions=places))
+register(ROUND, replace(ALIGN, draw=draw_kept, positions=places))
 register(
     REPLAY,
-    Objective(
+    Composite(
         parts=replay_parts,
         combine=summed,
         expects=replayed,

@@ -21,7 +21,7 @@ from ease.federation.client import ClientData
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
 from ease.federation.expected import Expected, Value
-from ease.federation.objectives import Objective, register
+from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import Federation, LocalJob, Replay, Update
 from ease.methods.base import Trained
 from ease.methods.ease.missing_updates import MissingUpdate, able_to_repeat, repeated_sum, zeros
@@ -58,7 +58,7 @@ def expected_sum(state: Params, job: LocalJob, client: int, held: int) -> Expect
     return Expected(values=sums, abstains=False)
 
 
-register(OWN_UPDATES, Objective(measure=own_sum, expects=expected_sum, passes=0.0))
+register(OWN_UPDATES, Measurement(measure=own_sum, expects=expected_sum, passes=0.0))
 
 
 # --- the server's side ---

@@ -189,9 +189,11 @@ def table(
     rows: Iterable[Iterable[str | Text]],
     caption: str | None = None,
     text_columns: int = 1,
+    fold: bool = False,
 ) -> Table:
     """A table whose first columns are text and whose others are numbers.
 
+    Where it is too wide, text is broken; with `fold` the first column is, and numbers stay whole.
     Strings are shown as they are, brackets too: labels and paths are the user's. What has a style is a Text.
     """
     result = Table(
@@ -199,7 +201,10 @@ def table(
     )
     for index, column in enumerate(columns):
         result.add_column(
-            escape(plain(column)), justify="left" if index < text_columns else "right", no_wrap=index == 0
+            escape(plain(column)),
+            justify="left" if index < text_columns else "right",
+            no_wrap=(index >= text_columns) if fold else index == 0,
+            overflow="fold" if fold and index == 0 else "ellipsis",
         )
     for row in rows:
         result.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in row))

@@ -84,6 +84,7 @@ def check(gap: Estimate, before: Estimate, **method: object) -> QuickCheck:
         model_sha256="x",
         forget_pairs=9,
         held_out_pairs=4,
+        compared_with="held-out pairs of the same clients",
         before=first,
         after=last,
     )

@@ -1,6 +1,7 @@
 """`ease bench` and `ease sweep` as a user meets them."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ease.commands.bench import BenchSummary
-from ease.console import as_text
+from ease.console import Screen, as_text, show
 from ease.studies.bench import header
 from ease.studies.experiment import Experiment, load_tuned
 from ease.studies.records import BenchResults, BenchRow, Role
@@ -39,14 +40,14 @@ def changed(*assignments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "figure", "processes"),
     [
-        ("compute", "", 2),
+        ("compute", "table", 2),
         ("subspaces", "subspaces", 1),
         ("lira", "grid", 1),
         ("bars", "bars", 1),
         ("raincloud", "raincloud", 1),
         ("tradeoff", "tradeoff", 1),
         ("baselines", "baselines", 1),
-        ("ablation", "", 1),
+        ("ablation", "ablation", 1),
         ("backbone-transfer", "curves", 1),
     ],
 )
@@ -191,3 +192,39 @@ def test_a_label_in_brackets_is_shown() -> None:
     found = BenchResults(header=header(Experiment(title="x")), bands=(), rows=tuple(rows))
     shown = as_text(BenchSummary(Path("out/[x]"), found, (Path("out/[x]/results.json"),)))
     assert "EASE [ours]" in shown and "written to out/[x]: results.json" in shown and "[bold]" not in shown
+
+
+LONG = "FedRecovery with recovery and the sum of all residuals"
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_fit_a_screen_of_80_columns_without_cutting_a_number(width: int) -> None:
+    """Labels are broken instead; what a pipe gets is 80 columns wide too."""
+    recalls = {f"{part}/recall@1": 88.88 for part in ("forget", "retain", "test")}
+    costs = {f"ratio/{what}": 1.2345 for what in ("bytes_up", "bytes_down", "seconds", "flops", "client_steps")}
+    costs |= {key.replace("ratio/", "cost/"): 123456.7 for key in costs}
+    attacks = {"mia": 0.123, "lira/auc": 0.567, "lira/tpr": 0.01, "rho": 0.5}
+    models: list[tuple[Role, str]] = [("method", "EASE"), ("method", LONG), ("retrain", "Retrain")]
+    rows = [
+        BenchRow(
+            scenario=scenario,
+            seed=seed,
+            role=role,
+            method="x",
+            label=label,
+            metrics={key: value + place + 3 * seed for key, value in (recalls | costs | attacks).items()},
+        )
+        for scenario in ("client", "class", "sample")
+        for seed in (0, 1)
+        for place, (role, label) in enumerate(models)
+    ]
+    experiment = Experiment(title="x", seeds=(0, 1), reduced=True)
+    found = BenchResults(header=header(experiment), bands=(), rows=tuple(rows))
+    screen = Screen(width=width, record=True, file=StringIO(), force_jupyter=False)
+    show(BenchSummary(Path("out"), found, (Path("out/results.json"),)), screen)
+    shown = screen.export_text()
+    lines = [line for line in shown.splitlines() if not line.startswith(("caveat", "written"))]
+    assert max(map(len, lines)) <= width and "…" not in shown
+    assert shown.count("91.4 -1.0") == 9, "the mean of 89.88 and 92.88 in every row of recalls"
+    assert "Paired differences" in shown and "+3.0 [+3.0, +3.0]" not in shown
+    assert "Made smaller by --quick" in shown and "2 seeds: differences" in shown

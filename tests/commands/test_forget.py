@@ -537,23 +537,30 @@ def test_the_demo_prints_one_object_with_every_row(ease, small, scenario: str) -
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     shown = json.loads(result.out)
     assert list(shown) == ["rows"]
-    assert [row["method"] for row in shown["rows"]] == ["trained", "retrain", "finetune", "ease"]
+    trained, exact = ("projectors", "closed form")
+    expected = [(trained, method) for method in ("trained", "retrain", "finetune", "ease")]
+    expected += [(exact, method) for method in ("trained", "retrain", "exact")]
+    assert [(row["model"], row["method"]) for row in shown["rows"]] == expected
     keys = {f"{name}/recall@1" for name in ("forget", "retain", "test")}
     keys |= {"rho", "cost/bytes_up", "cost/bytes_down", "cost/seconds"}
     for row in shown["rows"]:
-        assert row.keys() == {"scenario", "method", "seed", "metrics"}
+        assert row.keys() == {"scenario", "model", "method", "seed", "metrics"}
         assert row["scenario"] == scenario and row["seed"] == 0
         assert keys <= row["metrics"].keys() and all(isinstance(row["metrics"][key], int | float) for key in keys)
         assert all(0 <= row["metrics"][key] <= 100 for key in keys if "recall" in key)
-        assert all(row["metrics"][key] > 0 for key in ("cost/bytes_up", "cost/bytes_down"))
-    by_name = {row["method"]: row["metrics"] for row in shown["rows"]}
-    assert by_name["retrain"]["rho"] == 0 and by_name["trained"]["rho"] == 1
+        if row["method"] != "exact":  # the server keeps a leaving client's sums and asks nobody
+            assert all(row["metrics"][key] > 0 for key in ("cost/bytes_up", "cost/bytes_down"))
+    for model in (trained, exact):
+        by_name = {row["method"]: row["metrics"] for row in shown["rows"] if row["model"] == model}
+        assert by_name["retrain"]["rho"] == 0 and by_name["trained"]["rho"] == 1
+    same = {name: value for name, value in by_name["retrain"].items() if "recall" in name or name == "rho"}
+    assert same.items() <= by_name["exact"].items(), "an exact answer is the retrained model"
 
 
 @pytest.mark.slow
 def test_the_demo_shows_people_the_same(ease, small, tmp_path: Path) -> None:
     result = ease("demo", "--out", tmp_path / "run", *settings(*small))
     assert result.code == 0
-    for part in ("gap", "rho", "retrain", "finetune", "ease", "of the forget contribution"):
+    for part in ("gap", "rho", "retrain", "finetune", "ease", "of the forget contribution", "exact: retrain"):
         assert part in result.out
     assert result.err

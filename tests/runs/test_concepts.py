@@ -78,7 +78,8 @@ def test_pairs_are_matched_by_what_their_captions_say(world: World) -> None:
 def test_a_threshold_takes_in_what_is_near_and_near_misses_are_the_next(world: World) -> None:
     told = _with_captions(world, "one zebra")
     ids = [each for shard in told.evaluator.shards for each in shard.train_ids]
-    near = nearness(told, "zebra", np.concatenate([shard.train for shard in told.evaluator.shards]))
+    every = np.concatenate([shard.train for shard in told.evaluator.shards])
+    near = nearness(told, "zebra", every, every)
     limit = float(np.sort(near)[-8])
     found = match_concept(told, "zebra", limit)
     first = told.evaluator.shards[0].train_ids[0]

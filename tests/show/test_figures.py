@@ -50,6 +50,8 @@ def drawable(results, header) -> dict[str, dict[str, Any]]:
         "grid": of("grid", attacked),
         "tpr": of("grid", attacked),
         "baselines": of("baselines", rows),
+        "table": of("table", rows),
+        "ablation": of("ablation", rows),
         "tradeoff": of("tradeoff", varied),
         "bars": of("bars", rows),
         "raincloud": of("raincloud", cloudy),
@@ -65,8 +67,11 @@ def test_the_same_results_give_the_same_bytes(kind, drawable, bench) -> None:
         assert first == second and first.startswith(start)
 
 
-def test_a_plain_table_has_no_figure(results, bench) -> None:
-    assert draw(bench(results)) == {}
+def test_a_plain_table_has_a_ranking(drawable, bench) -> None:
+    """Near's gaps add up to 7 on both seeds, Far's to 30: Near is drawn above Far."""
+    sums, _ = draw(bench(drawable["table"]))["table"].axes
+    assert [label.get_text() for label in sums.get_yticklabels()] == ["Far", "Near"]
+    assert list(sums.lines[0].get_xdata()) == [30, 7]
 
 
 def test_curves_show_means_with_deviations_and_retraining_dashed(drawable, bench) -> None:

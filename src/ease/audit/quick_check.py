@@ -1,10 +1,15 @@
 """A quick look at a result: how strongly it remembers the forget pairs, by scores that clients measure.
 
-No model is trained and no pair leaves its client. It is not a verdict, because it looks at one statistic only.
+No model is trained and no pair leaves its client. It is not a verdict, because it looks at one statistic only. The
+comparison is fair only if held-out pairs differ from the forget pairs in nothing but membership. So pairs that words
+found are compared with held-out pairs that the same words fit, and pairs of another kind than what their clients hold
+out are not compared at all.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import computed_field
 from scipy.special import stdtrit
@@ -13,14 +18,17 @@ from ease.audit.membership import Estimate
 from ease.audit.membership_scores import FEWEST, Scores, adjusted_gap, comparable, measure_scores
 from ease.audit.verdict import Judged
 from ease.config import Config
+from ease.data.partition import joint_embedding
 from ease.errors import UserError
 from ease.federation.check import checked
 from ease.methods.base import Unlearner, forget_holders
-from ease.requests.request import Request
+from ease.requests.request import ClassRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import StoredAnswer, find_answer, trained_of
+from ease.runs.concepts import held_out_matches
 from ease.runs.records import MethodRecord, read_record, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
+from ease.seeding import generator
 from ease.storage import remove_leftovers, sha256
 
 CONFIDENCE = 0.98
@@ -30,6 +38,11 @@ RULE = (
     "something is found where the 98 % interval of the gap to own held-out pairs excludes 0, on either side; by chance "
     "that happens in less than one of twenty looks"
 )
+OF_ANOTHER_KIND = 0.05
+"""A list is taken to be chosen by content if a random list would look as unusual in fewer cases than this."""
+DRAWS = 499
+"""Random lists that a list is compared with."""
+SAME_CLIENTS = "held-out pairs of the same clients"
 NO_VERDICT = "This is not a verdict. `ease audit` without --quick gives one"
 
 
@@ -54,7 +67,7 @@ class QuickCheck(MethodRecord, Judged):
     """What a quick look found; `quick.json` beside the answer."""
 
     remedy: ClassVar[str] = "delete it and run `ease audit --quick` again"
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     request: Request
     model_sha256: str
     """Of the model that was looked at."""
@@ -62,6 +75,8 @@ class QuickCheck(MethodRecord, Judged):
     held_out_pairs: int
     """Of the clients that hold forget pairs: a leaving client compares its own pairs with its own held-out ones. Those
     of clients that stay resemble what is still trained on, and stand higher after a retraining too."""
+    compared_with: str
+    """Which held-out pairs."""
     before: Level
     """Under the model that was to forget."""
     after: Level
@@ -83,7 +98,7 @@ class QuickCheck(MethodRecord, Judged):
             said = f"Something found: forget pairs are held {'more' if gap.value > 0 else 'less'} than unseen ones,"
         return (
             f"{said} {_signed(gap)} from held-out pairs like them, and {_signed(self.before.gap)} before; "
-            f"{self.forget_pairs} against {self.held_out_pairs} pairs"
+            f"{self.forget_pairs} pairs against {self.held_out_pairs} {self.compared_with}"
         )
 
     @property
@@ -111,10 +126,11 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
     found = current_check(stored)
     if found is not None:
         return found
+    matches = held_out_like(world, request)
     trained = trained_of(run, request)
     sound = checked(run.hosted(world).federation, world.config.training)
     start, before, after = (
-        measure_scores(trained, state, request, sound, forget_holders(request, sound))
+        only(measure_scores(trained, state, request, sound, forget_holders(request, sound)), matches)
         for state in (trained.initial, trained.start, answer)
     )
     concerned = {client: values for client, values in start.items() if len(values["forget"])}
@@ -125,6 +141,7 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
         model_sha256=sha256(stored.model_path),
         forget_pairs=sum(len(values["forget"]) for values in concerned.values()),
         held_out_pairs=sum(len(values["held_out"]) for values in concerned.values()),
+        compared_with=compared_with(request, matches),
         before=first,
         after=last,
     )
@@ -140,6 +157,75 @@ def current_check(stored: StoredAnswer) -> QuickCheck | None:
         return None
     found = read_record(QuickCheck, stored.quick_path)
     return found if found.model_sha256 == sha256(stored.model_path) else None
+
+
+Matches = Mapping[int, np.ndarray]
+"""Client -> which of its held-out pairs resemble the forget pairs: bool [held-out pairs]."""
+
+
+def held_out_like(world: World, request: Request) -> Matches | None:
+    """The held-out pairs that a request would have named; None: all that clients report resemble the forget pairs.
+
+    A request that names clients or classes is compared with the held-out pairs of those. A list is compared with all
+    held-out pairs of its clients, so it must look like a random one.
+    """
+    if not isinstance(request, SampleRequest):
+        return None
+    by_rule = bool(request.words or request.clients or request.classes) and not request.singles
+    if world.config.partition.apart:
+        if by_rule:
+            raise UserError(
+                "no quick look: only the sites know which held-out pairs the words fit, and other pairs stand lower or "
+                "higher without having been forgotten; run `ease audit` instead"
+            )
+        return None
+    mine = [shard.train[forget_mask(request, shard)] for shard in world.shards]
+    if np.isin(np.concatenate(mine), world.evaluator.canaries).any():
+        raise UserError("no quick look: held-out pairs are not mismatched as canaries are; run `ease audit` instead")
+    if by_rule:
+        return held_out_matches(world, request)
+    chance = chance_of_list(world, request)
+    if chance < OF_ANOTHER_KIND:
+        raise UserError(
+            f"no quick look: the listed pairs are of another kind than what their clients hold out (p = {chance:.2g}), "
+            "so that retraining would not leave both at one level; name them by --concept or run `ease audit` instead"
+        )
+    return None
+
+
+def chance_of_list(world: World, request: Request) -> float:
+    """How often a random list of as many pairs of each client has a mean as far from the rest in the frozen space."""
+    activations, rng = world.evaluator.activations, generator(world.config.seed, "list of pairs")
+    width = activations.pooled_image.shape[-1] + activations.pooled_text.shape[-1]
+    total = np.zeros((1 + DRAWS, width))
+    for shard in world.shards:
+        mask = forget_mask(request, shard)
+        if not mask.any() or mask.all():
+            continue
+        points = joint_embedding(activations.pooled_image[shard.train], activations.pooled_text[shard.train])
+        centred = points - points.mean(axis=0)
+        total[0] += centred[mask].sum(axis=0)
+        for draw in range(1, 1 + DRAWS):
+            total[draw] += centred[rng.choice(len(mask), int(mask.sum()), replace=False)].sum(axis=0)
+    far = (total**2).sum(axis=1)
+    return float((far[1:] >= far[0] - 1e-12).sum() + 1) / (1 + DRAWS)
+
+
+def only(scores: Scores, matches: Matches | None) -> Scores:
+    """The same scores with only the held-out pairs that match."""
+    if matches is None:
+        return scores
+    return {
+        client: {**values, "held_out": values["held_out"][torch.from_numpy(matches[client])]}
+        for client, values in scores.items()
+    }
+
+
+def compared_with(request: Request, matches: Matches | None) -> str:
+    """Which held-out pairs the forget pairs are compared with, in words."""
+    if matches is not None:
+        return f"{SAME_CLIENTS} that the request would have named"
+    return f"{SAME_CLIENTS} and classes" if isinstance(request, ClassRequest) else SAME_CLIENTS
 
 
 def compare(scores: Scores, start: Scores) -> Level:

@@ -25,13 +25,14 @@ def demo(
 ) -> Result:
     """Train, forget and compare with retraining in one go.
 
-    It uses generated scenes and the tiny model that comes with this package.
+    It uses generated scenes and the tiny model that comes with this package. Next to the approximate methods it shows
+    a closed-form head, for which forgetting is exact.
 
     Example: `ease demo --scenario class`
     """
     import tempfile
 
-    from ease.commands.forget import demo_run
+    from ease.commands.compare import demo_run
     from ease.runs.config import load_config
 
     config = load_config(None, tuple(settings or ()))

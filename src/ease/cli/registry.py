@@ -46,6 +46,7 @@ PANELS: dict[str, dict[str, str]] = {
         "serve": "Serve a model over HTTP.",
     },
     "Research": {
+        "compare": "Find out which kind of model suits your data.",
         "bench": "Run an experiment: methods, requests and seeds in a grid.",
         "sweep": "Choose the settings of every method with the same budget.",
         "methods": "List the unlearning methods.",

@@ -1,6 +1,6 @@
 """What `ease bench` does: run an experiment's grid, with progress, and write its results, tables and figures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,25 +8,41 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ease.console import rounds_bar, table
+from ease.console import labelled, rounds_bar, table
 from ease.errors import UserError
 from ease.runs.records import read_record, write_record
 from ease.runs.workers import default_processes
 from ease.show.figures import draw, encode
 from ease.show.paper_tables import paper_latex
-from ease.show.tables import FORGET, RETAIN, Figure, columns_of, figures, latex, markdown, sheets
+from ease.show.tables import (
+    FORGET,
+    RETAIN,
+    Figure,
+    Sheet,
+    caveats,
+    columns_of,
+    figures,
+    latex,
+    markdown,
+    paired,
+    reference_of,
+    sheets,
+    told_difference,
+)
 from ease.storage import write_atomic
 from ease.studies.bench import bench, results
 from ease.studies.experiment import Experiment, plan
 from ease.studies.records import BenchResults
 
-SHOWN = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
-"""Columns of the tables that fit a narrow screen, under shorter names; of cost, the shares alone."""
+RECALLS = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
+"""Columns of the tables on a screen of 80 columns, under shorter names."""
 VALUES = {"MIA %": "MIA", "LiRA AUC": "LiRA"}
-SHARES = {"up MB": "bytes", "time s": "time"}
-CAPTION = (
-    "R@1 in percent with the gap to retrain, ° inside the retrain band; bytes sent by clients and time as shares of "
-    "retrain's; sum: of the absolute gaps, less is better. The files have all."
+SHARES = {"up MB": "bytes", "GFLOP": "FLOPs", "client steps": "steps"}
+"""Of costs, the shares of retraining's; seconds depend on the machine and are in the files."""
+CAPTION = "R@1 in percent with the gap to retrain; ° inside the retrain band\nsum: of the absolute gaps, less is better"
+COSTS = (
+    "MIA in percent, LiRA as AUC; bytes sent by clients, FLOPs and client\n"
+    "steps as shares of retrain's; all columns are in tables.md"
 )
 
 
@@ -43,19 +59,50 @@ class BenchSummary:
 
     def render(self) -> Iterator[RenderableType]:
         for sheet in sheets(self.results):
-            columns = {column.title: column for column in columns_of(sheet, (*FORGET, *RETAIN))}
-            shown: dict[str, Sequence[str | Text]] = {"": [line.label for line in sheet.lines]}
-            for title, name in SHOWN.items():
-                if title in columns:
-                    shown[name] = [_with_gap(figure) for figure in figures(sheet, columns[title])]
-            for title, name in VALUES.items():
-                if title in columns:
-                    shown[name] = [_bold(f.value, f) for f in figures(sheet, columns[title]) if f]
-            for title, name in SHARES.items():
-                shown[name] = [figure.note if figure else "" for figure in figures(sheet, columns[title])]
-            shown["sum"] = [_bold(f.value, f) for f in figures(sheet, columns["sum of gaps"]) if f]
-            yield table(sheet.name, shown, zip(*shown.values(), strict=True), caption=CAPTION)
+            yield from _sheet_tables(sheet)
+        yield from _paired_table(self.results)
+        yield from (labelled("caveat", note, "yellow") for note in caveats(self.results))
         yield f"written to {self.folder}: {', '.join(path.name for path in self.files)}"
+
+
+def _sheet_tables(sheet: Sheet) -> Iterator[RenderableType]:
+    """Recalls, then attacks and cost: each fits 80 columns with whole numbers."""
+    columns = {column.title: column for column in columns_of(sheet, (*FORGET, *RETAIN))}
+    labels: dict[str, Sequence[str | Text]] = {"": [line.label for line in sheet.lines]}
+    recalled = {n: [_with_gap(f) for f in figures(sheet, columns[t])] for t, n in RECALLS.items() if t in columns}
+    if "sum of gaps" in columns:
+        recalled["sum"] = [_bold(f.value, f) if f else "" for f in figures(sheet, columns["sum of gaps"])]
+    yield _table(f"{sheet.name}: recall", labels | recalled, CAPTION)
+    told = {
+        n: [_bold(f.value, f) if f else "" for f in figures(sheet, columns[t])]
+        for t, n in VALUES.items()
+        if t in columns
+    }
+    told |= {n: [f.note if f else "" for f in figures(sheet, columns[t])] for t, n in SHARES.items() if t in columns}
+    if told:
+        yield _table(f"{sheet.name}: attacks and cost", labels | told, COSTS)
+
+
+def _paired_table(results: BenchResults) -> Iterator[RenderableType]:
+    """Paired differences to one method, the sum of gaps and operations."""
+    found = {name: of for name, of in paired(results).items() if name in ("sum of gaps", "FLOPs %") and of}
+    methods = list(dict.fromkeys(each.method for of in found.values() for each in of))
+    if not methods:
+        return
+    shown: dict[str, Sequence[str | Text]] = {"": methods}
+    for name, of in found.items():
+        told = {each.method: Text(told_difference(each), "bold" if each.clear else "") for each in of}
+        shown[name] = [told.get(method, "") for method in methods]
+    units = max(each.units for of in found.values() for each in of)
+    caption = (
+        f"method minus {reference_of(results)} on the same {units} requests of {results.seeds} seeds\n95 % bootstrap "
+        "intervals over seeds and requests; bold: excludes 0"
+    )
+    yield _table("Paired differences, less is better", shown, caption)
+
+
+def _table(title: str, shown: Mapping[str, Sequence[str | Text]], caption: str) -> RenderableType:
+    return table(title, shown, zip(*shown.values(), strict=True), caption=caption, fold=True)
 
 
 def _with_gap(figure: Figure | None) -> str | Text:

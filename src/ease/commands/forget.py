@@ -1,4 +1,4 @@
-"""What `ease forget`, `ease train --after` and `ease demo` do: answer a request and set the answers side by side."""
+"""What `ease forget` and `ease train --after` do: answer a request, and show answers side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +11,9 @@ from rich.console import RenderableType
 from ease.audit.preflight import audit_prospects
 from ease.audit.quick_check import QuickCheck, check_answer
 from ease.commands.preview import look, tell, when_answered
-from ease.commands.train import TrainSummary, tell_threads, tell_unfinished, train_run
+from ease.commands.train import tell_threads, tell_unfinished
 from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
-from ease.measures.alignment import alignment_residual
-from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
@@ -32,8 +30,7 @@ from ease.runs.answers import (
     trained_of,
     usual_method,
 )
-from ease.runs.config import RunConfig
-from ease.runs.evaluation import evaluation_sets, measure, similarities
+from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget, go_on
 from ease.runs.head import Release
 from ease.runs.records import AnswerRecord, ContributionNotes, SpectrumNotes
@@ -41,10 +38,8 @@ from ease.runs.resolve import Wanted, check_request, check_wanted, parse_request
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import check_writable
-from ease.studies.scenarios import Scenario, scenario_config, scenario_request
 from ease.trainers import trainer_of
 
-TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
 BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 12
 
@@ -114,42 +109,6 @@ class ForgetSummary:
             yield labelled("no quick look", self.why_no_check)
         if self.prospects:
             yield labelled("audit", self.prospects, "yellow")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Several methods on one request, with the trained model first and retraining as the reference."""
-
-    rows: tuple[dict[str, Any], ...]
-    contribution: ContributionNotes | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {"rows": list(self.rows)}
-
-    def render(self) -> Iterator[RenderableType]:
-        if self.contribution is not None:
-            yield contribution_line(self.contribution)
-        retrain = next(row["metrics"] for row in self.rows if row["method"] == "retrain")
-        first = self.rows[0]
-        yield table(
-            f"{first['scenario']} request, seed {first['seed']}: recall in percent, galleries of "
-            f"{first['metrics']['gallery']:.0f} pairs",
-            ["", "forget R@1", "R@10", "retain R@1", "test R@1", "gap", "rho", "bytes", "time"],
-            [_comparison_row(row["method"], row["metrics"], retrain) for row in self.rows],
-            caption="The aim is retrain's row, not zero: what a model never saw it can still partly guess.\n"
-            "gap: forget R@1 minus retrain's. rho: 0 as retrain, 1 as before. bytes, time: share of retrain's.",
-        )
-
-
-def _comparison_row(method: str, metrics: dict[str, float], retrain: dict[str, float]) -> list[str]:
-    keys = ("forget/recall@1", "forget/recall@10", "retain/recall@1", "test/recall@1")
-    recalls = [f"{metrics[key]:.1f}" for key in keys]
-    gap = "" if method == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
-    if method == "trained":
-        return [method, *recalls, gap, f"{metrics['rho']:.2f}", "", ""]
-    bytes_share = sum(metrics[key] for key in TRAFFIC) / sum(retrain[key] for key in TRAFFIC)
-    time_share = metrics["cost/seconds"] / retrain["cost/seconds"]
-    return [method, *recalls, gap, f"{metrics['rho']:.2f}", f"{bytes_share:.0%}", f"{time_share:.0%}"]
 
 
 def _recall_row(name: str, metrics: dict[str, float]) -> list[str]:
@@ -319,45 +278,3 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     folder_of = continuation(stored, rounds, locked).folder
     before, names = stored.record().metrics, world.server.membership.names
     return ForgetSummary(folder_of, request, record, before, labels, names=names)
-
-
-def compare(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> Comparison:
-    """Answer one request with several methods, retraining among them, and set them side by side."""
-    request = scenario_request(world, scenario, run.config.seed)
-    trained = trained_of(run)
-    sets = evaluation_sets(world, request)
-    for method in methods:
-        answer(run, world, request, method, quiet)
-    answers = {method: answer_of(run, request, method) for method in methods}
-    reference = next(stored for method, stored in answers.items() if method.name == "retrain")
-    before = similarities(world, trained.final, sets["forget"])
-    goal = similarities(world, reference.model(), sets["forget"])
-    history = [run.history.record(number) for number in range(1, trained.training.rounds + 1)]
-    cost = {f"cost/{key}": sum(record[key] for record in history) for key in ("bytes_down", "bytes_up")}
-    common = {"scenario": scenario, "seed": run.config.seed}
-    rows = [
-        {
-            **common,
-            "method": "trained",
-            "metrics": {**measure(world, trained.final, sets), **cost, "cost/seconds": 0.0, "rho": 1.0},
-        }
-    ]
-    for method, stored in answers.items():
-        rho = alignment_residual(similarities(world, stored.model(), sets["forget"]), before, goal)
-        rows.append({**common, "method": method.name, "metrics": {**stored.record().metrics, "rho": rho}})
-    ease = next(stored for method, stored in answers.items() if method.name == "ease")
-    return Comparison(tuple(rows), ease.record().contribution)
-
-
-def demo_methods() -> list[Unlearner]:
-    return [make_method(name) for name in ("retrain", "finetune", "ease")]
-
-
-def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> tuple[TrainSummary, Comparison]:
-    """Train, forget in several ways, and set them side by side."""
-    config = scenario_config(config, scenario)
-    trained = train_run(config, out, quiet)
-    run = Run.load(out)
-    with status("preparing the request", quiet):
-        world = open_world(run)
-    return trained, compare(run, world, scenario, demo_methods(), quiet)

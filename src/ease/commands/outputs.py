@@ -44,6 +44,8 @@ class TrainOutput(Config):
     """Pairs of each split and what was odd in the files; absent for generated data."""
     prospects: str = ""
     """Why an audit would be refused; absent where it would not."""
+    advice: str = ""
+    """Whether another kind of model may suit better; absent where nothing is to be said."""
 
 
 class ForgetOutput(AnswerRecord):
@@ -199,7 +201,7 @@ class AuditsOutput(Config):
 class QuickOutput(Config):
     """`ease audit --quick`."""
 
-    format: Literal[1]
+    format: Literal[2]
     method: dict[str, Any]
     """Its name as `method`, and its settings."""
     request: Request
@@ -207,6 +209,8 @@ class QuickOutput(Config):
     """Of the model that was looked at."""
     forget_pairs: int
     held_out_pairs: int
+    compared_with: str
+    """Which held-out pairs."""
     before: Level
     """Under the model that was to forget."""
     after: Level
@@ -339,6 +343,8 @@ class ComparedOutput(Config):
 
     scenario: str
     seed: int
+    model: str
+    """What is trained: `projectors and adapters`, `projectors`, `adapters` or `closed form`."""
     method: str
     """`trained` is the model before the request."""
     metrics: Metrics
@@ -348,6 +354,32 @@ class DemoOutput(Config):
     """`ease demo`."""
 
     rows: tuple[ComparedOutput, ...]
+
+
+class TrialOutput(Config):
+    """One model of `ease compare`."""
+
+    model: str
+    method: str
+    """By which it forgot."""
+    trained: Metrics
+    """Recall before the request, and what training cost."""
+    forgotten: Metrics
+    """Recall after it, and what forgetting cost."""
+    identical: bool | None
+    """Whether the answer is the file that retraining gives; null where it was not retrained."""
+
+
+class CompareOutput(Config):
+    """`ease compare`."""
+
+    request: str
+    """Its kind."""
+    models: tuple[TrialOutput, TrialOutput]
+    """The closed-form head, then the configured model."""
+    gap: float
+    """Points of test R@1 that the closed form has more."""
+    advice: str
 
 
 class BenchOutput(BenchResults):
@@ -482,6 +514,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "status": (StatusOutput,),
     "export": (ExportOutput,),
     "demo": (DemoOutput,),
+    "compare": (CompareOutput,),
     "bench": (BenchOutput,),
     "sweep": (SweepOutput,),
     "methods": (MethodsOutput,),

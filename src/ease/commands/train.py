@@ -22,6 +22,7 @@ from ease.runs.forget import check_trains_on
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import write_json
+from ease.trainers import trainer_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class TrainSummary:
     """What was odd in the files; None for generated data."""
     prospects: str = ""
     """Why an audit would be refused, where it would."""
+    advice: str = ""
+    """Whether another kind of model may suit better."""
 
     def as_json(self) -> dict[str, Any]:
         metrics: dict[str, float] = {}
@@ -56,6 +59,7 @@ class TrainSummary:
             "metrics": metrics,
             **({"data": {**self.data.splits, **self.data.counts()}} if self.data else {}),
             **({"prospects": self.prospects} if self.prospects else {}),
+            **({"advice": self.advice} if self.advice else {}),
         }
 
     def render(self) -> Iterator[RenderableType]:
@@ -84,6 +88,14 @@ class TrainSummary:
         )
         if self.prospects:
             yield labelled("audit", self.prospects, "yellow")
+        if self.advice:
+            yield labelled("model", self.advice)
+
+
+FROZEN = (
+    "its towers are frozen, so a closed-form head could take its place, for which forgetting is exact; "
+    "`ease compare` tries both on your data"
+)
 
 
 def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
@@ -107,7 +119,8 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
             bar.step(**({} if quiet else _figures(run, world, record)))
             tell_left_out(f"round {record['round']}", record["rejected"], quiet)
     with status("measuring recall", quiet):
-        summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world))
+        advice = FROZEN if config.model.lora == "off" and trainer_of(config.model) == "fedavg" else ""
+        summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world), advice=advice)
     write_json(out / "summary.json", summary.as_json())
     return summary
 

@@ -20,6 +20,7 @@ from ease.data.readers.textcaps import textcaps_rows
 from ease.data.rows import Row, check_links, pairs_from_rows
 from ease.data.scenes import load_scenes
 from ease.errors import UserError
+from ease.storage import digest
 
 
 class DataConfig(Config):
@@ -43,6 +44,8 @@ class DataConfig(Config):
     """Generated test pairs."""
     canaries: int = Field(0, ge=0)
     """Validation pairs that are mismatched and planted by a coin each, to measure what training gives away."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Share of the listed images to use, for a first try. Ids decide, so that adding images changes no other choice."""
     strict: bool = False
     """Stop at unreadable images instead of leaving them out."""
     follow_links: bool = False
@@ -50,13 +53,16 @@ class DataConfig(Config):
 
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without canaries a run is what it was before there were any, to the byte."""
-        return {name: value for name, value in dump(self).items() if name != "canaries" or value}
+        """Omit defaults of settings that most runs leave alone, so that their configurations keep their bytes."""
+        usual = {"canaries": 0, "share": 1.0}
+        return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
 
     @model_validator(mode="after")
     def _needs_path(self) -> "DataConfig":
         if self.name != "scenes" and self.path is None:
             raise ValueError(f'data.path is needed when data.name = "{self.name}"')
+        if self.share < 1 and self.name == "scenes":
+            raise ValueError('data.share: data.name = "scenes" lists no images; set data.train and data.test')
         if self.test_path is not None and self.name in ("scenes", "karpathy"):
             raise ValueError(
                 f'data.test_path cannot be used when data.name = "{self.name}", which has its own test split'
@@ -130,11 +136,7 @@ def load_pairs(
             fits({"train": config.train, "validation": config.validation, "test": config.test})
         return load_scenes(config.seed, config.train, config.validation, config.test)
     assert config.path is not None  # checked by DataConfig
-    read = LAYOUTS[config.name]
-    rows = list(read(config.path, config.images))
-    if config.test_path is not None:
-        rows = [replace(row, split=row.split or "train") for row in rows]
-        rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
+    rows = _listed(config)
     rows = rows if barred is None else [row for row in rows if not barred(row.id)]
     rows = rows if owner is None else _owned(rows, owner, config.path)
     if not config.follow_links:
@@ -142,6 +144,30 @@ def load_pairs(
     return pairs_from_rows(
         rows, config.path, image_size, crop, config.held_out_share, config.strict, by_site, forgotten, fits
     )
+
+
+def count_listed(config: DataConfig) -> int:
+    """How many images a configuration lists, without opening one."""
+    if config.name == "scenes":
+        return config.train + config.validation + config.test
+    return len({row.id for row in _listed(config)})
+
+
+def _listed(config: DataConfig) -> list[Row]:
+    """The rows of all files of a configuration, or a share of them."""
+    assert config.path is not None  # checked by DataConfig
+    read = LAYOUTS[config.name]
+    rows = list(read(config.path, config.images))
+    if config.test_path is not None:
+        rows = [replace(row, split=row.split or "train") for row in rows]
+        rows += [replace(row, split="test") for row in read(config.test_path, config.images)]
+    return rows if config.share == 1 else [row for row in rows if _place(row.id) < config.share]
+
+
+def _place(pair_id: str) -> float:
+    """A number between 0 and 1 that an id always has."""
+    name = digest("share", pair_id)
+    return int(name, 16) / float(16 ** len(name))
 
 
 def _owned(rows: list[Row], owner: Literal["server", "client"], path: Path) -> list[Row]:

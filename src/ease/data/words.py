@@ -43,15 +43,40 @@ def content(words: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word if UNSPACED.search(word) else stem(word) for word in found))
 
 
-def says_all(caption: str, wanted: Sequence[str]) -> bool:
-    """Whether a caption has all the words, in any order and with any endings."""
-    stems = _stems(caption)
+def says_all(caption: str, wanted: Sequence[str], unless: Sequence[Sequence[str]] = ()) -> bool:
+    """Whether a caption has all the words, in any order and with any endings; words inside of `unless` do not count."""
+    stems = frozenset(_remaining(_stems(caption), unless)) if unless else _stem_set(caption)
     return all(word in caption if UNSPACED.search(word) else word in stems for word in wanted)
 
 
+def has_phrase(caption: str, phrase: Sequence[str]) -> bool:
+    """Whether a caption has the stems of a phrase one after the other."""
+    stems = _stems(caption)
+    return len(_remaining(stems, [phrase])) < len(stems)
+
+
+def _remaining(stems: tuple[str, ...], phrases: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The stems of a caption that are in none of the phrases."""
+    for phrase in map(tuple, phrases):
+        left, place = [], 0
+        while place < len(stems):
+            if stems[place : place + len(phrase)] == phrase:
+                place += len(phrase)
+            else:
+                left.append(stems[place])
+                place += 1
+        stems = tuple(left)
+    return stems
+
+
 @lru_cache(maxsize=1 << 18)
-def _stems(caption: str) -> frozenset[str]:
-    return frozenset(map(stem, WORD.findall(caption.lower())))
+def _stems(caption: str) -> tuple[str, ...]:
+    return tuple(map(stem, WORD.findall(caption.lower())))
+
+
+@lru_cache(maxsize=1 << 18)
+def _stem_set(caption: str) -> frozenset[str]:
+    return frozenset(_stems(caption))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -39,6 +39,8 @@ class SampleRequest(Config):
     """Concepts that were looked for; the pairs that fit are among the ids."""
     threshold: float | None = None
     """How near to the words a pair had to be, where the user said so."""
+    unless: tuple[str, ...] = ()
+    """Phrases in which the words do not count, such as "hot dog" for "dog"."""
     clients: tuple[int, ...] = ()
     """Clients that were named beside them; all their pairs are among the ids."""
     classes: tuple[int, ...] = ()
@@ -68,9 +70,13 @@ def in_words(request: Request, names: Mapping[int, str] | None = None) -> str:
     pairs = _count(len(request.ids), "pair")
     parts = [_named("client", request.clients, names)] if request.clients else []
     parts += [_named("class", request.classes)] if request.classes else []
-    parts += [f"“{words}”" for words in request.words]
+    parts += [f"“{words}”{_unless(request)}" for words in request.words]
     parts += [_count(request.singles, "single pair")] if request.singles else []
     return f"{', '.join(parts)} ({pairs})" if parts else _count(len(request.ids), "single pair")
+
+
+def _unless(request: SampleRequest) -> str:
+    return f" except {' and '.join(f'“{phrase}”' for phrase in request.unless)}" if request.unless else ""
 
 
 def _named(kind: str, numbers: Sequence[int], names: Mapping[int, str] | None = None) -> str:
@@ -178,6 +184,7 @@ def combined(requests: Sequence[Request], holdings: Sequence[Holding]) -> Reques
     return SampleRequest(
         ids=tuple(sorted({pair_id for each in lists for pair_id in each.ids})),
         words=tuple(dict.fromkeys(words for each in lists for words in each.words)),
+        unless=tuple(dict.fromkeys(phrase for each in lists for phrase in each.unless)),
         clients=tuple(sorted({client for each in lists for client in each.clients})),
         classes=tuple(sorted({label for each in lists for label in each.classes})),
         singles=sum(each.singles for each in lists),

@@ -12,11 +12,12 @@ from difflib import get_close_matches
 import numpy as np
 import torch
 
-from ease.data.words import centred_cosines, content, says_all, stem, telling
+from ease.data.words import centred_cosines, content, has_phrase, says_all, stem, telling
 from ease.errors import UserError
 from ease.federation.remote import Remote
 from ease.federation.search import searched
 from ease.model.backbones import checkpoint_of
+from ease.requests.request import SampleRequest
 from ease.runs.world import World
 
 PRECISION = 0.8
@@ -56,20 +57,22 @@ class Match:
         return f"“{self.words}”: {said}, {more} more are as near as cosine {self.threshold:.2f}"
 
 
-def match_concept(world: World, words: str, threshold: float | None = None) -> Match:
+def match_concept(world: World, words: str, threshold: float | None = None, unless: Sequence[str] = ()) -> Match:
     """The training pairs that words fit; words that fit none are refused with some that would.
 
     A pair fits if one of its captions has all the words, whatever their endings, or if it is at least as near to them
-    as the threshold: unless one is given, as near as the middle one of the pairs that say them.
+    as the threshold. By default the threshold is the median nearness of the pairs that say the words. Phrases in
+    `unless` do not count: a caption must say the words outside of them, and near pairs must not have them.
     """
     wanted = check_words(words)
-    seen = _told_by_sites(world, words) if world.config.partition.apart else _seen_here(world, words, wanted)
+    phrases = check_phrases(words, unless)
+    seen = _told_by_sites(world, words, unless) if world.config.partition.apart else _seen_here(world, words, phrases)
     ids, says, near, captions = seen.ids, seen.says, seen.near, seen.captions
     if threshold is None:
         if not says.any():
             raise UserError(_what_would_fit(words, wanted, captions, near))
         threshold = calibrated(near, says)
-    fits = says if threshold is None else says | (near >= threshold)
+    fits = seen.fits(threshold)
     if not fits.any():
         raise UserError(
             f"--concept {words!r} --threshold {threshold:g}: no pair fits; the nearest has {near.max():.2f}: lower it"
@@ -85,7 +88,7 @@ def match_concept(world: World, words: str, threshold: float | None = None) -> M
         near=tuple(ids[place] for place in misses),
         scores={ids[place]: float(near[place]) for place in (*chosen, *misses)},
         captions={
-            ids[place]: next((text for text in captions[place] if says_all(text, wanted)), captions[place][0])
+            ids[place]: next((text for text in captions[place] if says_all(text, wanted, phrases)), captions[place][0])
             for place in (*chosen, *misses)
             if captions
         },
@@ -103,16 +106,63 @@ class Seen:
     """How near each pair is to them [pairs]."""
     captions: Sequence[Sequence[str]]
     """Nothing where they are at the clients."""
+    excluded: np.ndarray
+    """Whether some caption has an excluded phrase: bool [pairs]."""
+
+    def fits(self, threshold: float | None) -> np.ndarray:
+        """Which pairs fit the words: bool [pairs]."""
+        return self.says if threshold is None else self.says | ((self.near >= threshold) & ~self.excluded)
 
 
-def _seen_here(world: World, words: str, wanted: Sequence[str]) -> Seen:
+def _seen_here(world: World, words: str, phrases: Sequence[Sequence[str]]) -> Seen:
     ids, positions = _training_pairs(world)
+    return _seen_among(world, words, phrases, ids, positions, positions)
+
+
+def _seen_among(
+    world: World,
+    words: str,
+    phrases: Sequence[Sequence[str]],
+    ids: list[str],
+    positions: np.ndarray,
+    training: np.ndarray,
+) -> Seen:
+    """Some pairs beside the words; how near they are is measured from the mean of the training pairs."""
+    wanted = check_words(words)
     captions = [world.evaluator.pairs.captions[position] for position in positions]
-    says = np.array([any(says_all(caption, wanted) for caption in each) for each in captions], dtype=bool)
-    return Seen(ids, says, nearness(world, words, positions), captions)
+    says = np.array([any(says_all(caption, wanted, phrases) for caption in each) for each in captions], dtype=bool)
+    excluded = np.array(
+        [any(has_phrase(caption, phrase) for caption in each for phrase in phrases) for each in captions], dtype=bool
+    )
+    return Seen(ids, says, nearness(world, words, positions, training), captions, excluded)
 
 
-def _told_by_sites(world: World, words: str) -> Seen:
+def held_out_matches(world: World, request: SampleRequest) -> dict[int, np.ndarray]:
+    """Client -> which of its held-out pairs the words of a request fit, by the rule that found the training pairs.
+
+    Held-out pairs were drawn at random from the pairs of their client, so these differ from the named ones only in
+    that nobody trained on them.
+    """
+    training = _training_pairs(world)[1]
+    found = {shard.client: np.zeros(len(shard.validation), dtype=bool) for shard in world.shards}
+    for words in request.words:
+        phrases = check_phrases(words, request.unless)
+        threshold = request.threshold
+        if threshold is None:
+            known = _seen_among(world, words, phrases, [], training, training)
+            threshold = calibrated(known.near, known.says)
+        for shard in world.shards:
+            if len(shard.validation):
+                seen = _seen_among(world, words, phrases, [], shard.validation, training)
+                found[shard.client] |= seen.fits(threshold)
+    for shard in world.shards:
+        if shard.client in request.clients:
+            found[shard.client][:] = True
+        found[shard.client] |= np.isin(shard.validation_classes, request.classes)
+    return found
+
+
+def _told_by_sites(world: World, words: str, unless: Sequence[str]) -> Seen:
     """The same by nodes, each of pairs that it still holds.
 
     What all pairs have in common is the mean of the class centres that everybody agreed on, so that no site has to tell
@@ -131,7 +181,11 @@ def _told_by_sites(world: World, words: str) -> Seen:
         if pair_id in engine.held.get(holding.client, ())
     ]
     says, near = (np.concatenate([told[client][part] for client in sorted(told)]) for part in (0, 1))
-    return Seen(ids, says, near, ())
+    excluded = np.zeros_like(says, dtype=bool)
+    for phrase in unless:  # sites compare words in any order, so that a phrase excludes whoever has all of its words
+        other = searched(engine, phrase, np.stack([query, text, image] if aligned else [query, text]))
+        excluded |= np.concatenate([other[client][0] for client in sorted(other)]).astype(bool)
+    return Seen(ids, says & ~excluded, near, (), excluded)
 
 
 def _common(world: World) -> np.ndarray:
@@ -156,6 +210,20 @@ def _training_pairs(world: World) -> tuple[list[str], np.ndarray]:
 # --- words ---
 
 
+def check_phrases(words: str, unless: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The stems of each excluded phrase; phrases that exclude every match are refused."""
+    wanted, found = set(check_words(words)), []
+    for phrase in unless:
+        stems = content(phrase)
+        if not stems or set(stems) <= wanted:
+            raise UserError(
+                f"--except {phrase!r}: excludes everything that --concept {words!r} names; name a longer phrase, such "
+                'as --except "hot dog"'
+            )
+        found.append(stems)
+    return tuple(found)
+
+
 def check_words(words: str) -> tuple[str, ...]:
     """What words ask for; those that ask for nothing are refused."""
     wanted = content(words)
@@ -168,19 +236,27 @@ def check_words(words: str) -> tuple[str, ...]:
 # --- by how near they are ---
 
 
-def nearness(world: World, words: str, positions: np.ndarray) -> np.ndarray:
-    """Cosine of the words with each pair [pairs], less what all pairs have in common, in the frozen space.
+def nearness(world: World, words: str, positions: np.ndarray, training: np.ndarray) -> np.ndarray:
+    """Cosine of the words with each pair [pairs], centred on the mean of the training pairs, in the frozen space.
 
     With the nearest of its captions; where the two towers were aligned in pretraining, as those of CLIP, the mean of
     that and the cosine with its picture.
     """
     query = frozen_text(world, words)
     activations = world.evaluator.activations
-    near = centred_cosines(query, np.asarray(activations.pooled_text[positions], dtype=np.float64)).max(axis=1)
+    text = np.asarray(activations.pooled_text[positions], dtype=np.float64)
+    near = centred_cosines(query, text, _mean_of(activations.pooled_text, training)).max(axis=1)
     if checkpoint_of(world.config.model.backbone) is None or activations.pooled_image.shape[1] != len(query):
         return near
-    seen = centred_cosines(query, np.asarray(activations.pooled_image[positions], dtype=np.float64)[:, None])[:, 0]
+    image = np.asarray(activations.pooled_image[positions], dtype=np.float64)[:, None]
+    seen = centred_cosines(query, image, _mean_of(activations.pooled_image, training))[:, 0]
     return (near + seen) / 2
+
+
+def _mean_of(points: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Mean direction of some pooled features [width]."""
+    found = np.asarray(points[positions], dtype=np.float64).reshape(-1, points.shape[-1])
+    return (found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), 1e-12)).mean(axis=0)
 
 
 def frozen_text(world: World, words: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ease.data.membership import Membership
 from ease.errors import UserError, did_you_mean
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, named_in
-from ease.runs.concepts import Match, check_words, match_concept
+from ease.runs.concepts import Match, check_phrases, check_words, match_concept
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import digest, read_bytes
@@ -46,6 +46,7 @@ def request_flags(request: Request) -> str:
         return " ".join(f"--class {number}" for number in request.classes)
     flags = [f"--client {number}" for number in request.clients] + [f"--class {number}" for number in request.classes]
     flags += [f"--concept {shlex.quote(words)}" for words in request.words]
+    flags += [f"--except {shlex.quote(phrase)}" for phrase in request.unless]
     flags += [] if request.threshold is None else [f"--threshold {request.threshold:g}"]
     flags += ["--samples ids.txt"] if request.singles or not flags else []
     return " ".join([*flags, *([f"--name {request.name}"] if request.name else [])])
@@ -132,6 +133,8 @@ class Wanted:
     canaries: bool = False
     name: str = ""
     threshold: float | None = None
+    unless: Sequence[str] = ()
+    """Phrases in which the words of concepts do not count."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -172,8 +175,11 @@ def _whole(members: Membership, classes: int, wanted: Wanted) -> tuple[ClientReq
         raise UserError("name what to forget with --client, --concept, --class, --samples or --canaries, or several")
     if wanted.threshold is not None and not wanted.words:
         raise UserError("--threshold says how near pairs must be to the words of --concept: give some")
+    if wanted.unless and not wanted.words:
+        raise UserError("--except names phrases in which the words of --concept do not count: give a concept too")
     for words in wanted.words:
         check_words(words)
+        check_phrases(words, wanted.unless)
     if wanted.canaries and sum(wanted.kinds) > 1:
         raise UserError("--canaries is a request of its own: they are no data, and are measured by themselves")
     if wanted.name:
@@ -198,7 +204,9 @@ def parse_request(world: World, wanted: Wanted) -> Resolved:
         return Resolved(whole[0])
     listed = read_ids(wanted.samples) if isinstance(wanted.samples, Path) else set(wanted.samples or ())
     listed |= set(planted_ids(world)) if wanted.canaries else set()
-    matches = tuple(match_concept(world, words, wanted.threshold) for words in dict.fromkeys(wanted.words))
+    matches = tuple(
+        match_concept(world, words, wanted.threshold, wanted.unless) for words in dict.fromkeys(wanted.words)
+    )
     ids = listed | {pair_id for match in matches for pair_id in match.ids}
     ids |= {pair_id for each in whole for pair_id in named_ids(world.server.membership, each)}
     request = SampleRequest(
@@ -206,6 +214,7 @@ def parse_request(world: World, wanted: Wanted) -> Resolved:
         name=wanted.name,
         words=tuple(match.words for match in matches),
         threshold=wanted.threshold,
+        unless=tuple(wanted.unless),
         clients=tuple(client for each in whole if isinstance(each, ClientRequest) for client in each.clients),
         classes=wanted.numbers,
         singles=len(listed) if matches or whole else 0,

@@ -95,6 +95,8 @@ LEAST_SPAN = 12.0
 def draw(results: BenchResults) -> dict[str, Figure]:
     """The figures of an experiment's kind, by name; a plain table has none."""
     with matplotlib.rc_context(STYLE):
+        if results.kind in RANKINGS and not results.rows:
+            return {}
         return {name: DRAWN[name](results) for name in (results.kind, *ALSO.get(results.kind, ())) if name in DRAWN}
 
 
@@ -532,7 +534,52 @@ def representative_pairs(similarity: np.ndarray, count: int = 5) -> list[tuple[i
     return [pairs[rank] for rank in ranks]
 
 
+def ranking(results: BenchResults) -> Figure:
+    """Every method's sum of gaps to retraining, the smallest mean above, and its operations beside retraining's."""
+    found = [sheet for sheet in sheets(results) if sheet.title == sheets(results)[0].title]
+    labels = [line.label for line in found[0].lines if line.role == "method"]
+    sums = {label: [_of_label(sheet, label) for sheet in found] for label in labels}
+    order = sorted(labels, key=lambda label: _sum_key(found, sums[label]), reverse=True)
+    figure = Figure(figsize=(2 * PANEL_INCHES + 1.3, 0.9 + 0.17 * len(order)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    offsets = np.linspace(-0.2, 0.2, len(found)) if len(found) > 1 else np.zeros(1)
+    for sheet, offset in zip(found, offsets, strict=True):
+        style: dict[str, Any] = {"color": _scenario_colour(sheet.scenario), "marker": _scenario_marker(sheet.scenario)}
+        lines = [_of_label(sheet, label) for label in order]
+        distances = [sheet.distance(line) if line else [] for line in lines]
+        shares = [[100 * v for v in line.values("ratio/flops").values()] if line else [] for line in lines]
+        for panel, values in zip(panels, (distances, shares), strict=True):
+            means = [statistics.mean(each) if each else math.nan for each in values]
+            spread = [_deviation(each) for each in values]
+            places = np.arange(len(order)) + offset
+            panel.errorbar(means, places, xerr=spread, linestyle="", capsize=1.5, **style)
+    panels[0].set_yticks(range(len(order)), order)
+    for panel, title in zip(panels, ("sum of gaps (points of R@1)", "FLOPs (% of retraining)"), strict=True):
+        panel.set_xlabel(title)
+        panel.grid(axis="x", color=FAINT, linewidth=0.4)
+        panel.set_xlim(left=0)
+        panel.tick_params(axis="y", length=0)
+    names = [sheet.scenario for sheet in found]
+    marks = [Line2D([], [], color=_scenario_colour(s), marker=_scenario_marker(s), linestyle="") for s in names]
+    _legend(figure, marks, [f"{name} request" for name in names])
+    return figure
+
+
+def _of_label(sheet: Sheet, label: str) -> Line | None:
+    return next((line for line in sheet.lines if line.role == "method" and line.label == label), None)
+
+
+def _sum_key(found: Sequence[Sheet], lines: Sequence[Line | None]) -> float:
+    """Mean sum of gaps over scenarios; methods without a model come last."""
+    each = [
+        statistics.mean(d) for sheet, line in zip(found, lines, strict=True) if line and (d := sheet.distance(line))
+    ]
+    return statistics.mean(each) if each else math.inf
+
+
+RANKINGS = ("table", "ablation")
 DRAWN: dict[str, Callable[[BenchResults], Figure]] = {
+    **dict.fromkeys(RANKINGS, ranking),
     "curves": curves,
     "grid": grid,
     "tpr": tpr,
@@ -547,6 +594,8 @@ DRAWN: dict[str, Callable[[BenchResults], Figure]] = {
 ALSO = {"grid": ("tpr",)}
 """Further figures of a kind."""
 CAPTIONS = {
+    "table": "Sum of the gaps to retraining at R@1, and operations beside retraining's: less is better.",
+    "ablation": "Sum of the gaps to retraining at R@1, and operations beside retraining's: less is better.",
     "curves": "Recall@1 over the varied setting; dashed, in the same colour, what retraining gives.",
     "grid": "AUC of the likelihood-ratio attack: 0.5 is chance; below it pairs show that they were pushed away.",
     "tpr": "True positives of the likelihood-ratio attack at 1 % false positives; dotted: guessing.",

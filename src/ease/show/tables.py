@@ -10,7 +10,11 @@ import numpy as np
 
 from ease.audit.band import Band
 from ease.console import plain
+from ease.studies.paired import Difference, Unit, differences, unit
 from ease.studies.records import BenchResults, BenchRow, Overlap, Varied
+
+FEWEST_SEEDS = 3
+"""With fewer, tables carry a caveat."""
 
 RANKED = ("forget/recall@1", "retain/recall@1", "test/recall@1")
 """Their absolute gaps to retraining add up to the rank."""
@@ -101,6 +105,8 @@ RETAIN = (
     _recalls("T", "test")[0],
     Column("up MB", "cost/bytes_up", "Up (MB)", scale=1e-6, judged="share"),
     Column("down MB", "cost/bytes_down", "Down (MB)", scale=1e-6, judged="share"),
+    Column("GFLOP", "cost/flops", "GFLOP", scale=1e-9, judged="share"),
+    Column("client steps", "cost/client_steps", "Steps", digits=0, judged="share"),
     Column("time s", "cost/seconds", "Time (s)", judged="share"),
     Column("sum of gaps", "rank", r"$\Sigma|$gap$|$", judged="rank"),
 )
@@ -111,7 +117,7 @@ PRINTED = {
     for name, titles in (
         ("Forgetting", ("F-R@1", "F-R@5", "F-R@10", "MIA %")),
         ("Keeping, and what it costs", ("R-R@1", "R-R@5", "R-R@10", "up MB", "down MB")),
-        ("The rest", ("T-R@1", "LiRA AUC", "LiRA TPR %", "rho", "time s", "sum of gaps")),
+        ("The rest", ("T-R@1", "LiRA AUC", "LiRA TPR %", "rho", "GFLOP", "client steps", "time s", "sum of gaps")),
     )
 }
 """The parts of a table on a page: the paper's two, then what it does not tell. More columns, or three scenarios of them
@@ -120,8 +126,18 @@ NOTE = (
     "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
     "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
     "first seed in other orders. Bold: least mean of |gap|, or least. Sum of gaps: |forget| + |retain| + |test| at "
-    "R@1, by which methods are ranked. F, R, T: forget, retained and test pairs."
+    "R@1, by which methods are ranked. F, R, T: forget, retained and test pairs. Time is the wall clock of one machine "
+    "with whatever else it did; compare methods by GFLOP, client steps and bytes."
 )
+REDUCED = "Made smaller by --quick: these figures show that the grid runs, not how methods compare."
+FEW_SEEDS = "{seeds} seed{s}: differences between methods may be chance; see the paired differences."
+COMPARED: tuple[tuple[str, str], ...] = (
+    ("sum of gaps", "points of R@1"),
+    ("LiRA gap", "AUC, distance to retraining"),
+    ("bytes %", "sent by clients, share of retraining"),
+    ("FLOPs %", "share of retraining"),
+)
+"""Quantities of paired differences, of which less is better, and what they are."""
 TUNED = "† settings chosen by `ease sweep`, each method with the same budget; the others at their defaults."
 
 
@@ -226,6 +242,63 @@ def mean_similarity(overlap: Overlap) -> float:
     return float(found[~np.eye(len(found), dtype=bool)].mean())
 
 
+def caveats(results: BenchResults) -> list[str]:
+    """Why a result must not be taken for more than it is."""
+    few = FEW_SEEDS.format(seeds=results.seeds, s="s" if results.seeds > 1 else "")
+    return [*([REDUCED] if results.header.experiment.reduced else []), *([few] if results.seeds < FEWEST_SEEDS else [])]
+
+
+def paired(results: BenchResults) -> dict[str, tuple[Difference, ...]]:
+    """Quantity -> every method's paired difference to the reference method."""
+    reference = reference_of(results)
+    if reference is None:
+        return {}
+    setting = next(iter(results.header.experiment.vary), None)
+    values: dict[str, dict[str, dict[Unit, float]]] = {name: {} for name, _ in COMPARED}
+    retrained = {unit(row, setting): row.metrics for row in results.rows if row.role == "retrain"}
+    for row in results.rows:
+        if row.role != "method" or row.diverged:
+            continue
+        where = unit(row, setting)
+        for name, value in _compared(row.metrics, retrained[where]).items():
+            values[name].setdefault(row_label(row, setting), {})[where] = value
+    return {name: differences(of, reference) for name, of in values.items() if reference in of}
+
+
+def reference_of(results: BenchResults) -> str | None:
+    """The method that others are compared with: EASE, or else the first one."""
+    setting = next(iter(results.header.experiment.vary), None)
+    labels = list(dict.fromkeys(row_label(row, setting) for row in results.rows if row.role == "method"))
+    return next((label for label in labels if label == "EASE"), labels[0] if len(labels) > 1 else None)
+
+
+def row_label(row: BenchRow, run_setting: str | None) -> str:
+    """A method with the value of its own varied setting."""
+    return row.label if row.at is None or row.at.name == run_setting else f"{row.label}, {_title(row.at)}"
+
+
+def _compared(metrics: Mapping[str, float], retrained: Mapping[str, float]) -> dict[str, float]:
+    """The compared quantities of one model."""
+    found = {}
+    if all(key in metrics and key in retrained for key in RANKED):
+        found["sum of gaps"] = sum(abs(metrics[key] - retrained[key]) for key in RANKED)
+    if "lira/auc" in metrics and "lira/auc" in retrained:
+        found["LiRA gap"] = abs(metrics["lira/auc"] - retrained["lira/auc"])
+    if "ratio/bytes_up" in metrics:
+        found["bytes %"] = 100 * metrics["ratio/bytes_up"]
+    if "ratio/flops" in metrics:
+        found["FLOPs %"] = 100 * metrics["ratio/flops"]
+    return found
+
+
+def told_difference(found: Difference, digits: int = 1) -> str:
+    """A paired difference with its interval, in words."""
+    mean = f"{round(found.mean, digits) + 0.0:+.{digits}f}"
+    if found.low is None or found.high is None:
+        return mean
+    return f"{mean} [{round(found.low, digits) + 0.0:+.{digits}f}, {round(found.high, digits) + 0.0:+.{digits}f}]"
+
+
 def notes(found: Sequence[Sheet]) -> list[str]:
     """What must be known to read the tables."""
     tuned = any(line.tuned for sheet in found for line in sheet.lines)
@@ -239,7 +312,7 @@ def markdown(results: BenchResults) -> str:
     parts = [f"# {_words(results.title)}", "", told, ""]
     if results.subspaces:
         return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
-    parts += [line for note in notes(found) for line in (note, "")]
+    parts += [line for note in (*caveats(results), *notes(found)) for line in (note, "")]
     for sheet in found:
         parts += [f"## {_words(sheet.name)}", ""]
         for name, side in SIDES:
@@ -251,7 +324,32 @@ def markdown(results: BenchResults) -> str:
                 label = _words(line.label) + ("†" if line.tuned else "")
                 parts.append(f"| {label} | {' | '.join(_markdown(column[number]) for column in cells)} |")
             parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_paired_markdown(results)])
+
+
+def _paired_markdown(results: BenchResults) -> list[str]:
+    """Paired differences as a table; nothing with a single method."""
+    found = paired(results)
+    methods = list(dict.fromkeys(each.method for of in found.values() for each in of))
+    if not methods:
+        return []
+    units = max(each.units for of in found.values() for each in of)
+    names, seeds = dict(COMPARED), f"{results.seeds} seed{'s' if results.seeds > 1 else ''}"
+    parts = [
+        f"## Paired differences to {_words(reference_of(results) or '')}",
+        "",
+        f"Each method minus it, on the same {units} requests of {seeds}, 95 % bootstrap intervals over seeds "
+        "and requests. Less is better.",
+        "",
+        f"| Difference | {' | '.join(f'{name} ({names[name]})' for name in found)} |",
+        "|---" * (len(found) + 1) + "|",
+    ]
+    for method in methods:
+        cells = [next((each for each in of if each.method == method), None) for of in found.values()]
+        digits = [2 if name == "LiRA gap" else 1 for name in found]
+        told = [told_difference(each, d) if each else "" for each, d in zip(cells, digits, strict=True)]
+        parts.append(f"| {_words(method)} | {' | '.join(told)} |")
+    return [*parts, ""]
 
 
 def _words(text: str) -> str:

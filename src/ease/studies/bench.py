@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ease
 from ease.audit.band import prediction_band
+from ease.audit.costs import training_flops
 from ease.audit.shadow_runs import QuickAttackers, quick_attackers
 from ease.data.config import DataConfig
 from ease.errors import Diverged, UserError
@@ -45,8 +46,9 @@ from ease.studies.records import (
     Varied,
 )
 from ease.studies.scenarios import scenario_request
+from ease.trainers import trainer_of
 
-COSTS = ("bytes_up", "bytes_down", "seconds")
+COSTS = ("bytes_up", "bytes_down", "client_steps", "flops", "seconds")
 PARTS = ("forget", "retain")
 MOST_PAIRS = 400
 """Pairs of a set whose similarities are kept for drawing."""
@@ -127,6 +129,8 @@ class Yardstick:
     budget: Mapping[str, float]
     """What retraining cost."""
     attackers: QuickAttackers | None
+    flops_per_pair: float
+    """Of a training step; 0 where nothing is trained by steps."""
 
     @classmethod
     def of(cls, run: Run, world: World, request: Request, shadows: int) -> "Yardstick":
@@ -134,7 +138,9 @@ class Yardstick:
         retrained = answer_of(run, request, make_method("retrain"))
         before, goal = (similarities(world, state, sets["forget"]) for state in (trained, retrained.model()))
         attackers = quick_attackers(run, world, request, shadows) if shadows else None
-        return cls(world, sets, trained, before, goal, retrained.record().metrics, attackers)
+        flops = training_flops(world) if trainer_of(world.config.model) == "fedavg" else 0.0
+        budget = with_flops(retrained.record().metrics, flops)
+        return cls(world, sets, trained, before, goal, budget, attackers, flops)
 
     def metrics(self, state: Params, recorded: Mapping[str, float]) -> dict[str, float]:
         """Recall as an answer's record has it, alignment and attacks, and the cost if there was one."""
@@ -142,11 +148,20 @@ class Yardstick:
         found["rho"] = alignment_residual(similarities(self.world, state, self.sets["forget"]), self.before, self.goal)
         if self.attackers is not None:
             found |= self.attackers.metrics(state)
+        costs = with_flops(recorded, self.flops_per_pair)
         for key in COSTS:
-            if f"cost/{key}" in recorded:
-                cost = recorded[f"cost/{key}"]
+            if f"cost/{key}" in costs and self.budget.get(f"cost/{key}"):
+                cost = costs[f"cost/{key}"]
                 found |= {f"cost/{key}": cost, f"ratio/{key}": cost / self.budget[f"cost/{key}"]}
         return found
+
+
+def with_flops(metrics: Mapping[str, float], flops_per_pair: float) -> dict[str, float]:
+    """Recorded metrics with the operations that the passed pairs stand for."""
+    passed = metrics.get("cost/pairs_passed", metrics.get("cost/pairs_trained"))
+    if passed is None or not flops_per_pair:
+        return dict(metrics)
+    return {**metrics, "cost/flops": passed * flops_per_pair}
 
 
 def _row(cell: Cell, role: Role, entrant: Entrant | None, **found: Any) -> BenchRow:

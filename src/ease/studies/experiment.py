@@ -16,7 +16,7 @@ from ease.runs.config import RunConfig, anchor_paths
 from ease.storage import digest
 from ease.studies.scenarios import Scenario, scenario_config
 
-FORMAT = 4
+FORMAT = 5
 """Of a stored cell; raise it when the same settings give other figures."""
 QUICK: dict[str, Any] = {
     "seeds": [0],
@@ -51,8 +51,8 @@ class Experiment(Config):
     kind: Literal["table", "ablation", "curves", "grid", "baselines", "tradeoff", "bars", "raincloud", "subspaces"] = (
         "table"
     )
-    """The figure beside the tables. `table` and `ablation` have none, and `paper.tex` of an ablation reports rho where
-    others report bytes. `subspaces` looks at training only and has no table."""
+    """The figure beside the tables. `table` and `ablation` rank the methods, and `paper.tex` of an ablation reports rho
+    where others report bytes. `subspaces` looks at training only and has no table."""
     run: RunConfig = RunConfig()
     """Settings of training, as in the file for `ease train`; its seed is not used."""
     scenarios: tuple[Scenario, ...] = Field(("client", "class", "sample"), min_length=1)
@@ -71,6 +71,8 @@ class Experiment(Config):
     """Shadow models of the membership attacks, an even number from 4; 0: no attacks."""
     quick: dict[str, Any] = Field(default_factory=dict)
     """What `--quick` changes here, in the shape of this file."""
+    reduced: bool = False
+    """Whether `--quick` made it smaller; tables then carry a caveat."""
 
     @field_validator("shadows")
     @classmethod
@@ -180,7 +182,7 @@ def load_experiment(path: Path, assignments: Sequence[str] = (), quick: bool = F
     """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
     table = _with_bases(path)
     if quick:
-        table = _merge(_merge(_at_hand(table, path), QUICK), table.get("quick", {}))
+        table = _merge(_merge(_at_hand(table, path), QUICK), table.get("quick", {})) | {"reduced": True}
     table = _anchor(override(table, assignments), Path.cwd())
     return validate(Experiment, table, " with ".join([str(path), *(["--set"] if assignments else [])]))
 

@@ -88,6 +88,7 @@ class BenchExperiment(Config):
     tuned: str | None
     band_retrains: int
     shadows: int
+    reduced: bool = False
 
 
 class BenchHeader(Config):

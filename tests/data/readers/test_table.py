@@ -50,6 +50,14 @@ def parquet(folder, load):
 # --- what a table may say ---
 
 
+def test_a_share_of_the_images_is_chosen_by_their_ids(jsonl):
+    lines = [{"image": "a.png", "caption": "words", "id": f"id-{number}"} for number in range(400)]
+    half, tenth = (set(jsonl(*lines, share=share).ids) for share in (0.5, 0.1))
+    assert 160 < len(half) < 240 and 20 < len(tenth) < 60 and tenth < half
+    fewer = [line for line in lines if line["id"] not in sorted(half)[:7]]
+    assert set(jsonl(*fewer, share=0.5).ids) == half - set(sorted(half)[:7]), "what goes changes no other choice"
+
+
 def test_everything_a_line_may_say(jsonl):
     pairs = jsonl(
         {"image": "a.png", "caption": "ein Hündchen", "split": "val"},

@@ -1,0 +1,278 @@
+"""What `ease compare` and `ease demo` do: models and methods side by side on one request."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ease.commands.forget import answer, contribution_line
+from ease.commands.train import TrainSummary, train_run
+from ease.config import override, validate
+from ease.console import duration, megabytes, rounds_bar, status, table, tell_left_out
+from ease.data.config import count_listed
+from ease.measures.alignment import alignment_residual
+from ease.methods import make_method
+from ease.methods.base import Unlearner
+from ease.requests.request import Request
+from ease.runs.answers import answer_of, open_world, trained_of, usual_method
+from ease.runs.config import RunConfig
+from ease.runs.evaluation import evaluation_sets, measure, similarities
+from ease.runs.records import ContributionNotes
+from ease.runs.run import Run
+from ease.runs.world import World
+from ease.storage import sha256
+from ease.studies.scenarios import Scenario, scenario_config, scenario_request
+from ease.trainers import trainer_of
+
+TRAFFIC = ("cost/bytes_down", "cost/bytes_up")
+CLOSED_FORM = "closed form"
+"""A model whose head is solved from sums, in tables."""
+SAME = 1.0
+"""Points of test R@1 below which the closed form counts as good enough: galleries and seeds differ by as much."""
+SHARED_TRAINING = ("history", "secure", "quorum", "deadline")
+"""Settings of training that a closed-form head has as well."""
+
+
+def closed_form(config: RunConfig) -> RunConfig:
+    """The same run with a closed-form head on frozen towers."""
+    values = config.model_dump(mode="json")
+    values["model"] |= {"projector": "closed_form", "lora": "off", "adapter": None}
+    values["training"] = {name: values["training"][name] for name in SHARED_TRAINING if name in values["training"]}
+    return validate(RunConfig, values, "the same run with a closed-form head")
+
+
+def trained_by_fedavg(config: RunConfig) -> RunConfig:
+    """The same run with a model that is trained in rounds; one with projectors if it has a closed-form head."""
+    if trainer_of(config.model) == "fedavg":
+        return config
+    values = config.model_dump(mode="json")
+    values["model"]["projector"] = "mlp"
+    values["training"] = {name: values["training"][name] for name in SHARED_TRAINING if name in values["training"]}
+    values["training"].pop("secure", None)
+    return validate(RunConfig, values, "the same run with projectors")
+
+
+def smaller(config: RunConfig, pairs: int) -> RunConfig:
+    """The same run on about so many images, if it has more."""
+    if config.data.name == "scenes":
+        size: list[str] = [f"data.train={pairs}"] if config.data.train > pairs else []
+    else:
+        listed = count_listed(config.data)
+        size = [f"data.share={config.data.share * pairs / listed:.4g}"] if listed > pairs else []
+    return validate(RunConfig, override(config.model_dump(mode="json"), size), "--pairs") if size else config
+
+
+def model_words(config: RunConfig) -> str:
+    """A model in few words."""
+    if trainer_of(config.model) == "sums":
+        return CLOSED_FORM
+    parts = ["projectors"] if config.model.projector == "mlp" else []
+    return " and ".join(parts + (["adapters"] if config.model.lora != "off" else []))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One model: what its training and one request came to."""
+
+    model: str
+    method: str
+    trained: Mapping[str, float]
+    """Recall before the request, and what training cost."""
+    forgotten: Mapping[str, float]
+    """The same of the answer."""
+    identical: bool | None = None
+    """Whether the answer is the retrained model; null where it was not retrained."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "method": self.method,
+            "trained": dict(self.trained),
+            "forgotten": dict(self.forgotten),
+            "identical": self.identical,
+        }
+
+    def column(self) -> list[str]:
+        recalls = " / ".join(f"{self.trained[f'test/recall@{k}']:.1f}" for k in (1, 5, 10))
+        forget = " → ".join(f"{each['forget/recall@1']:.1f}" for each in (self.trained, self.forgotten))
+        return [recalls, forget, self.method, *map(_price, (self.trained, self.forgotten))]
+
+
+def _price(metrics: Mapping[str, float]) -> str:
+    return f"{duration(metrics['cost/seconds'])}, {megabytes(int(sum(metrics[key] for key in TRAFFIC)))}"
+
+
+@dataclass(frozen=True)
+class CompareSummary:
+    """A closed-form head beside a model that is trained in rounds."""
+
+    request: str
+    exact: Trial
+    trained: Trial
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "request": self.request,
+            "models": [self.exact.as_json(), self.trained.as_json()],
+            "gap": round(self.gap, 4),
+            "advice": self.advice,
+        }
+
+    @property
+    def gap(self) -> float:
+        """Points of test R@1 that the closed form has more."""
+        key = "test/recall@1"
+        return self.exact.trained[key] - self.trained.trained[key]
+
+    @property
+    def advice(self) -> str:
+        side = "more" if self.gap >= 0 else "less"
+        found = f"The closed form has {abs(self.gap):.1f} points of test R@1 {side} than {self.trained.model}."
+        if self.gap >= -SAME:
+            return (
+                f"{found} Train it, with --set model.projector=closed_form --set model.lora=off: its answers are "
+                "identical to retraining"
+            )
+        return f"{found} If these points matter, train {self.trained.model} and audit each answer with `ease audit`"
+
+    def render(self) -> Iterator[RenderableType]:
+        names = ["test R@1 / 5 / 10", "forget R@1, before → after", "forgotten by", "training", "forgetting"]
+        yield table(
+            f"{self.request} request: recall in percent, galleries of {self.exact.trained['gallery']:.0f} pairs",
+            ["", self.exact.model, self.trained.model],
+            [list(row) for row in zip(names, self.exact.column(), self.trained.column(), strict=True)],
+            caption="Time, and bytes in both directions. One seed: a point or two of recall is chance.",
+        )
+        if self.exact.identical:
+            yield "The answer of the closed form is the file that retraining gives: both were made and compared"
+        yield self.advice
+
+
+def try_model(config: RunConfig, folder: Path, scenario: Scenario, quiet: bool) -> Trial:
+    """Train a model and answer one request by the usual method of its kind."""
+    run, world, cost = train_only(config, folder, quiet)
+    request, method = scenario_request(world, scenario, config.seed), usual_method(run)
+    answer(run, world, request, method, quiet)
+    before = measure(world, trained_of(run).final, evaluation_sets(world, request))
+    after = answer_of(run, request, method).record().metrics
+    identical = same_as_retrained(run, world, request, method, quiet) if trainer_of(config.model) == "sums" else None
+    return Trial(model_words(config), method.name, {**before, **cost}, after, identical)
+
+
+def train_only(config: RunConfig, folder: Path, quiet: bool) -> tuple[Run, World, dict[str, float]]:
+    """Train and measure nothing but what it costs; preparing the features is not part of that."""
+    run = Run.create(folder, config)
+    with status("preparing data and backbone", quiet):
+        world = open_world(run)
+    started = time.perf_counter()
+    with rounds_bar("training", config.training.rounds, run.history.rounds(), quiet) as bar:
+        for record in run.train(world):
+            bar.step()
+            tell_left_out(f"round {record['round']}", record["rejected"], quiet)
+    return run, world, {**traffic(run), "cost/seconds": time.perf_counter() - started}
+
+
+def same_as_retrained(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> bool:
+    """Whether an answer is the file that retraining gives."""
+    retrain = make_method("retrain")
+    answer(run, world, request, retrain, quiet)
+    return sha256(answer_of(run, request, method).model_path) == sha256(answer_of(run, request, retrain).model_path)
+
+
+def compare_run(config: RunConfig, scenario: Scenario, folder: Path, pairs: int, quiet: bool) -> CompareSummary:
+    """Train both models on about so many images, forget the same kind of request, and set them side by side."""
+    config = scenario_config(smaller(config, pairs), scenario)
+    exact = try_model(closed_form(config), folder / "exact", scenario, quiet)
+    other = try_model(trained_by_fedavg(config), folder / "trained", scenario, quiet)
+    return CompareSummary(scenario, exact, other)
+
+
+# --- the demonstration ---
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several methods on one request, for each model with the trained one first and retraining as the reference."""
+
+    rows: tuple[dict[str, Any], ...]
+    contribution: ContributionNotes | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"rows": list(self.rows)}
+
+    def render(self) -> Iterator[RenderableType]:
+        if self.contribution is not None:
+            yield contribution_line(self.contribution)
+        retrained = {row["model"]: row["metrics"] for row in self.rows if row["method"] == "retrain"}
+        first = self.rows[0]
+        yield table(
+            f"{first['scenario']} request, seed {first['seed']}: recall in percent, galleries of "
+            f"{first['metrics']['gallery']:.0f} pairs",
+            ["", "forget R@1", "R@10", "retain R@1", "test R@1", "gap", "rho", "bytes", "time"],
+            [_comparison_row(row, retrained[row["model"]], retrained[first["model"]]) for row in self.rows],
+            caption="The aim is retrain's row, not zero: what a model never saw it can still partly guess.\n"
+            "gap: forget R@1 minus retrain's. rho: 0 as retrain, 1 as before.\n"
+            "bytes, time: share of the first retrain's.\n"
+            "exact: a head solved from sums, for which forgetting is retraining (docs/exact.md).",
+        )
+
+
+def _comparison_row(row: Mapping[str, Any], retrain: dict[str, float], most: dict[str, float]) -> list[str]:
+    """A model's figures beside retraining of its kind; what it cost is a share of `most`."""
+    metrics, method = row["metrics"], row["method"]
+    keys = ("forget/recall@1", "forget/recall@10", "retain/recall@1", "test/recall@1")
+    recalls = [f"{metrics[key]:.1f}" for key in keys]
+    gap = "" if method == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
+    name = f"exact: {method}" if row["model"] == CLOSED_FORM and method != "exact" else method
+    if method == "trained":
+        return [name, *recalls, gap, f"{metrics['rho']:.2f}", "", ""]
+    bytes_share = sum(metrics[key] for key in TRAFFIC) / sum(most[key] for key in TRAFFIC)
+    time_share = metrics["cost/seconds"] / most["cost/seconds"]
+    return [name, *recalls, gap, f"{metrics['rho']:.2f}", f"{bytes_share:.0%}", f"{time_share:.0%}"]
+
+
+def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> tuple[TrainSummary, Comparison]:
+    """Train, forget in several ways, and set them beside a closed-form head, whose answer is exact."""
+    config = scenario_config(config, scenario)
+    trained = train_run(config, out, quiet)
+    run = Run.load(out)
+    with status("preparing the request", quiet):
+        world = open_world(run)
+    methods = [make_method(name) for name in ("retrain", "finetune", "ease")]
+    rows = compared(run, world, scenario, methods, quiet)
+    if trainer_of(config.model) == "fedavg":
+        exact = train_only(closed_form(config), out.with_name(f"{out.name}-exact"), quiet)
+        rows += compared(exact[0], exact[1], scenario, [make_method(name) for name in ("retrain", "exact")], quiet)
+    ease = answer_of(run, scenario_request(world, scenario, config.seed), make_method("ease"))
+    return trained, Comparison(tuple(rows), ease.record().contribution)
+
+
+def compared(
+    run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool
+) -> list[dict[str, Any]]:
+    """One request answered by several methods, retraining among them: a row for each, and one for the trained model."""
+    request = scenario_request(world, scenario, run.config.seed)
+    trained = trained_of(run)
+    sets = evaluation_sets(world, request)
+    for method in methods:
+        answer(run, world, request, method, quiet)
+    answers = {method: answer_of(run, request, method) for method in methods}
+    reference = next(stored for method, stored in answers.items() if method.name == "retrain")
+    before = similarities(world, trained.final, sets["forget"])
+    goal = similarities(world, reference.model(), sets["forget"])
+    common = {"scenario": scenario, "seed": run.config.seed, "model": model_words(run.config)}
+    first = {**measure(world, trained.final, sets), **traffic(run), "cost/seconds": 0.0, "rho": 1.0}
+    rows = [{**common, "method": "trained", "metrics": first}]
+    for method, stored in answers.items():
+        rho = alignment_residual(similarities(world, stored.model(), sets["forget"]), before, goal)
+        rows.append({**common, "method": method.name, "metrics": {**stored.record().metrics, "rho": rho}})
+    return rows
+
+
+def traffic(run: Run) -> dict[str, float]:
+    """Bytes of a whole training, each way."""
+    records = [run.history.record(number) for number in range(1, run.config.training.rounds + 1)]
+    return {f"cost/{key}": sum(record[key] for record in records) for key in ("bytes_down", "bytes_up")}

@@ -165,7 +165,7 @@ def test_words_name_the_pairs_that_say_them(ease, run: Path) -> None:
         result = ease("forget", run, flag, word, "--method", "finetune", "--json")
         summary = json.loads(result.out)
         assert saying <= set(summary["request"]["ids"]) and summary["request"]["words"] == [word]
-        assert summary["id"].startswith(f"{word}-") and f"“{word}” (" in summary["meaning"]
+        assert summary["id"].startswith("concept-") and f"“{word}” (" in summary["meaning"]
         shown = ease("forget", run, flag, word, "--method", "finetune")
         assert f"“{word}”" in shown.out and "answered already" in shown.err
     ease("report", run, "--quiet")
@@ -358,9 +358,7 @@ def test_a_single_photo_is_forgotten(ease, run: Path, tmp_path: Path) -> None:
 def test_a_wrong_list_of_samples_is_one_line(refused, run: Path, tmp_path: Path) -> None:
     world = World.open(Run.load(run).config)
     known = world.shards[0].train_ids[0]
-    held_out = world.evaluator.pairs.ids[world.shards[0].validation[0]]
-    refused(run, ["--samples", ids_file(tmp_path, known, "nobody")], "1 of 2 ids", "no training pairs", "'nobody'")
-    refused(run, ["--samples", ids_file(tmp_path, held_out)], "1 of 1 ids", held_out)
+    refused(run, ["--samples", ids_file(tmp_path, known, "nobody")], "1 of 2 ids", "no pairs of this run", "'nobody'")
     refused(run, ["--samples", ids_file(tmp_path, "", "  ")], "holds no id; write one id a line")
     (tmp_path / "ids.txt").write_bytes(b"\xff\xfe\x00\x80")
     refused(run, ["--samples", tmp_path / "ids.txt"], "cannot be read as a list of ids")

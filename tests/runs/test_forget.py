@@ -224,22 +224,15 @@ def test_test_pairs_of_a_forgotten_class_are_not_asked_for(world) -> None:
     [
         (ClientRequest(clients=(1, 7)), "--client 7: no such client; this run has clients 0 to 2"),
         (ClientRequest(clients=(0, 1, 2)), "names all training data"),
-        (ClientRequest(clients=()), "matches no training pair"),
+        (ClientRequest(clients=()), "matches no pair"),
         (ClassRequest(classes=(3,)), "--class 3: no such pseudo-class; this run has 0 to 2"),
         (ClassRequest(classes=(0, 1, 2)), "names all training data"),
-        (SampleRequest(ids=("nobody",)), "1 of 1 ids are no training pairs .*e.g. 'nobody'"),
+        (SampleRequest(ids=("nobody",)), "1 of 1 ids are no pairs of this run.*e.g. 'nobody'"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(world, request_: Request, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_request(world, request_)
-
-
-def test_held_out_and_test_pairs_cannot_be_forgotten(world) -> None:
-    """They were never learnt, so there is nothing to forget."""
-    for position in (world.shards[0].validation[0], world.evaluator.pairs.indices("test")[0]):
-        with pytest.raises(UserError, match="no training pairs"):
-            check_request(world, SampleRequest(ids=(world.evaluator.pairs.ids[position],)))
 
 
 def test_a_refused_method_leaves_no_trace(world, run: Run) -> None:

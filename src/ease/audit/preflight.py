@@ -5,7 +5,7 @@ from ease.audit.site_measures import FEWEST_UNSEEN
 from ease.audit.subjects import Subjects
 from ease.data.membership import Holding
 from ease.errors import UserError
-from ease.requests.request import Request, forget_mask, held_without
+from ease.requests.request import Request, forget_mask, held_out_without, held_without
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.world import World
 from ease.trainers import trainer_of
@@ -92,4 +92,5 @@ def holdings_now(world: World) -> list[Holding]:
         ids, classes = zip(*there, strict=True) if there else ((), ())
         return holding.model_copy(update={"train_ids": ids, "train_classes": classes})
 
-    return [kept(holding) for holding in world.server.membership.clients if holding.client in left]
+    holdings = held_out_without(world.server.membership.clients, world.gone)
+    return [kept(holding) for holding in holdings if holding.client in left]

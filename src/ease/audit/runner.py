@@ -35,7 +35,7 @@ from ease.measures.ranks import FEW
 from ease.methods.base import Trained, Unlearner
 from ease.methods.retrain import Retrain
 from ease.params import Params
-from ease.requests.request import Request, held_without
+from ease.requests.request import Request, held_without, named_in
 from ease.runs.answers import StoredAnswer, answer_of, find_answer, trained_of
 from ease.runs.records import write_record
 from ease.runs.run import Run, check_answer_file
@@ -303,6 +303,8 @@ def check_audited(name: str, method: Unlearner) -> None:
 
 def check_possible(run: Run, world: World, request: Request, config: AuditConfig) -> None:
     """Refuse what cannot be audited: too few pairs, too large a pool, or pairs that nobody can measure any more."""
+    if not named_in(request, world.server.membership.clients):
+        raise UserError("no model was trained on what the request names, so that there is nothing to audit")
     if world.config.partition.apart:
         check_sites(world, request, request in run.head.gone)
     else:

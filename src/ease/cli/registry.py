@@ -29,7 +29,7 @@ MAIN = {
 """The commands that `ease --help` shows first, each with the first line of its own help."""
 PANELS: dict[str, dict[str, str]] = {
     "Requests": {
-        "request": "Submit, list, approve and cancel requests.",
+        "request": "Submit, list, find, approve and cancel requests.",
         "work": "Answer approved requests and release the results.",
         "release": "Accept a result, so that the run continues from it.",
         "join": "Add a client with new pairs and its consent.",
@@ -68,6 +68,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "add": "Submit a request.",
         "list": "List all requests in the order of work.",
         "show": "Show what a request touches, its cost and its steps.",
+        "find": "Find what a run holds on a person.",
         "approve": "Approve a request, or the release of its result.",
         "cancel": "Cancel a request that is not being worked on.",
     },

@@ -1,5 +1,6 @@
-"""`ease request`: submit, list, show, approve and cancel."""
+"""`ease request`: submit, list, show, find, approve and cancel."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -82,6 +83,29 @@ def show(run: Run, id: Id) -> Result:
     from ease.commands.requests import show_request
 
     return show_request(run, id)
+
+
+@command
+def find(
+    run: Run,
+    pattern: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATTERN]...", help="Part of an id, or a pattern such as 'smith-*'."),
+    ] = None,
+    ids: Annotated[Path | None, typer.Option(metavar="FILE", help="A list of ids, one per line.")] = None,
+    image: Annotated[Path | None, typer.Option(metavar="FILE", help="A picture that pairs may show.")] = None,
+    quiet: Quiet = False,
+) -> Result:
+    """Find what a run holds on a person.
+
+    Pairs are looked for in every split and at every site. Each is listed with the client that holds it and with the
+    closed requests that removed it. Sites are asked for a picture by its hash and find exact copies only.
+
+    Example: `ease request find runs/first smith --image smith.jpg`
+    """
+    from ease.commands.find import find_pairs
+
+    return find_pairs(run, pattern or [], ids, image, quiet)
 
 
 @command

@@ -26,7 +26,7 @@ from ease.errors import Disconnected, UserError
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
-from ease.federation.node import Node, Policy, listen, may_be_gone, private_folder, serve
+from ease.federation.node import Node, Policy, closed_pairs, listen, private_folder, serve
 from ease.federation.question_log import asked_log
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.methods import import_all
@@ -82,8 +82,8 @@ def make_node_apart(config: RunConfig, client: int, folder: Path, rules: Policy,
     device = choose_device(config.device)
     backbone = load_backbone(config.model.backbone, device)
     check_fits(backbone, config.model)
-    forgotten = may_be_gone(folder)
-    pairs = load_pairs(config.data, backbone.image_size, backbone.crop, forgotten=forgotten, owner="client")
+    closed = closed_pairs(folder)
+    pairs = load_pairs(config.data, backbone.image_size, backbone.crop, False, closed, closed.bars, owner="client")
     activations = activations_of(pairs, backbone, config, device)  # before adapters go into the backbone
     everything, sites = np.arange(len(pairs)), set(pairs.sites)
     nothing = np.arange(0)

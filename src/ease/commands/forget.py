@@ -172,6 +172,7 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bo
             world = open_world(run, request)
         check_request(world, request)
         check_named(run, request)
+        world = world.erasing(request)
         seen = look(run, world, resolved, method)
     tell(seen, quiet)
     answer(run, world, request, method, quiet)

@@ -13,6 +13,7 @@ from ease.model.closed_form import Ridge
 from ease.operations.evidence.envelope import Envelope
 from ease.operations.evidence.log import LogRecord
 from ease.operations.evidence.statement import Statement, VerdictWords
+from ease.operations.find import HeldPair
 from ease.operations.ledger.impact import Impact
 from ease.operations.ledger.records import Consent, Entry, Event
 from ease.operations.ledger.work import Finished
@@ -87,6 +88,12 @@ class LedgerOutput(Config):
 
     requests: tuple[ListedOutput, ...]
     consents: tuple[Consent, ...]
+
+
+class FindOutput(Config):
+    """`ease request find`: every pair that was found, with the closed requests that name it."""
+
+    pairs: tuple[HeldPair, ...]
 
 
 class GivenOutput(Consent):
@@ -494,6 +501,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "request add": (EntryOutput,),
     "request list": (LedgerOutput,),
     "request show": (EntryOutput,),
+    "request find": (FindOutput,),
     "request approve": (EntryOutput,),
     "request cancel": (EntryOutput,),
     "work": (WorkOutput,),

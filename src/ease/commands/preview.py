@@ -13,7 +13,7 @@ from ease.commands.train import tell_threads
 from ease.console import duration, errors, labelled, plain, status, table
 from ease.methods.base import Unlearner
 from ease.operations.ledger.impact import Impact, impact_of
-from ease.requests.request import ClassRequest, Request, in_words
+from ease.requests.request import ClassRequest, Request, SampleRequest, in_words
 from ease.runs.answers import StoredAnswer, answer_of, check_method, open_world, trained_of, usual_method
 from ease.runs.concepts import Match, class_words
 from ease.runs.resolve import Resolved, Wanted, check_request, check_wanted, named_ids, parse_request, request_id
@@ -58,14 +58,18 @@ class Preview:
         """All of it in one line, to be said before the work begins."""
         if self.answered:
             return f"answered already, {self.answered}: {self.meaning}; nothing is computed again"
+        outside = untrained_words(self.impact)
+        if not self.impact.to_forget and outside:
+            return f"erasing {outside}, {self.meaning}; no model was trained on them"
         if not self.impact.to_forget:
             return f"{self.meaning} is closed already; it is answered once more, from the model before its release"
         held = ", ".join(f"{self.names[client]} ({count})" for client, count in self.impact.clients.items())
         seen = f"; e.g. “{shortened(self.examples[0])}”" if self.examples else ""
         time = "" if self.impact.seconds is None else f"; about {duration(self.impact.seconds)}"
+        also = f" and erasing {outside}" if outside and isinstance(self.request, SampleRequest) else ""
         return (
-            f"forgetting {self.impact.to_forget} of {self.impact.remaining} training pairs, {self.meaning}; of client "
-            f"{held}{seen}{time}{f'; {self.advice}' if self.advice else ''}"
+            f"forgetting {self.impact.to_forget} of {self.impact.remaining} training pairs{also}, {self.meaning}; of "
+            f"client {held}{seen}{time}{f'; {self.advice}' if self.advice else ''}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -118,6 +122,13 @@ class Preview:
             listed, pictures = self.files
             yield labelled("pictures", f"{pictures} (private)")
             yield labelled("ids", f"{listed}; edit the list and use it: ease forget {self.run} --samples {listed}")
+
+
+def untrained_words(impact: Impact) -> str:
+    """Pairs outside training that a request erases, such as "1 test and 2 held-out pairs"; empty without any."""
+    parts = [f"{count} {split.replace('_', '-')}" for split, count in impact.untrained.items()]
+    total = sum(impact.untrained.values())
+    return f"{' and '.join(parts)} pair{'' if total == 1 else 's'}" if parts else ""
 
 
 def shortened(caption: str) -> str:

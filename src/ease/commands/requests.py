@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ease.commands.forget import recalled
+from ease.commands.preview import untrained_words
 from ease.commands.train import tell_threads, tell_unfinished
 from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
@@ -89,6 +90,10 @@ def _impact(impact: Impact, names: Mapping[int, str]) -> Iterator[RenderableType
         return
     before = f", {impact.already_forgotten} more were forgotten before" if impact.already_forgotten else ""
     yield labelled("touches", f"{impact.to_forget} of {impact.remaining} training pairs{before}")
+    if impact.untrained:
+        yield labelled("erases", f"{untrained_words(impact)}, on which no model was trained")
+    if not impact.to_forget:
+        return
     yield labelled("forgotten then", f"{impact.forgotten_fraction:.0%} of what the model was trained on")
     clients = ", ".join(f"{names.get(client, client)} ({count})" for client, count in impact.clients.items())
     yield labelled("clients", f"{clients}; in {len(impact.rounds)} rounds")

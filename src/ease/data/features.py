@@ -1,6 +1,6 @@
 """Frozen activations of every pair, computed once per backbone and kept memory-mapped on disk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ease.console import with_progress
+from ease.console import plain, with_progress
 from ease.data.cache import cached
 from ease.data.pairs import PairSet
 from ease.data.report import count_cut
+from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
@@ -82,7 +83,8 @@ def _compute(
     written = _write_tower(folder, "image", backbone.image, first_image, images, len(pairs), (), batch)
     written += _write_tower(folder, "text", backbone.text, first_text, captions, len(pairs), (captions_each,), batch)
     # Last, so that a folder with this file is whole.
-    write_json(folder / MARKER, {"arrays": written, "backbone": backbone.name, "pairs": len(pairs)})
+    pixels = Path(getattr(pairs.pixels, "filename", None) or "").stem
+    write_json(folder / MARKER, {"arrays": written, "backbone": backbone.name, "pairs": len(pairs), "pixels": pixels})
 
 
 def _write_tower(
@@ -118,14 +120,55 @@ def _write_tower(
     return sorted(arrays)
 
 
-def cached_files(pairs: PairSet, activations: Activations) -> Iterator[tuple[Path, str]]:
-    """Files and folders of the cache that hold some pairs, and what each is."""
+def cached_files(pairs: PairSet, activations: Activations, ids: Collection[str] = ()) -> Iterator[tuple[Path, str]]:
+    """Files and folders of the cache that may hold some pairs, and what each is.
+
+    The cache may have several versions of the same pictures, because each set of files that was opened has its own.
+    Those of `ids` may be in another version than the one that is open, so every version that shares a picture counts.
+    """
     pixels = getattr(pairs.pixels, "filename", None)
+    gone = set[str]()
     if pixels is not None:
-        for path in sorted(Path(pixels).parent.glob(f"{Path(pixels).stem}*")):
-            yield path, "cached pictures, made again from those that are left"
+        for stem in _versions(Path(pixels).with_suffix("")):
+            gone.add(stem.name)
+            for path in sorted(stem.parent.glob(f"{stem.name}*")):
+                yield path, "cached pictures, made again from those that are left"
+        yield from ((path, "a list of odd pictures by their ids") for path in _lists(Path(pixels).parent, set(ids)))
     states = getattr(activations.image, "filename", None)
     if states is not None:
-        yield Path(states).parent, "cached activations, made again from those that are left"
+        own = Path(states).parent
+        for folder in sorted({own, *(each for each in own.parent.iterdir() if _pixels_of(each) in gone)}):
+            yield folder, "cached activations, made again from those that are left"
     for listing in pairs.report.listings if pairs.report else ():
         yield Path(listing), "ids of pictures that could not be read or are alike"
+
+
+def _versions(stem: Path) -> list[Path]:
+    """Cached sets of pictures that share one with the set at `stem`, itself included."""
+
+    def pictures(record: Path) -> set[str]:
+        try:
+            return set(read_json(record)["digests"])
+        except (UserError, LookupError, TypeError):
+            return set()  # of no use to anyone: a damaged record is made again
+
+    own = pictures(stem.with_suffix(".json"))
+    found = [each for each in stem.parent.glob("*.json") if not own.isdisjoint(pictures(each))]
+    return sorted({stem, *(each.with_suffix("") for each in found)})
+
+
+def _lists(folder: Path, ids: Collection[str]) -> Iterator[Path]:
+    """Lists in the cache that name some of the ids."""
+    shown = [plain(each) for each in ids]
+    for path in sorted(folder.glob("*.txt")) if ids else ():
+        text = path.read_text(errors="replace")
+        if any(each in text for each in shown):
+            yield path
+
+
+def _pixels_of(folder: Path) -> str:
+    """The name of the cached pictures that activations were made of; empty if it is not known."""
+    try:
+        return str(read_json(folder / MARKER).get("pixels", ""))
+    except UserError:
+        return ""

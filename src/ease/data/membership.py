@@ -68,6 +68,11 @@ class Membership(Config):
         """Clients that have a name, by their numbers."""
         return {holding.client: holding.name for holding in self.clients if holding.name is not None}
 
+    def untrained(self) -> dict[str, frozenset[str]]:
+        """Split -> ids of its pairs, which no client trains on: held out by clients, for validation and for testing."""
+        held_out = frozenset(each for holding in self.clients for each in holding.validation_ids)
+        return {"held_out": held_out, "validation": frozenset(self.validation), "test": frozenset(self.test)}
+
     def owned(self, clients: Collection[int]) -> set[int]:
         """Clients with all that they added later, which has numbers of its own."""
         later = {each.client: each.joined.owner for each in self.clients if each.joined is not None}
@@ -126,6 +131,7 @@ def shards_of(membership: Membership, pairs: PairSet, forgotten: Collection[str]
                 name=holding.name,
                 places=places,
                 dealt=len(holding.train_ids),
+                validation_ids=tuple(holding.validation_ids[n] for n in held_out),
             )
         )
     return tuple(shards)

@@ -1,6 +1,6 @@
 """Who holds what: training pairs dealt to clients, by chance, skewed by pseudo-class, or as real sites hold them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +29,8 @@ class Shard:
     """Where each training pair stood when the run was trained, if some have gone since; None: where it stands now."""
     dealt: int | None = None
     """How many training pairs there were then; None: as many as now."""
+    validation_ids: tuple[str, ...] = ()
+    """Ids of the validation pairs, for shards whose pairs people can name."""
 
     def keep(self, kept: np.ndarray) -> "Shard":
         """The shard with only some of its training pairs, bool [pairs]; it remembers where each stood."""
@@ -40,6 +42,18 @@ class Shard:
             train_classes=self.train_classes[kept],
             places=places[kept],
             dealt=len(self.train) if self.dealt is None else self.dealt,
+        )
+
+    def without_held_out(self, ids: Collection[str]) -> "Shard":
+        """The shard without some of its validation pairs."""
+        kept = np.array([pair_id not in ids for pair_id in self.validation_ids], dtype=bool)
+        if kept.all():
+            return self
+        return replace(
+            self,
+            validation=self.validation[kept],
+            validation_classes=self.validation_classes[kept],
+            validation_ids=tuple(pair_id for pair_id, keep in zip(self.validation_ids, kept, strict=True) if keep),
         )
 
 
@@ -153,4 +167,5 @@ def make_shard(
         train_classes=labels[train],
         validation_classes=labels[validation],
         name=name,
+        validation_ids=tuple(ids[position] for position in pool[validation]),
     )

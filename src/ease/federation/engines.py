@@ -68,8 +68,9 @@ def remote_engine(
     renewed: int,
     backbone: str,
     deadline: float | None,
+    held_out: Mapping[int, Sequence[str]] | None = None,
 ) -> Remote:
     """Clients of the federation in `folder`: by the sockets of their nodes, or anywhere behind a Flower server."""
     sockets = {client: node_socket(folder, client) for client in holdings}
     line: Line = Flower(folder) if kind == "flower" else Sockets(sockets)
-    return Remote(line, holdings, held, run_name, gone, renewed, backbone, deadline)
+    return Remote(line, holdings, held, run_name, gone, renewed, backbone, deadline, held_out or {})

@@ -6,8 +6,10 @@ federation; this process speaks to it and never to Flower. Who a node is, its re
 
 import json
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from ease.storage import read_json
 
 GRID = "grid.sock"
 SERVER = "server.json"
+DATABASE = Path("flower") / "link.db"
+"""Where Flower keeps messages until they are fetched."""
 GRACE = 30.0
 """Seconds in which nodes may come back at the start of a command, as after a restart of the server."""
 LOOK = 1.0
@@ -145,3 +149,20 @@ def _claimed(answer: bytes) -> int | None:
         except UserError:
             continue
     return None
+
+
+def rewritten_database(folder: Path) -> list[tuple[str, str]]:
+    """Write Flower's database anew, and return what may be left of delivered messages and why.
+
+    Flower deletes a message once it is fetched, but SQLite leaves its bytes in free pages and in the write-ahead log.
+    """
+    path = folder / DATABASE
+    if not path.is_file():
+        return []
+    try:
+        with closing(sqlite3.connect(path, timeout=SPEAKING, isolation_level=None)) as connection:
+            connection.execute("VACUUM")
+            busy, *_ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.Error as error:
+        return [(str(DATABASE), f"may hold messages that Flower has delivered; it could not be rewritten ({error})")]
+    return [(str(DATABASE), "may hold messages that Flower has delivered; it was in use")] if busy else []

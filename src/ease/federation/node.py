@@ -27,7 +27,7 @@ from ease.config import Config, validate
 from ease.data.classes import group_sums, local_centres, nearest
 from ease.data.features import Activations, cached_files
 from ease.data.membership import Holding, Membership, membership_of, shards_of
-from ease.data.pairs import PairSet
+from ease.data.pairs import PairSet, picture_digest
 from ease.data.partition import Shard, joint_embedding, make_shard
 from ease.data.words import centred_cosines, content, says_all
 from ease.errors import UserError
@@ -53,6 +53,7 @@ from ease.federation.wire import (
     Deal,
     Dealt,
     Dropped,
+    FoundPairs,
     Matched,
     Present,
     decode_ask,
@@ -64,7 +65,7 @@ from ease.federation.wire import (
 )
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params, layout_of
-from ease.requests.request import Request, named_in, redealt, without
+from ease.requests.request import Request, every_id, redealt, without
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json
 from ease.storage import digest, read_json, write_atomic, write_json
@@ -93,6 +94,8 @@ PURGE = "purge"
 """What it calls the dropping of what is kept of closed requests."""
 SEARCH = "concepts"
 """What it calls the search for words in captions."""
+PICTURES = "pictures"
+"""What it calls the search for a picture by its hash."""
 
 
 class Policy(Config):
@@ -113,7 +116,7 @@ class Policy(Config):
     group_questions: int = Field(120, ge=0)
     """Searches for common classes that the node answers in all, over all runs; a run takes 51 at most."""
     searches: int = Field(200, ge=0)
-    """Searches for words that it answers in all."""
+    """Searches for words that it answers in all, and as many for pictures."""
     most_rounds: int = Field(10_000, ge=1)
     """Rounds of one run that the node keeps; larger round numbers are refused."""
     most_runs: int = Field(1000, ge=1)
@@ -123,7 +126,7 @@ class Policy(Config):
 
     def allowance(self, kind: str) -> int | None:
         """How many questions of a kind are answered in all; None: any number."""
-        return {"groups": self.group_questions, "search": self.searches}.get(kind)
+        return {"groups": self.group_questions, "search": self.searches, "find": self.searches}.get(kind)
 
     def objection(self, job: LocalJob, cohort: int, times: Collection[float], now: float) -> str:
         """Why a job is not done, or nothing; `times` are those of the jobs before it."""
@@ -211,6 +214,8 @@ class Node:
                 return self._buried(ask)
             if ask.kind == "search":
                 return self._matched(ask, parts.get(QUERY, b""))
+            if ask.kind == "find":
+                return self._found(ask)
             return self._done(ask, job, parts) if ask.kind == "task" else self._dealt(ask, parts.get(CENTRES))
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
@@ -323,6 +328,8 @@ class Node:
         if members is not None:
             write_json(self._membership_path(ask.run), stones.buried(members).model_dump(mode="json"))
         removed, stayed = list(self._drop(folder, ask.burial.leaves)), list(self._left(folder))
+        if words := asked_log(self.folder).mark_words(ask.run, stones.mark):
+            removed.append((f"words of {words} searches in its list of questions", "they stand as salted marks"))
         self._ready = None
         self._say(f"purged in run {ask.run[:8]}: {len(stones.ids)} pairs are known by marks")
         return encode(answer.model_copy(update={"removed": tuple(removed), "stayed": tuple(stayed)}))
@@ -359,6 +366,23 @@ class Node:
             {SAYS: numbers_of(says), NEAR: numbers_of(near.round(DECIMALS))},
         )
 
+    def _found(self, ask: Ask) -> bytes:
+        """Which of the client's pairs show a picture, by the hash of its pixels."""
+        self._once(ask.nonce)
+        now, members = time.time(), self._membership(ask.run)
+        if self.pairs is None or members is None:
+            raise UserError("it does not take part in this run with pairs of its own")
+        if objection := self.policy.reluctance(PICTURES, ask.cohort, self._times, now):
+            raise UserError(objection)
+        self._spend("find")
+        self._times.append(now)
+        (holding,) = members.clients
+        own = {*holding.train_ids, *holding.validation_ids}
+        places = [place for place, pair_id in enumerate(self.pairs.ids) if pair_id in own]
+        ids = [self.pairs.ids[place] for place in places if picture_digest(self.pairs.pixels[place]) == ask.picture]
+        self._say(f"looked for a picture in {len(places)} pairs; {len(ids)} show it")
+        return encode(FoundPairs(client=self.shard.client, nonce=ask.nonce, ids=tuple(ids)))
+
     def _drop(self, folder: Path, leaves: bool) -> Iterator[tuple[str, str]]:
         """Delete what may hold the pairs, and say what that was."""
         if count := len(self.shelf):
@@ -394,7 +418,7 @@ class Node:
         members = self._membership(run)
         if members is None:
             raise UserError("it does not take part in this run; its folder is not the one it began the run with")
-        forgotten = [each for request in gone for each in named_in(request, members.clients)]
+        forgotten = {each for request in gone for each in every_id(request, members)}
         (found,) = shards_of(members, self.pairs, forgotten)
         return found
 
@@ -406,7 +430,10 @@ class Node:
     def _named(self, run: str) -> Shard:
         """The pairs that it was given, purged ones by their marks."""
         stones = self._stones(run)
-        return self.shard if stones is None else replace(self.shard, train_ids=stones.marked(self.shard.train_ids))
+        if stones is None:
+            return self.shard
+        train_ids, validation_ids = map(stones.marked, (self.shard.train_ids, self.shard.validation_ids))
+        return replace(self.shard, train_ids=train_ids, validation_ids=validation_ids)
 
     def _stones(self, run: str) -> Tombstones | None:
         path = self.folder / "runs" / run / TOMBSTONES
@@ -553,28 +580,37 @@ class Gone(Config):
 
 
 @dataclass(frozen=True)
-class MayBeGone:
-    """Ids whose photographs may be missing: closed requests of some run named them."""
+class ClosedPairs:
+    """What closed requests named in the runs of a node: ids whose photographs may be missing."""
 
     ids: Set[str]
     stones: Sequence[Tombstones]
     """Of what was purged, which is known by marks alone."""
+    held: Set[str]
+    """Ids that some run still has."""
 
     def __contains__(self, pair_id: object) -> bool:
-        return pair_id in self.ids or any(each.bars(str(pair_id)) for each in self.stones)
+        return pair_id in self.ids or self._purged(str(pair_id))
+
+    def bars(self, pair_id: str) -> bool:
+        """Whether a photograph is not to be opened again: it was purged from a run, and no other run has it."""
+        return pair_id not in self.held and self._purged(pair_id)
+
+    def _purged(self, pair_id: str) -> bool:
+        return any(each.bars(pair_id) for each in self.stones)
 
 
-def may_be_gone(folder: Path) -> MayBeGone:
+def closed_pairs(folder: Path) -> ClosedPairs:
     """What closed requests named in runs in which the node of this folder took part."""
-    found = set[str]()
+    found, held = set[str](), set[str]()
     marks = [validate(Tombstones, read_json(path), str(path)) for path in folder.glob(f"runs/*/{TOMBSTONES}")]
-    for path in folder.glob("runs/*/gone.json"):
-        members = path.with_name("membership.json")
-        if members.is_file():
-            holdings = validate(Membership, read_json(members), str(members)).clients
-            requests = validate(Gone, read_json(path), str(path)).requests
-            found |= {each for request in requests for each in named_in(request, holdings)}
-    return MayBeGone(found, marks)
+    for path in folder.glob("runs/*/membership.json"):
+        known = validate(Membership, read_json(path), str(path))
+        held |= {each for holding in known.clients for each in (*holding.train_ids, *holding.validation_ids)}
+        closed = path.with_name("gone.json")
+        requests = validate(Gone, read_json(closed), str(closed)).requests if closed.is_file() else ()
+        found |= {each for request in requests for each in every_id(request, known)}
+    return ClosedPairs(found, marks, held)
 
 
 def pairs_hash(ids: Sequence[str]) -> str:

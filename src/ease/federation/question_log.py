@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ease.errors import UserError
 from ease.federation.codec import JobHeader
 from ease.federation.container import PREFIX
 from ease.federation.wire import Ask
+from ease.storage import write_atomic
 
 LARGEST = 1 << 24
 """Bytes of the list; the older half goes when it is longer."""
@@ -42,6 +43,19 @@ class AskedLog:
             self.path.write_text("".join(lines[len(lines) // 2 :]))
         with self.path.open("a") as file:
             file.write(json.dumps(line, sort_keys=True) + "\n")
+
+    def mark_words(self, run: str, mark: Callable[[str], str]) -> int:
+        """Put marks in place of the words that were searched for in a run; returns the number of changed lines."""
+        if not self.path.is_file():
+            return 0
+        lines, changed = self.lines(), 0
+        for line in lines:
+            if line.get("run") == run and "words" in line:
+                line["words_mark"] = mark(line.pop("words"))
+                changed += 1
+        if changed:
+            write_atomic(self.path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode())
+        return changed
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.path.is_file():

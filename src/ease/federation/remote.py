@@ -28,6 +28,7 @@ from ease.federation.wire import (
     Deal,
     Dealt,
     Dropped,
+    FoundPairs,
     Matched,
     Present,
     Search,
@@ -117,6 +118,8 @@ class Remote:
     """Hash of the frozen weights that nodes must have."""
     deadline: float | None = None
     """Seconds that each client has for each message; absent: as long as it takes."""
+    held_out: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Client -> ids of its pairs that it never trains on."""
     remote = True
     together = True
     punctual = True
@@ -222,7 +225,7 @@ class Remote:
 
     def gone_of(self, client: int) -> tuple[Request, ...]:
         """Closed requests as a client is told of them: of single pairs its own."""
-        own = set(self.holdings[client])
+        own = {*self.holdings[client], *self.held_out.get(client, ())}
         return tuple(
             SampleRequest(ids=tuple(each for each in request.ids if each in own))
             if isinstance(request, SampleRequest)
@@ -232,12 +235,13 @@ class Remote:
 
     def ask(
         self,
-        kind: Literal["groups", "join", "purge", "search"],
+        kind: Literal["groups", "join", "purge", "search", "find"],
         client: int,
         cohort: int,
         deal: Deal | None = None,
         burial: Burial | None = None,
         search: Search | None = None,
+        picture: str | None = None,
     ) -> Ask:
         """A message to a client that is no job."""
         return Ask(
@@ -250,6 +254,7 @@ class Remote:
             deal=deal,
             burial=burial,
             search=search,
+            picture=picture,
         )
 
     def _task(self, client: int, nonce: str, cohort: int, job: bytes, parts: Mapping[str, bytes]) -> bytes:
@@ -276,7 +281,7 @@ class Remote:
             yield client, data
 
 
-Told = TypeVar("Told", Dealt, Dropped, Matched)
+Told = TypeVar("Told", Dealt, Dropped, Matched, FoundPairs)
 
 
 def collected(

@@ -6,7 +6,16 @@ from ease.data.words import LONGEST
 from ease.errors import UserError
 from ease.federation.check import each_reason
 from ease.federation.remote import Remote, collected
-from ease.federation.wire import NEAR, QUERY, SAYS, Search, decode_matched, numbers_in, numbers_of
+from ease.federation.wire import (
+    NEAR,
+    QUERY,
+    SAYS,
+    Search,
+    decode_found,
+    decode_matched,
+    numbers_in,
+    numbers_of,
+)
 
 
 def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -32,4 +41,22 @@ def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[n
         raise UserError(
             f"--concept {words!r}: every site must be asked, and some have no answer ({each_reason(reasons)})"
         )
+    return told
+
+
+def holders_of(remote: Remote, picture: str) -> set[str]:
+    """Return ids of the pairs at sites that show a picture, which is named by the hash of its pixels; all must answer.
+
+    Sites do not get the picture. A node that holds none learns a hash that fits no picture of its own.
+    """
+    asks = {client: remote.ask("find", client, len(remote.clients), picture=picture) for client in remote.clients}
+    found, reasons = collected(remote, asks, {}, lambda data: (decode_found(data), {}))
+    told = set[str]()
+    for client, (answer, _) in found.items():
+        own = {*remote.holdings[client], *remote.held_out.get(client, ())}
+        if not own.issuperset(answer.ids):
+            reasons[client] = "it names pairs that this run does not know of; look at its node"
+        told |= own.intersection(answer.ids)
+    if reasons:
+        raise UserError(f"--image: every site must be asked, and some have no answer ({each_reason(reasons)})")
     return told

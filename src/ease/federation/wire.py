@@ -74,10 +74,11 @@ class Ask(Config):
     The job comes with it, and so do those of the job's parts that the node lacks. Where pairs lie apart, a run begins
     with two more: what groups a client's pairs form, alone or around centres that come along (`groups`), and which
     pairs it takes part with, each in the class of the nearest of those centres (`join`). When closed requests are
-    purged, a node drops what it keeps of them (`purge`). It can be asked which of its pairs some words fit (`search`).
+    purged, a node drops what it keeps of them (`purge`). It can be asked which of its pairs some words fit (`search`),
+    and which of them show a picture (`find`).
     """
 
-    kind: Literal["hello", "groups", "join", "task", "purge", "search"]
+    kind: Literal["hello", "groups", "join", "task", "purge", "search", "find"]
     client: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Names this message: a node does it once, and an answer to another one is no answer."""
@@ -94,6 +95,8 @@ class Ask(Config):
     deal: Deal | None = None
     burial: Burial | None = None
     search: Search | None = None
+    picture: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")
+    """Hash of the pixels of a picture that is looked for."""
 
 
 class Present(Config):
@@ -154,6 +157,15 @@ class Matched(Config):
     nonce: str
 
 
+class FoundPairs(Config):
+    """Ids of a node's pairs that show a picture."""
+
+    kind: Literal["found"] = "found"
+    client: int = Field(ge=0)
+    nonce: str
+    ids: tuple[str, ...] = Field((), max_length=MOST_LINES)
+
+
 def encode(header: Config, blobs: Mapping[str, bytes] | None = None) -> bytes:
     """A message with other encodings inside it."""
     message = pack(header, {name: as_tensor(data) for name, data in (blobs or {}).items()})
@@ -178,6 +190,7 @@ def decode_ask(data: bytes, limits: Limits = LIMITS) -> tuple[Ask, bytes, dict[s
     require((header.deal is not None) == (header.kind in ("groups", "join")), "message", "it says not how to deal")
     require((header.burial is not None) == (header.kind == "purge"), "message", "it says not what to drop")
     require((header.search is not None) == (header.kind == "search"), "message", "it says not what to look for")
+    require((header.picture is not None) == (header.kind == "find"), "message", "it says not which picture to find")
     return header, blobs.pop(JOB, b""), blobs
 
 
@@ -204,6 +217,10 @@ def decode_dealt(data: bytes, limits: Limits = LIMITS) -> tuple[Dealt, dict[str,
 
 def decode_dropped(data: bytes, limits: Limits = LIMITS) -> Dropped:
     return _bare(data, Dropped, limits)
+
+
+def decode_found(data: bytes, limits: Limits = LIMITS) -> FoundPairs:
+    return _bare(data, FoundPairs, limits)
 
 
 Header = TypeVar("Header", bound=Config)

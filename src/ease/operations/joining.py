@@ -22,11 +22,11 @@ from ease.operations.evidence import attest
 from ease.operations.ledger.records import Consent, check_text, now, stamp
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import worker_lock
-from ease.requests.request import ClassRequest, leaving_clients
+from ease.requests.request import ClassRequest, every_id, leaving_clients
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import open_world, trained_of
-from ease.runs.resolve import find_clients, named_ids
+from ease.runs.resolve import find_clients
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import remove_leftovers, write_json
@@ -324,9 +324,7 @@ def _pool(run: Run, members: Membership, wish: Wish) -> Pool:
 
 def _gone(run: Run, members: Membership) -> frozenset[str]:
     """Ids of pairs that were forgotten and are not purged."""
-    gone = {each for request in run.head.gone for each in named_ids(members, request)}
-    left = _left(run)  # whose held-out pairs went with them
-    gone |= {each for holding in members.clients if holding.client in left for each in holding.validation_ids}
+    gone = {each for request in run.head.gone for each in every_id(request, members)}
     if run.config.partition.apart:  # where no content of theirs is known
         return frozenset(gone - read_tombstones(run.folder).ids)
     return frozenset(gone & members.digests.keys())

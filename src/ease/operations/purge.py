@@ -25,6 +25,7 @@ from ease.errors import UserError
 from ease.federation.check import checked
 from ease.federation.engines import remote_engine
 from ease.federation.fedavg import Round, average
+from ease.federation.flower import rewritten_database
 from ease.federation.history import AVERAGED, ROUNDS, History
 from ease.federation.protocol import Replay, Update
 from ease.federation.purging import bury
@@ -32,12 +33,12 @@ from ease.federation.wire import Dropped
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.operations.lost_sites import read_lost_sites
 from ease.params import Params
-from ease.requests.request import Request, SampleRequest, forget_mask, leaving_clients
+from ease.requests.request import Request, SampleRequest, every_id, forget_mask, leaving_clients, named_in
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import BASE, open_world, start_hash, trained_of
 from ease.runs.head import Head, Release
-from ease.runs.resolve import named_ids, request_id
+from ease.runs.resolve import request_id
 from ease.runs.run import PURGING, Run
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, replace_file, write_json
@@ -153,21 +154,27 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
     # Nodes touch nothing that any closed request named, so that what they repeat is without all of it.
     gone = head.gone if run.config.remote else head.gone[: place + 1]
     before = World(world.server, world.evaluator, renewed=then.renewed).without(*gone)
-    ids = set(named_ids(known[0], release.request))
-    ids |= _validation_ids(run, release.request)
-    stones = read_tombstones(run.folder).over(known[0], ids)
+    ids = every_id(release.request, known[0])
+    asked = release.request
+    words = (*asked.words, *asked.unless) if isinstance(asked, SampleRequest) else ()
+    stones = read_tombstones(run.folder).over(known[0], ids, words)
     buried = stones.buried(known[0])
     if run.config.remote:
-        _tell_nodes(run, known[0], buried, stones, only_asked=True)  # before the long work begins
+        _tell_nodes(run, buried, stones, only_asked=True)  # before the long work begins
     superseded = Head(releases=head.releases[:until]).renewed > place
-    rederived = [] if superseded else list(_rederive(staged, run.hosted(before), release, run.history_of(then)))
+    trained_on = named_in(release.request, known[0].clients)
+    rederived = (
+        []
+        if superseded or not trained_on
+        else list(_rederive(staged, run.hosted(before), release, run.history_of(then)))
+    )
     newer = head.releases[place + 1 :]
     purged = release.model_copy(update={"request": stones.renamed(release.request), "purged": True})
     releases = (*head.releases[:place], purged, *newer)
     write_json(staged.folder / "head.json", Head(releases=releases).model_dump(mode="json"))
     write_json(staged.folder / TOMBSTONES, as_json(stones))
     write_json(staged.folder / "membership.json", buried.model_dump(mode="json"))
-    removed = [*_removed(run, head, place), *_cached(world)]
+    removed = [*_removed(run, head, place), *_cached(world, ids)]
     removed += _replaced_rounds(run, then) if superseded else ()
     files = [line.what for line in removed]
     for path in _with_requests(run, files):
@@ -219,10 +226,9 @@ def _apply(staged: Staged) -> Pass:
 
 def _with_nodes(staged: Staged, done: Pass) -> Pass:
     """The same pass once every node has dropped what it keeps, with what each says of that."""
-    run, known = staged.run, staged.run.known()
-    assert known is not None
+    run = staged.run
     buried = validate(Membership, read_json(staged.folder / "membership.json"), "membership.json")
-    told = _tell_nodes(run, known[0], buried, read_tombstones(staged.folder))
+    told = _tell_nodes(run, buried, read_tombstones(staged.folder))
 
     def lines(name: Literal["removed", "stayed"]) -> tuple[Line, ...]:
         return tuple(
@@ -236,27 +242,28 @@ def _with_nodes(staged: Staged, done: Pass) -> Pass:
         for site in read_lost_sites(run.folder).sites
         if site.client not in told
     )
-    stayed = (*done.stayed, *lines("stayed"), *outstanding)
+    relayed = [Line(what=what, why=why) for what, why in rewritten_database(run.config.federation_folder)]
+    stayed = (*done.stayed, *lines("stayed"), *outstanding, *relayed)
     return done.model_copy(update={"removed": (*done.removed, *lines("removed")), "stayed": stayed})
 
 
-def _tell_nodes(
-    run: Run, members: Membership, buried: Membership, stones: Tombstones, only_asked: bool = False
-) -> dict[int, Dropped]:
+def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, only_asked: bool = False) -> dict[int, Dropped]:
     """Tell every node, by the marks of its own pairs; those that left before and were told then have nothing more."""
     head, config = run.head, run.config
     told = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
-    holdings = {holding.client: holding for holding in members.clients}
+    # By marks: the message itself may stay in a database on its way.
+    holdings = {holding.client: holding for holding in buried.clients}
     remote = remote_engine(
         config.engine,
         config.federation_folder,
         run.name,
         {client: holding.train_ids for client, holding in holdings.items()},
         dict.fromkeys(holdings, ()),
-        head.gone,
+        tuple(map(stones.renamed, head.gone)),
         head.renewed,
         "",
         config.training.deadline,
+        {client: holding.validation_ids for client, holding in holdings.items()},
     )
     marks = {
         holding.client: [each for each in (*holding.train_ids, *holding.validation_ids) if each in stones.ids]
@@ -364,14 +371,6 @@ def _made(folder: Path) -> Path:
 # --- everything else ---
 
 
-def _validation_ids(run: Run, request: Request) -> set[str]:
-    """Held-out pairs of clients that left: theirs, too, though never trained on."""
-    known = run.known()
-    assert known is not None
-    leaving = leaving_clients(request)
-    return {each for holding in known[0].clients if holding.client in leaving for each in holding.validation_ids}
-
-
 def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
     """Files of the run that hold the pairs, or a model that does, and are needed no more."""
     folder, release = run.folder, head.releases[place]
@@ -417,18 +416,20 @@ def _answers(head: Head) -> set[str]:
     return {release.answer for release in head.releases}
 
 
-def _cached(world: World) -> Iterator[Line]:
+def _cached(world: World, ids: frozenset[str]) -> Iterator[Line]:
     """Cached pixels, activations and lists of this run's data; generated scenes are no one's, and where pairs lie
-    apart the server has none of a client's."""
-    if world.config.data.name == "scenes" or world.config.partition.apart:
+    at sites the server has only its own."""
+    members = world.server.membership
+    elsewhere = world.config.partition.apart and ids.isdisjoint({*members.test, *members.validation})
+    if world.config.data.name == "scenes" or elsewhere:
         return
-    for path, why in cached_files(world.evaluator.pairs, world.evaluator.activations):
+    for path, why in cached_files(world.evaluator.pairs, world.evaluator.activations, ids):
         yield Line(what=str(path), why=why)
 
 
 def _with_requests(run: Run, gone: list[str]) -> Iterator[Path]:
     """Files that spell requests out and stay."""
-    for name in ("record.json", "request.json", "audit.json"):
+    for name in ("record.json", "request.json", "audit.json", "quick.json"):
         for path in sorted(run.folder.glob(f"requests/*/*/{name}")):
             told = path.relative_to(run.folder).as_posix()
             if not any(told == each or told.startswith(f"{each}/") for each in gone):
@@ -437,10 +438,11 @@ def _with_requests(run: Run, gone: list[str]) -> Iterator[Path]:
 
 def _write_renamed(path: Path, staged: Staged, stones: Tombstones) -> None:
     found = read_json(path)
+    renamed = stones.without_names(found)
     if isinstance(found.get("request"), dict) and found["request"].get("scope") == "sample":
-        request = stones.renamed(SampleRequest.model_validate(found["request"]))
-        found["request"] = request.model_dump(mode="json")
-        write_json(staged.folder / path.relative_to(staged.run.folder), found)
+        renamed["request"] = stones.renamed(SampleRequest.model_validate(found["request"])).model_dump(mode="json")
+    if renamed != found:
+        write_json(staged.folder / path.relative_to(staged.run.folder), renamed)
 
 
 def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
@@ -461,5 +463,5 @@ def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
     yield Line(what="classes.safetensors", why="centres of pseudo-classes, each a mean over many pairs")
     yield Line(what="ledger.sqlite", why="who asked for what and when; ids of pairs stand as salted marks")
     yield Line(what="initial.safetensors", why="saw no one's pairs")
-    yield Line(what=f"name of requests/{request_id(release.request)}", why="words, a chosen name or a hash of ids")
+    yield Line(what=f"name of requests/{request_id(release.request)}", why="a chosen name or a hash of ids")
     yield Line(what="copies, backups, exports elsewhere, the photographs", why="no command reaches them")

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from ease.config import Config
-from ease.data.membership import Holding
+from ease.data.membership import Holding, Membership
 from ease.data.partition import Shard
 
 
@@ -109,6 +109,8 @@ def without(shards: Iterable[Shard], gone: Iterable[Request]) -> tuple[Shard, ..
     for request in gone:
         leaving = leaving_clients(request)
         shards = [shard.keep(~forget_mask(request, shard)) for shard in shards if shard.client not in leaving]
+        if isinstance(request, SampleRequest):
+            shards = [shard.without_held_out(set(request.ids)) for shard in shards]
     return tuple(shards)
 
 
@@ -139,6 +141,26 @@ def held_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> dict[i
     }
 
 
+def listed_ids(requests: Iterable[Request]) -> frozenset[str]:
+    """Ids that requests name one by one."""
+    return frozenset(each for request in requests if isinstance(request, SampleRequest) for each in request.ids)
+
+
+def held_out_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> tuple[Holding, ...]:
+    """The holdings without the held-out pairs that closed requests name."""
+    named = listed_ids(gone)
+
+    def left(holding: Holding) -> Holding:
+        if named.isdisjoint(holding.validation_ids):
+            return holding
+        both = zip(holding.validation_ids, holding.validation_classes, strict=True)
+        kept = [(pair_id, label) for pair_id, label in both if pair_id not in named]
+        ids, classes = zip(*kept, strict=True) if kept else ((), ())
+        return holding.model_copy(update={"validation_ids": ids, "validation_classes": classes})
+
+    return tuple(map(left, holdings))
+
+
 def validation_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
     """Held-out pairs that resemble the forget pairs: those of the same client and, for a class request, class."""
     if isinstance(request, ClassRequest):
@@ -150,6 +172,22 @@ def named_in(request: Request, holdings: Iterable[Holding]) -> list[str]:
     """Ids of the training pairs that a request names, whoever holds them."""
     masks = [(holding.train_ids, forget_mask(request, holding)) for holding in holdings]
     return [pair_id for held, mask in masks for pair_id, named in zip(held, mask, strict=True) if named]
+
+
+def untrained_in(request: Request, members: Membership) -> dict[str, tuple[str, ...]]:
+    """Split -> ids that a request names and that no client trains on: those in its list, and held-out pairs of clients
+    that withdraw."""
+    leaving = leaving_clients(request)
+    named = {each for holding in members.clients if holding.client in leaving for each in holding.validation_ids}
+    named |= set(request.ids) if isinstance(request, SampleRequest) else set()
+    found = {split: tuple(sorted(named & ids)) for split, ids in members.untrained().items()}
+    return {split: ids for split, ids in found.items() if ids}
+
+
+def every_id(request: Request, members: Membership) -> frozenset[str]:
+    """Ids of all pairs that a request names, in whatever split."""
+    outside = untrained_in(request, members).values()
+    return frozenset(named_in(request, members.clients)).union(*outside)
 
 
 def listed(request: Request, holdings: Iterable[Holding]) -> SampleRequest:
@@ -192,11 +230,14 @@ def combined(requests: Sequence[Request], holdings: Sequence[Holding]) -> Reques
 
 
 def remaining(request: Request, holdings: Iterable[Holding], gone: Iterable[Request]) -> Request:
-    """What is left of a request once others are closed: only clients, classes and pairs that still hold something."""
+    """What is left of a request once others are closed: only clients, classes and pairs that still hold something.
+
+    An id that no client trains on is left unless a closed request lists it.
+    """
     closed = list(gone)
     clients: set[int] = set()
     classes: set[int] = set()
-    ids: set[str] = set()
+    taken = set(listed_ids(closed))
     for holding in holdings:
         kept = ~np.any(
             [np.zeros(len(holding.train_ids), bool), *(forget_mask(each, holding) for each in closed)], axis=0
@@ -204,11 +245,13 @@ def remaining(request: Request, holdings: Iterable[Holding], gone: Iterable[Requ
         if kept.any():
             clients.add(holding.client)
         classes |= {label for label, keep in zip(holding.train_classes, kept, strict=True) if keep}
-        ids |= {pair_id for pair_id, keep in zip(holding.train_ids, kept, strict=True) if keep}
+        taken |= {pair_id for pair_id, keep in zip(holding.train_ids, kept, strict=True) if not keep}
+        if any(holding.client in leaving_clients(each) for each in closed):
+            taken |= set(holding.validation_ids)
     if isinstance(request, ClientRequest):
         return request.model_copy(update={"clients": tuple(each for each in request.clients if each in clients)})
     if isinstance(request, ClassRequest):
         return request.model_copy(update={"classes": tuple(each for each in request.classes if each in classes)})
-    left = tuple(each for each in request.ids if each in ids)
+    left = tuple(each for each in request.ids if each not in taken)
     # Another list is another request, and has no right to the name.
     return request if left == request.ids else request.model_copy(update={"ids": left, "name": ""})

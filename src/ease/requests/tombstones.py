@@ -5,7 +5,7 @@ import hmac
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ease.config import Config, validate
 from ease.data.membership import Holding, Membership
@@ -23,6 +23,8 @@ class Tombstones(Config):
     salt: str
     ids: frozenset[str] = frozenset()
     contents: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
+    """Of the words that purged requests searched for, which may be a person's name."""
 
     def mark(self, text: str) -> str:
         """What stands for an id or a content once it is purged."""
@@ -33,10 +35,25 @@ class Tombstones(Config):
         return self.mark(pair_id) in self.ids or (bool(content) and self.mark(content) in self.contents)
 
     def renamed(self, request: Request) -> Request:
-        """The same request, purged ids by their marks."""
+        """The same request, purged ids and words by their marks."""
         if not isinstance(request, SampleRequest):
             return request
-        return request.model_copy(update={"ids": tuple(sorted(self.marked(request.ids)))})
+
+        def said(words: Iterable[str]) -> tuple[str, ...]:
+            return tuple(self.mark(each) if self.mark(each) in self.words else each for each in words)
+
+        ids = tuple(sorted(self.marked(request.ids)))
+        return request.model_copy(update={"ids": ids, "words": said(request.words), "unless": said(request.unless)})
+
+    def without_names(self, value: Any) -> Any:
+        """The same JSON, purged ids and words by their marks wherever a text is one of them."""
+        if isinstance(value, dict):
+            return {self.without_names(key): self.without_names(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.without_names(each) for each in value]
+        if isinstance(value, str) and (marked := self.mark(value)) in self.ids | self.words:
+            return marked
+        return value
 
     def marked(self, ids: Iterable[str]) -> tuple[str, ...]:
         """The same ids, purged ones by their marks."""
@@ -45,12 +62,13 @@ class Tombstones(Config):
     def _mark_of(self, pair_id: str) -> str:
         return self.mark(pair_id) if self.mark(pair_id) in self.ids else pair_id
 
-    def over(self, membership: Membership, ids: Iterable[str]) -> "Tombstones":
-        """With more pairs, by their ids and by what the membership says they hold."""
+    def over(self, membership: Membership, ids: Iterable[str], words: Iterable[str] = ()) -> "Tombstones":
+        """With more pairs, by their ids and by what the membership says they hold, and with more words."""
         named = set(ids) - self.ids  # what is a mark already stays one
         marks = self.ids | {self.mark(each) for each in named}
         contents = self.contents | {self.mark(membership.digests[each]) for each in named & membership.digests.keys()}
-        return self.model_copy(update={"ids": frozenset(marks), "contents": frozenset(contents)})
+        said = self.words | {self.mark(each) for each in set(words) - self.words}
+        return self.model_copy(update={"ids": frozenset(marks), "contents": frozenset(contents), "words": said})
 
     def without(self, ids: Iterable[str], contents: Iterable[str]) -> "Tombstones":
         """With some pairs allowed again."""
@@ -65,7 +83,9 @@ class Tombstones(Config):
             return holding.model_copy(update=changes)
 
         kept = {pair_id: told for pair_id, told in membership.digests.items() if self.mark(pair_id) not in self.ids}
-        return membership.model_copy(update={"clients": tuple(map(marked, membership.clients)), "digests": kept})
+        splits = {name: self.marked(getattr(membership, name)) for name in ("test", "validation")}
+        clients = tuple(map(marked, membership.clients))
+        return membership.model_copy(update={"clients": clients, "digests": kept, **splits})
 
 
 def read_tombstones(folder: Path) -> Tombstones:
@@ -79,4 +99,8 @@ def new_salt() -> str:
 
 
 def as_json(tombstones: Tombstones) -> dict[str, object]:
-    return {**tombstones.model_dump(), "ids": sorted(tombstones.ids), "contents": sorted(tombstones.contents)}
+    return {
+        "format": tombstones.format,
+        "salt": tombstones.salt,
+        **{name: sorted(getattr(tombstones, name)) for name in ("ids", "contents", "words")},
+    }

@@ -11,11 +11,11 @@ from ease.methods import make_method
 from ease.methods.base import Trained, Unlearner
 from ease.methods.unlearning_base import UnlearningBase
 from ease.params import Params
-from ease.requests.request import REQUESTS, Request, SampleRequest, in_words
+from ease.requests.request import REQUESTS, Request, SampleRequest, every_id, in_words
 from ease.requests.tombstones import Tombstones, read_tombstones
 from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
-from ease.runs.resolve import named_ids, request_id
+from ease.runs.resolve import request_id
 from ease.runs.run import Run, check_answer_file, check_released_model
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
@@ -173,10 +173,12 @@ def open_world(run: Run, request: Request | None = None, stones: Tombstones | No
     """
     head = run.head if request is None else run.head.before(request)
     known = run.known(len(head.releases))
-    forgotten = set() if known is None else {each for asked in _answered(run) for each in named_ids(known[0], asked)}
+    forgotten = set() if known is None else {each for asked in _answered(run) for each in every_id(asked, known[0])}
     stones = stones or read_tombstones(run.folder)
     world = World.open(run.config, known, forgotten, stones.bars if stones.ids else None)
     name = run.name if run.config.remote and known is not None else world.run_name
+    # Pairs outside training are erased for whoever looks, also at what came before the request was closed.
+    world = world.erasing(*run.head.gone, *(() if request is None else (request,)))
     return replace(world.without(*head.gone), renewed=head.renewed, run_name=name)
 
 

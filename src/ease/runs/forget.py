@@ -17,7 +17,7 @@ from ease.federation.meter import Metered
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.params import Params
-from ease.requests.request import Request
+from ease.requests.request import Request, held_without, named_in
 from ease.runs.answers import (
     StoredAnswer,
     answer_of,
@@ -46,6 +46,7 @@ def forget(
     run.check_frozen(world.server.backbone, world.server.device)
     check_request(world, request)
     check_method(run, method)
+    world = world.erasing(request)
     trained = trained_of(run, request)
     stored = answer_of(run, request, method)
     with run.locked():
@@ -53,7 +54,9 @@ def forget(
             check_current(run, stored)
             shutil.rmtree(stored.folder / "journal", ignore_errors=True)  # of a process killed at its very end
         else:
-            steps = partial(method.unlearn, trained, request)
+            exact = trainer_of(run.config.model) == "sums"
+            answering = method.unlearn if exact or _trains_on(world, request) else _unchanged
+            steps = partial(answering, trained, request)
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
@@ -63,6 +66,18 @@ def forget(
             begun = run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known
             made = replace(trained.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
             yield from _follow(*begun, digest(settings), made)
+
+
+def _trains_on(world: World, request: Request) -> bool:
+    """Whether some client trains on a pair that a request names."""
+    holdings = world.server.membership.clients
+    held = held_without(holdings, world.gone)
+    return any(not held.get(each.client, frozenset()).isdisjoint(named_in(request, (each,))) for each in holdings)
+
+
+def _unchanged(trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
+    """The answer to a request for pairs that no client trains on: the same model, from which later answers start."""
+    yield Step(trained.start, "nothing was trained on", base=trained.base)
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ease.data.membership import Membership
 from ease.errors import UserError, did_you_mean
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, named_in
+from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, every_id, named_in
 from ease.runs.concepts import Match, check_phrases, check_words, match_concept
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -17,13 +17,13 @@ from ease.storage import digest, read_bytes
 LARGEST_LIST = 1 << 28
 """Bytes of the largest list of ids that is read."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
-TAKEN = re.compile(r"(client|class)-[0-9]|sample-[0-9a-f]{10}")
+TAKEN = re.compile(r"(client|class)-[0-9]|sample-[0-9a-f]{10}|concept-[0-9a-f]{6}")
 COMMENT = re.compile(r"\t#.*|^# .*|^#$")
 """In a list of ids: behind a tab, or a whole line. An id may begin with # all the same."""
 
 
 def request_id(request: Request) -> str:
-    """A stable name: the same request always has the same one."""
+    """A stable name: the same request always has the same one. It holds no words, which may be a person's name."""
     if isinstance(request, ClientRequest):
         return "client-" + "-".join(map(str, request.clients))
     if isinstance(request, ClassRequest):
@@ -31,11 +31,10 @@ def request_id(request: Request) -> str:
     if request.name:
         return request.name
     told = [f"client-{number}" for number in request.clients] + [f"class-{number}" for number in request.classes]
-    told += request.words
+    told += ["concept"] if request.words else []
     if not told:
         return "sample-" + digest(sorted(request.ids))[:10]
-    said = re.sub("[^a-z0-9]+", "-", " ".join(told).lower()).strip("-")[:40].strip("-") or "concept"
-    return f"{said}-{digest(sorted(request.ids))[:6]}"
+    return f"{'-'.join(told)[:40].strip('-')}-{digest(sorted(request.ids))[:6]}"
 
 
 def request_flags(request: Request) -> str:
@@ -63,19 +62,20 @@ def check_request(world: World, request: Request) -> None:
     _check_known(members, len(world.server.centroids), request)
     if isinstance(request, SampleRequest):
         known = {pair_id for holding in members.clients for pair_id in holding.train_ids}
-        strange = sorted(set(request.ids) - known)
-        if strange:
+        unknown = sorted(set(request.ids) - known.union(*members.untrained().values()))
+        if unknown:
             raise UserError(
-                f"--samples: {len(strange)} of {len(request.ids)} ids are no training pairs here, e.g. {strange[0]!r}"
+                f"--samples: {len(unknown)} of {len(request.ids)} ids are no pairs of this run, e.g. {unknown[0]!r}"
             )
     gone = {pair_id for closed in world.gone for pair_id in named_ids(members, closed)}
     named = set(named_ids(members, request))
+    outside = every_id(request, members) - named
     left = sum(len(holding.train_ids) for holding in members.clients) - len(gone)
-    if not named:
-        raise UserError("the request matches no training pair of this run: there is nothing to forget")
-    if named <= gone:
+    if not named and not outside:
+        raise UserError("the request matches no pair of this run: there is nothing to forget")
+    if named <= gone and outside <= {each for closed in world.gone for each in every_id(closed, members)}:
         raise UserError("everything that the request names is gone already: this run has forgotten it before")
-    if len(named - gone) == left:
+    if named - gone and len(named - gone) == left:
         raise UserError("the request names all training data: nothing would be retained; delete the run instead")
 
 
@@ -239,13 +239,13 @@ def planted_ids(world: World) -> list[str]:
     return found
 
 
-def read_ids(path: Path) -> set[str]:
+def read_ids(path: Path, option: str = "--samples") -> set[str]:
     """The ids of a file, one a line."""
     try:
         lines = read_bytes(path, LARGEST_LIST).decode().splitlines()
         ids = {COMMENT.sub("", line).strip() for line in lines} - {""}
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--samples {path}: cannot be read as a list of ids, one a line ({error})") from error
+        raise UserError(f"{option} {path}: cannot be read as a list of ids, one a line ({error})") from error
     if not ids:
-        raise UserError(f"--samples {path}: holds no id; write one id a line")
+        raise UserError(f"{option} {path}: holds no id; write one id a line")
     return ids

@@ -15,9 +15,9 @@ from ease.errors import UserError
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
 from ease.params import Params
+from ease.requests.request import every_id
 from ease.runs.answers import find_answer, open_world, trained_of
 from ease.runs.config import RunConfig
-from ease.runs.resolve import named_ids
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import read_noted
@@ -257,4 +257,4 @@ def forgotten_ids(run: Run, request: str) -> frozenset[str]:
     """Pairs that an answered request named."""
     known = run.known()
     assert known is not None  # it has an answer
-    return frozenset(named_ids(known[0], find_answer(run, request)[1]))
+    return every_id(find_answer(run, request)[1], known[0])

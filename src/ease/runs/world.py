@@ -25,7 +25,7 @@ from ease.federation.wire import Deal
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits, first_adapted
 from ease.params import Params
-from ease.requests.request import Request, held_without, redealt, without
+from ease.requests.request import Request, held_without, listed_ids, redealt, without
 from ease.runs.config import RunConfig, choose_device
 
 
@@ -70,6 +70,14 @@ class Evaluator:
     def canaries(self) -> np.ndarray:
         """Positions of the canaries, planted or kept out; of none of the other kinds of pairs."""
         return self.pairs.indices(canaries.SPLIT)
+
+    def without(self, ids: Collection[str]) -> "Evaluator":
+        """The same without some pairs that no client trains on: they are in no measure, gallery or search."""
+        if not ids:
+            return self
+        gone = np.array([place for place, pair_id in enumerate(self.pairs.ids) if pair_id in ids], dtype=np.int64)
+        test, spare = (each[~np.isin(each, gone)] for each in (self.test, self.spare))
+        return replace(self, test=test, spare=spare, shards=tuple(shard.without_held_out(ids) for shard in self.shards))
 
     def data(self, positions: np.ndarray) -> np.ndarray:
         """Those of some pairs that are data, not canaries."""
@@ -140,6 +148,12 @@ class World:
         """The same world once these requests are closed."""
         return replace(self, gone=(*self.gone, *requests)) if requests else self
 
+    def erasing(self, *requests: Request) -> "World":
+        """The same world without the pairs outside training that these requests list; training pairs stay."""
+        untrained = self.server.membership.untrained().values()
+        ids = listed_ids(requests) & frozenset[str]().union(*untrained)
+        return replace(self, evaluator=self.evaluator.without(ids)) if ids else self
+
     def with_disks(self, disks: Path | None) -> "World":
         """The same world whose clients keep what they are told to in folders of their own."""
         return self if disks == self.disks else replace(self, disks=disks)
@@ -175,6 +189,7 @@ class World:
                 self.renewed,
                 self.server.backbone.fingerprint,
                 self.config.training.deadline,
+                {holding.client: holding.validation_ids for holding in self.server.membership.clients},
             )
         shards, activations = self.shards, self.evaluator.activations
         return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device, self.disks)

@@ -30,6 +30,7 @@ from ease.operations.evidence.log import ANSWERED, AUDITED, CERTIFIED, Log, read
 from ease.operations.evidence.salted import salt_path, told
 from ease.operations.evidence.statement import Certificate, asked
 from ease.params import Params
+from ease.requests.request import listed_ids
 from ease.runs.answers import StoredAnswer, check_current, open_world
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure
@@ -425,6 +426,13 @@ def _measured(run: Run, stored: StoredAnswer, certificate: Certificate) -> str |
         world = open_world(run, request)
     except (UserError, OSError) as error:
         return Check("measured figures", None, f"not measured again: {error}")
+    listed, later = listed_ids((request,)), listed_ids(run.head.gone[len(run.head.before(request).releases) :])
+    known = run.known()
+    untrained = frozenset[str]().union(*known[0].untrained().values()) if known is not None else frozenset()
+    if since := (later - listed) & untrained:
+        return Check(
+            "measured figures", None, f"not measured again: {len(since)} test or held-out pairs were erased since"
+        )
     found = measure(world, Params.load(stored.model_path), evaluation_sets(world, request), DRAWS)
     recalls = [name for name in certificate.figures if "/recall@" in name]
     again = [name for name in recalls if name in found]

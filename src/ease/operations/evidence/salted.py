@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from ease.errors import UserError
 from ease.operations.evidence.canonical import hashed
-from ease.requests.request import REQUESTS, Request, SampleRequest
+from ease.requests.request import REQUESTS, Request, SampleRequest, untrained_in
 from ease.runs.resolve import named_ids, request_id
 from ease.runs.run import Run
 from ease.storage import exclusive, read_bytes, write_atomic
@@ -79,8 +79,18 @@ def told(run: Run, request: Request, folder: str | None = None) -> dict[str, Any
     else:
         ids = [] if known is None else named_ids(known[0], request)
     pairs = sorted({_hidden(salt, each) for each in ids})
+    splits = {} if known is None else {"train": named_ids(known[0], request), **untrained_in(request, known[0])}
     table = request.model_dump(mode="json", exclude={"ids"})
-    return {**table, "name": public_name(run, folder or request), "pairs": len(pairs), "pairs_sha256": hashed(pairs)}
+    for name in ("words", "unless"):  # which may be a person's name, and certificates and logs stay
+        if table.get(name):
+            table[name] = [_hidden(salt, each)[:16] for each in table[name]]
+    return {
+        **table,
+        "name": public_name(run, folder or request),
+        "pairs": len(pairs),
+        "pairs_sha256": hashed(pairs),
+        "splits": {split: len(named) for split, named in splits.items()},
+    }
 
 
 def without_ids(run: Run, value: Any) -> Any:

@@ -146,7 +146,10 @@ def asked(request: dict[str, Any]) -> str:
             named = request["text"] or ", ".join(map(str, request["classes"]))
             return f"All of one kind ({named}) was to go: {those} to be forgotten."
         case _:
-            return f"{those} to be forgotten, each named by its id."
+            outside = {split: count for split, count in request.get("splits", {}).items() if split != "train"}
+            said = ", ".join(f"{count} {split.replace('_', '-')}" for split, count in outside.items())
+            never = f" Never trained on, and removed from evaluation and search: {said}." if said else ""
+            return f"{those} to be forgotten, each named by its id.{never}"
 
 
 def statement_of(certificate: Certificate) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.ledger.policy import Policy
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, named_in
+from ease.requests.request import (
+    ClassRequest,
+    ClientRequest,
+    Request,
+    SampleRequest,
+    every_id,
+    named_in,
+    untrained_in,
+)
 from ease.requests.tombstones import read_tombstones
 from ease.runs.run import Run
 from ease.trainers import trainer_of
@@ -45,6 +53,11 @@ class Impact(Config):
     """Fraction of the last training's pairs that will be forgotten once this is answered."""
     unknown: tuple[str, ...]
     """Ids, clients or classes that this run does not have."""
+    untrained: Mapping[str, int] = {}
+    """Split -> how many pairs outside training (held out by clients, for validation, for testing) are still to be
+    erased. They are removed from evaluation, caches, galleries and search, and no model changes."""
+    already_erased: int = 0
+    """Pairs outside training that it names and that were erased before."""
 
     @property
     def to_forget(self) -> int:
@@ -57,8 +70,8 @@ class Impact(Config):
         if self.unknown:
             more = "" if len(self.unknown) == 1 else f" and {len(self.unknown) - 1} more"
             return f"unknown in this run: {self.unknown[0]}{more}"
-        if not self.named:
-            return "the request matches no training pair of this run: there is nothing to forget"
+        if not self.named and not self.untrained and not self.already_erased:
+            return "the request matches no pair of this run: there is nothing to forget"
         if self.to_forget and self.to_forget == self.remaining:
             return "the request names all training data that are left: delete the run instead"
         return ""
@@ -66,7 +79,7 @@ class Impact(Config):
     @property
     def already_done(self) -> str:
         """Why nothing has to be done; empty if something has."""
-        done = not self.refusal and not self.to_forget
+        done = not self.refusal and not self.to_forget and not self.untrained
         return "nothing left to forget: everything it names was forgotten before" if done else ""
 
 
@@ -78,13 +91,19 @@ def impact_of(run: Run, request: Request, method: Unlearner) -> Impact:
     holdings, head = known[0].clients, run.head
     request = read_tombstones(run.folder).renamed(request)
     gone, named = _pairs(holdings, head.gone), _pairs(holdings, (request,))
+    erased = {each for closed in head.gone for each in every_id(closed, known[0])}
+    outside = untrained_in(request, known[0])
+    left = {split: len(set(ids) - erased) for split, ids in outside.items()}
     remaining = {client: ids - gone[client] for client, ids in _train_ids(holdings).items()}
     clients = {client: len(ids & remaining[client]) for client, ids in named.items() if ids & remaining[client]}
+    # A client without training pairs has nothing to withdraw; its held-out pairs can be named by their ids.
+    untrained = {split: count for split, count in left.items() if count and (clients or request.scope == "sample")}
     history, training, model = run.history, run.training, run.config.model
     rounds = tuple(number for number in range(1, history.rounds() + 1) if clients.keys() & set(history.clients(number)))
     holders = len(clients) / max(1, sum(map(bool, remaining.values())))
     shared = model.lora == "off" or model.backbone == "tiny"
-    cost = method.estimated_work(training, request, holders, SHARED_REPLAY if shared else DEEP_REPLAY)
+    replay = SHARED_REPLAY if shared else DEEP_REPLAY
+    cost = method.estimated_work(training, request, holders, replay) if clients else 0.0
     each = seconds_per_round(run)
     return Impact(
         named=_count(named),
@@ -100,6 +119,8 @@ def impact_of(run: Run, request: Request, method: Unlearner) -> Impact:
             holdings, before=head.gone[: head.renewed], since=(*head.gone[head.renewed :], request)
         ),
         unknown=_unknown(known[0], len(known[1]), request),
+        untrained=untrained,
+        already_erased=sum(map(len, outside.values())) - sum(left.values()),
     )
 
 
@@ -156,4 +177,6 @@ def _unknown(members: Membership, classes: int, request: Request) -> tuple[str, 
     if isinstance(request, ClassRequest):
         return tuple(f"class {each}" for each in sorted(set(request.classes) - set(range(classes))))
     assert isinstance(request, SampleRequest)  # there is no fourth kind
-    return tuple(sorted(set(request.ids).difference(*_train_ids(members.clients).values())))
+    return tuple(
+        sorted(set(request.ids).difference(*_train_ids(members.clients).values(), *members.untrained().values()))
+    )

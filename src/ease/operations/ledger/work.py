@@ -163,7 +163,7 @@ def _answered(run: Run, plan: Plan, policy: Policy, waived: set[str], follow: Fo
     closed = next((each for each in run.head.releases if each.request == request), None)
     stored = answer_of(run, request, method) if closed is None else StoredAnswer(run.model_path(closed).parent)
     name = stored.folder.relative_to(run.folder / "requests").as_posix()
-    world = open_world(run, None if closed is None else request)
+    world = open_world(run, None if closed is None else request).erasing(request)
     if closed is None:
         if stored.done and stored.record().trained_sha256 != start_hash(run):
             shutil.rmtree(stored.folder)  # it began from a model that another release has replaced

@@ -1,0 +1,62 @@
+"""What `ease request find` prints: every pair of a person that a run holds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ease.console import status, table
+from ease.errors import UserError
+from ease.operations.find import HeldPair, held_pairs, matching_ids, pairs_like
+from ease.runs.resolve import read_ids
+from ease.runs.run import Run
+
+
+@dataclass(frozen=True)
+class FindSummary:
+    """Pairs that were found."""
+
+    folder: Path
+    pairs: tuple[HeldPair, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"pairs": [each.model_dump(mode="json") for each in self.pairs]}
+
+    def render(self) -> Iterator[RenderableType]:
+        if not self.pairs:
+            yield f"{self.folder} holds no such pair in any split or at any site"
+            return
+        rows = [
+            [each.id, each.split.replace("_", "-"), _whose(each), ", ".join(each.closed), each.match]
+            for each in self.pairs
+        ]
+        columns = ["id", "split", "client", "closed by", "found by"]
+        yield table(f"{len(rows)} pairs", columns, rows, text_columns=5)
+        if any(not each.closed for each in self.pairs):
+            yield f"Request their removal with: ease request add {self.folder} --samples FILE"
+
+
+def _whose(pair: HeldPair) -> str:
+    if pair.client is None:
+        return ""
+    return str(pair.client) if pair.name is None else f"{pair.client} ({pair.name})"
+
+
+def find_pairs(folder: Path, patterns: Sequence[str], ids: Path | None, image: Path | None, quiet: bool) -> FindSummary:
+    """Look for pairs by parts of ids, by a list of ids and by a picture, all together."""
+    if not patterns and ids is None and image is None:
+        raise UserError("name a PATTERN, a list with --ids or a picture with --image")
+    run = Run.load(folder)
+    known = run.known()
+    members = None if known is None else known[0]
+    found = matching_ids(members, patterns) if members is not None else set()
+    # A whole id is looked for even if it was purged, because its mark is still known.
+    named = held_pairs(run, found | set(patterns) | (set() if ids is None else read_ids(ids, "--ids")))
+    if image is None:
+        return FindSummary(folder, named)
+    with status("looking at pictures", quiet):
+        shown = pairs_like(run, image)
+    seen = {each.id for each in named}
+    return FindSummary(folder, (*named, *(each for each in shown if each.id not in seen)))

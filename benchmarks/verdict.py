@@ -77,7 +77,7 @@ def judge(asked: argparse.Namespace, done: set[str]) -> Iterator[dict[str, objec
     settings = AuditConfig(shadows=asked.shadows, retrains=asked.retrains, pool=asked.pool, workers=1)
     answers = [answer_of(run, request, named_method(name)) for name in names]
     audits = [Audit.of(run, world, f"{request_id(request)}/{each.folder.name}", settings) for each in answers]
-    every = replace(audits[0], config=settings.model_copy(update={"retrains": asked.retrains + asked.fresh}))
+    every = replace(audits[0], config=audits[0].config.model_copy(update={"retrains": asked.retrains + asked.fresh}))
     for _ in Together((every, *audits[1:])).shadows():
         pass
     told("shadows made")

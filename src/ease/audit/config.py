@@ -16,8 +16,9 @@ class AuditConfig(Config):
     """Further retrainings, in other orders of the data: what one more retraining could be is judged by them."""
     level: float = Field(0.05, gt=0, lt=1)
     """How often the verdict may refuse what is in truth one more retraining."""
-    pool: int = Field(512, ge=16)
-    """Pairs, seen by no model, that every statistic is measured against."""
+    pool: int | None = Field(None, ge=16)
+    """Pairs, seen by no model, that every statistic is measured against; by default 512, or half of the validation and
+    test pairs where there are fewer than 514."""
     fpr: float = Field(0.01, gt=0, lt=1)
     """False positive rate at which the share of found members is told."""
     attack: Literal["bavaria", "strongest"] = "bavaria"

@@ -2,6 +2,7 @@
 
 from ease.audit.config import AuditConfig
 from ease.audit.joint import LEAST_RETRAINED
+from ease.audit.preflight import USUAL_POOL
 from ease.audit.records import AuditRecord, Price
 from ease.audit.verdict import Reason
 from ease.methods import METHODS
@@ -96,8 +97,8 @@ def _more_retrainings(record: AuditRecord, run: str, name: str, retrains: int) -
 
 def _chosen(record: AuditRecord) -> str:
     """What else was chosen for the audit: with other values not all that is there could be used again."""
-    usual, had = AuditConfig().model_dump(), record.settings.model_dump()
-    return "".join(f" --{key} {_value(had[key])}" for key in ASKED if had[key] != usual[key])
+    usual, had = AuditConfig(pool=USUAL_POOL).model_dump(), record.settings.model_dump()
+    return "".join(f" --{key} {_value(had[key])}" for key in ASKED if had[key] not in (None, usual[key]))
 
 
 def _seconds(record: AuditRecord) -> Price:

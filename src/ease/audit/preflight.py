@@ -1,6 +1,7 @@
 """Whether an audit of a run or a request would be refused, told before anyone waits for one."""
 
 from ease.audit.config import AuditConfig
+from ease.audit.joint import LEAST_RETRAINED
 from ease.audit.site_measures import FEWEST_UNSEEN
 from ease.audit.subjects import Subjects
 from ease.data.membership import Holding
@@ -11,6 +12,7 @@ from ease.runs.world import World
 from ease.trainers import trainer_of
 
 SMALLEST_POOL = 16
+USUAL_POOL = 512
 _NONE = "no audit of this request is possible: "
 
 
@@ -24,27 +26,66 @@ def audit_prospects(world: World, request: Request | None = None) -> str:
         return ""
     if world.config.partition.apart:
         return "" if request is None else _at_sites(world, request)
-    usual, spare = AuditConfig().pool, len(world.evaluator.spare) + len(world.evaluator.test)
+    spare = _unseen(world)
     if spare < SMALLEST_POOL + 2:
         return (
             f"no audit is possible: it needs {SMALLEST_POOL + 2} validation and test pairs at least, better 1000, and "
             f"there are {spare}"
         )
-    half = max(SMALLEST_POOL, spare // 2)
-    smaller = f"an audit needs a smaller pool, since there are {spare} validation and test pairs: add --pool"
+    said = []
+    pools = _pools(spare)
+    if pools[0] != USUAL_POOL:
+        said.append(
+            f"an audit will compare with {pools[0]} pairs instead of {USUAL_POOL}, since there are {spare} validation "
+            "and test pairs, and see less"
+        )
     if request is None:
-        return f"{smaller} {half}" if spare < usual + 2 else ""
-    found = {pool: _subjects(world, request, pool) for pool in (usual, half, SMALLEST_POOL)}
-    possible = {pool: each for pool, each in found.items() if isinstance(each, Subjects)}
+        return "; ".join(said)
+    found = {pool: _subjects(world, request, pool) for pool in pools}
+    possible = [each for each in found.values() if isinstance(each, Subjects)]
     if not possible:
         return f"{_NONE}{found[SMALLEST_POOL]}"
-    attacked = [pool for pool, each in possible.items() if not each.candidates.why_no_attack()]
-    pool = next(iter(attacked or possible))
-    said = [f"{smaller} {pool}"] if pool != usual else []
-    missing = possible[pool].candidates.why_no_attack()
-    if missing:
-        said.append(f"an audit will go by ranks and levels beside retraining alone: {missing}")
+    missing = next((each for each in possible if not each.candidates.why_no_attack()), possible[0])
+    if why := missing.candidates.why_no_attack():
+        said.append(f"an audit will go by ranks and levels beside retraining alone: {why}")
     return "; ".join(said)
+
+
+def fitted_pool(world: World, request: Request, asked: int | None) -> int:
+    """The size of the pool that was asked for, or one that the data allow.
+
+    The largest of the usual pool, half of the pairs that no client holds and the smallest one; a smaller one only if it
+    leaves enough pairs for the attacks.
+    """
+    if asked is not None or world.config.partition.apart:
+        return asked or USUAL_POOL
+    found = {pool: _subjects(world, request, pool) for pool in _pools(_unseen(world))}
+    possible = {pool: each for pool, each in found.items() if isinstance(each, Subjects)}
+    attacked = [pool for pool, each in possible.items() if not each.candidates.why_no_attack()]
+    return next(iter(attacked or possible), SMALLEST_POOL)
+
+
+def verdict_prospects(config: AuditConfig) -> str:
+    """Why an audit with these settings cannot give a verdict; nothing if it can."""
+    if config.retrains + 1 >= LEAST_RETRAINED:
+        return ""
+    return (
+        f"--retrains {config.retrains}: no verdict is possible, only measures: with the reference that makes "
+        f"{config.retrains + 1} retrained models, and a verdict needs {LEAST_RETRAINED}; add --retrains "
+        f"{LEAST_RETRAINED - 1} or more"
+    )
+
+
+def _unseen(world: World) -> int:
+    """How many pairs no client holds."""
+    return len(world.evaluator.spare) + len(world.evaluator.test)
+
+
+def _pools(spare: int) -> list[int]:
+    """Sizes to try, the largest first."""
+    half = max(SMALLEST_POOL, spare // 2)
+    usual = [USUAL_POOL] if spare >= USUAL_POOL + 2 else []
+    return sorted({*usual, min(half, USUAL_POOL), SMALLEST_POOL}, reverse=True)
 
 
 def _subjects(world: World, request: Request, pool: int) -> Subjects | str:

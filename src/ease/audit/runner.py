@@ -23,7 +23,7 @@ from ease.audit.config import AuditConfig
 from ease.audit.costs import phase_seconds, prices, training_flops
 from ease.audit.few_pairs import OneByOne
 from ease.audit.measurements import Instruments, Measured
-from ease.audit.preflight import check_sites
+from ease.audit.preflight import check_sites, fitted_pool
 from ease.audit.records import AuditRecord, Costs
 from ease.audit.shadow_runs import SHARES, Plan, attacker_of, make_shadows, plan_of, remove_scratch, train_share
 from ease.audit.subjects import Subjects
@@ -82,12 +82,17 @@ class Audit:
         return trained_of(self.run, self.request)
 
     @cached_property
+    def pool(self) -> int:
+        """Pairs that every statistic is measured against."""
+        return fitted_pool(self.world, self.request, self.config.pool)
+
+    @cached_property
     def plan(self) -> Plan:
-        return plan_of(self.run, self.world, self.request, self.method, self.config.pool)
+        return plan_of(self.run, self.world, self.request, self.method, self.pool)
 
     @cached_property
     def subjects(self) -> Subjects:
-        return Subjects.of(self.world, self.request, self.config.pool)
+        return Subjects.of(self.world, self.request, self.pool)
 
     # The long part
 
@@ -140,7 +145,7 @@ class Audit:
             method=self.method.model_dump(mode="json"),
             model_sha256=sha256(self.stored.model_path),
             retrain_sha256=sha256(self.reference.model_path),
-            settings=self.config.model_copy(update={"workers": None}),
+            settings=self.config.model_copy(update={"workers": None, "pool": self.pool}),
             verdict=found.verdict,
             gallery=self.instruments.gallery(),
             attack=found.attack,
@@ -308,4 +313,4 @@ def check_possible(run: Run, world: World, request: Request, config: AuditConfig
     if world.config.partition.apart:
         check_sites(world, request, request in run.head.gone)
     else:
-        Subjects.of(world, request, config.pool)
+        Subjects.of(world, request, fitted_pool(world, request, config.pool))

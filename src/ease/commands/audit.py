@@ -13,6 +13,7 @@ from rich.text import Text
 from ease.audit.config import AuditConfig
 from ease.audit.exact import judge_identity
 from ease.audit.next_steps import next_steps
+from ease.audit.preflight import verdict_prospects
 from ease.audit.quick_check import RULE, Level, QuickCheck, quick_check
 from ease.audit.records import AuditRecord, PairRecord, Price
 from ease.audit.runner import Audit, Together, check_audited, check_possible
@@ -198,6 +199,8 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
     if retrain:
         answer(run, world, request, Retrain(), quiet)
     together = Together(tuple(Audit.of(run, world, name, config) for name in names))
+    if (why := verdict_prospects(config)) and not quiet:
+        errors.print(f"note: {why}", soft_wrap=True, markup=False, highlight=False)
     with run.locked():
         total = together.ticks_left()
         _tell_time(run, together, quiet)

@@ -178,7 +178,7 @@ def test_audits_share_shadows_for_different_answers_to_one_request_alone(ease, r
     asked = ("--request", "client-1/finetune") * 2
     result = ease("audit", run, *asked)
     assert result.code == 2 and "different answers to one request" in result.err and result.err.count("\n") == 1
-    assert ease("audit", run, *asked, "--quick").err == "error: --quick looks at one answer: name one --request\n"
+    assert ease("audit", run, *asked, "--quick").err == "error: --quick takes one result: name one --request\n"
 
 
 def test_a_quick_look_is_one_object_or_a_few_lines_and_no_verdict(ease, run: Path) -> None:

@@ -21,9 +21,11 @@ from ease.audit.measurements import Compared, Measured, alignment, distribution,
 from ease.audit.membership import auc
 from ease.audit.preflight import holdings_now
 from ease.audit.records import Gallery, PairRecord
+from ease.audit.relative import relative_test
 from ease.audit.retained import beyond_unseen
 from ease.audit.shadow_runs import SHARES, Plan
 from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, MOST_UNSEEN, RETAINED, TOLD
+from ease.audit.strata import strata, stratified
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.data.membership import Holding
 from ease.errors import UserError
@@ -120,7 +122,23 @@ class AtSites(Compared):
             similar,
             {name: {"log_odds": each} for name, each in odds.items()},
             self._pairs(shown(looks)) if self.few else (),
+            relative_test(odds),
+            () if self.few else stratified(odds, self._strata),
         )
+
+    @cached_property
+    def _strata(self) -> dict[str, np.ndarray]:
+        return strata(self.world.server.membership.clients, [pair_id for _, pair_id in self._named])
+
+    @cached_property
+    def _named(self) -> list[tuple[Holding, str]]:
+        """Forget pairs in the order in which sites report them."""
+        return [
+            (holding, pair_id)
+            for _, holding in sorted(self._asked.items())
+            for pair_id, named in zip(holding.train_ids, forget_mask(self.request, holding), strict=True)
+            if named
+        ]
 
     def gallery(self) -> Gallery:
         """Of the test pairs, whose recall the server measures."""
@@ -247,12 +265,6 @@ class AtSites(Compared):
 
     def _pairs(self, looks: Mapping[str, SiteLook]) -> tuple[PairRecord, ...]:
         """Where each of a few pairs stands under each model."""
-        asked = [
-            (holding, pair_id)
-            for _, holding in sorted(self._asked.items())
-            for pair_id, named in zip(holding.train_ids, forget_mask(self.request, holding), strict=True)
-            if named
-        ]
         numbers = {name: {each: look.all("forget", each) for each in TOLD} for name, look in looks.items()}
 
         def of(number: str, row: int) -> dict[str, float]:
@@ -266,7 +278,7 @@ class AtSites(Compared):
                 margin=of("margin", row),
                 log_odds=of("log_odds", row),
             )
-            for row, (holding, pair_id) in enumerate(asked)
+            for row, (holding, pair_id) in enumerate(self._named)
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ease.audit.attacks import Attacker
 from ease.audit.measurements import Instruments, Measured, retrieval, shown
 from ease.audit.records import PairRecord
+from ease.audit.relative import relative_test
 from ease.audit.verdict import Measure, Verdict
 from ease.measures.ranks import Standing, standing
 from ease.measures.retrieval import GalleryRecall
@@ -69,7 +70,8 @@ class OneByOne(Instruments):
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)
         similar = {name: place.similar for name, place in places.items()}
         reads = {name: {"log_odds": place.log_odds} for name, place in places.items()}
-        return Measured(measures, verdict, "", {}, {}, similar, reads, self._pairs(shown(places)))
+        relative = relative_test({name: place.log_odds for name, place in places.items()})
+        return Measured(measures, verdict, "", {}, {}, similar, reads, self._pairs(shown(places)), relative)
 
     @cached_property
     def _places(self) -> dict[str, Place]:

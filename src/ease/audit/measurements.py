@@ -14,9 +14,11 @@ from ease.audit.config import AuditConfig
 from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.joint import JointTest
 from ease.audit.records import AttackRecord, Gallery, PairRecord
+from ease.audit.relative import RelativeTest, relative_test
 from ease.audit.relearn import Curve, Watch, relearn
 from ease.audit.shadow_runs import gauge_of
 from ease.audit.statistic import Gauge
+from ease.audit.strata import Stratum, strata, stratified
 from ease.audit.subjects import Readings, Subjects
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.measures.alignment import alignment_residual
@@ -52,6 +54,8 @@ class Measured:
     reads: Mapping[str, Readings]
     pairs: tuple[PairRecord, ...] = ()
     """Of a few forget pairs, each by itself."""
+    relative: RelativeTest | None = None
+    strata: tuple[Stratum, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,24 @@ class Instruments(Compared):
             taught: {name: look.curves[taught] for name, look in shown(looks).items() if look.curves}
             for taught in looks["unlearned"].curves
         }
-        return Measured(measures, verdict, found.attack, attacks, relearning, similar, reads)
+        odds = self._forget_odds(reads)
+        return Measured(
+            measures,
+            verdict,
+            found.attack,
+            attacks,
+            relearning,
+            similar,
+            reads,
+            relative=relative_test(odds),
+            strata=stratified(odds, self._strata),
+        )
+
+    @cached_property
+    def _strata(self) -> dict[str, np.ndarray]:
+        ids, members = self.world.evaluator.pairs.ids, self.subjects.candidates.members
+        chosen = [ids[position] for position in self.subjects.candidates.positions[:members].tolist()]
+        return strata(self.world.server.membership.clients, chosen)
 
     @cached_property
     def _known(self) -> dict[str, Look]:

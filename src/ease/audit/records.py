@@ -4,7 +4,9 @@ from typing import ClassVar, Literal
 
 from ease.audit.config import AuditConfig
 from ease.audit.membership import Estimate, OperatingPoint
+from ease.audit.relative import RelativeTest
 from ease.audit.relearn import Curve
+from ease.audit.strata import Stratum
 from ease.audit.verdict import Verdict
 from ease.config import Config
 from ease.requests.request import Request
@@ -106,6 +108,10 @@ class AuditRecord(MethodRecord):
     """Model -> cosine of picture and caption of each forget pair."""
     pairs: tuple[PairRecord, ...] = ()
     """Of a request of few pairs, each pair by itself."""
+    relative: RelativeTest | None = None
+    """Whether the result is closer to retrained models or to the trained one; None with too few models or no signal."""
+    strata: tuple[Stratum, ...] = ()
+    """The same of forget pairs of rare classes and of small clients."""
     costs: Costs
     warnings: tuple[str, ...]
     not_tested: tuple[str, ...]

@@ -156,6 +156,8 @@ class Audit:
                 for name in ("trained", "unlearned", "retrain")
             },
             pairs=found.pairs,
+            relative=found.relative,
+            strata=found.strata,
             costs=self._costs(),
             warnings=tuple(self._caveats(found)),
             not_tested=(*self._gaps(), *NOT_TESTED),

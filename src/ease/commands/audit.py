@@ -67,6 +67,11 @@ class AuditSummary:
             border_style="green" if verdict.passed else "yellow",
         )
         yield from (labelled("next", step, "bold") for step in self.next_steps)
+        if found.relative is not None:
+            yield labelled("relative", found.relative.words, "bold")
+        for each in found.strata:
+            told = each.test.words if each.test else f"{each.pairs} pairs, too few to see anything"
+            yield labelled(each.name, told, "bold")
         yield from self._measured() if verdict.identity is None else [identity_table(verdict.identity)]
         costs = [_cost(name, price) for name, price in found.costs.totals.items()]
         yield table("Cost", ["", "answer", "retrain", "ratio"], costs)

@@ -149,7 +149,7 @@ def request_seconds(clients: int, rounds: int, threads: int) -> float:
         state.save(history.initial_path, durable=False)
         for number in range(1, rounds + 1):
             state = state * 0.99
-            history.append(Round(number, state, tuple(Update(client, 4, state) for client in range(clients))), {})
+            history.append(Round(number, state, tuple(Update(client, 4, state) for client in range(clients))))
         trained = Trained(history, setting.training, setting.temperature, 0)
         return best(lambda: contribution_of(trained, ClientRequest(clients=(1,)), engine))
 

@@ -82,7 +82,7 @@ def row(world: World, name: str, hostile: int, folder: Path) -> dict[str, str]:
     for finished in fedavg(
         history.initial(), checked(world.federation, training), training, config.seed, config.model.temperature
     ):
-        history.append(finished, {})
+        history.append(finished)
     state = history.state(training.rounds)
 
     def recall(params: Params, part: str = "seen") -> str:

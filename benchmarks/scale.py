@@ -77,7 +77,7 @@ def measure(clients: int, rounds: int) -> dict[str, Any]:
         rest = fedavg(start, Metered(sound), setting.training, setting.seed, setting.temperature)
         began = time.process_time()
         for finished in rest:
-            history.append(replace(finished, rejected=sound.left_out()), {})
+            history.append(replace(finished, rejected=sound.left_out()))
             found["seconds"].append(time.process_time() - began)
             found["bytes"].append(resident())
             if finished.number in LOOKS:

@@ -170,8 +170,8 @@ def retraining_of(run: Run, first: History, pairs: int, clients: int) -> Spent:
     """What a retraining with so many pairs and clients costs: every pair in each epoch of each round."""
     training, rounds = run.config.training, range(1, first.rounds() + 1)
     records = [first.record(number) for number in rounds]
-    sent = sum(record["bytes_up"] + record["bytes_down"] for record in records)
-    there = sum(len(record["pairs"]) for record in records) / len(records)
+    sent = sum(record.bytes_up + record.bytes_down for record in records)
+    there = sum(len(record.pairs) for record in records) / len(records)
     return Spent(pairs * len(rounds) * training.local_epochs, sent * min(1.0, clients / there), len(rounds))
 
 

@@ -31,7 +31,7 @@ from ease.errors import UserError
 from ease.federation.codec import decode_job, decode_state, decode_update, encode_job, encode_state, encode_update
 from ease.federation.fedavg import Round
 from ease.federation.history import History
-from ease.federation.lock import Lock
+from ease.federation.lock import LockMessage
 from ease.federation.protocol import LocalJob, Optimiser, Replay, Update
 from ease.model.peft import Adapter, read_adapter, write_adapter
 from ease.params import Block, Params
@@ -262,7 +262,7 @@ def tensors(folder: Path) -> None:
 def history(folder: Path) -> None:
     written = History(folder, durable=False)
     state().save(written.initial_path)
-    written.append(Round(1, state(), (Update(3, 5, state()),)), {})
+    written.append(Round(1, state(), (Update(3, 5, state()),)))
 
 
 def read_history(folder: Path) -> object:
@@ -386,7 +386,7 @@ def test_many_files_of_strangers_are_read_or_refused(tmp_path: Path, name: str, 
 def messages() -> dict[str, tuple[Callable[[bytes], object], bytes]]:
     """A decoder of each kind of message and a valid one; what a job refers to comes with it unaltered."""
     optimiser = Optimiser(learning_rate=0.1)
-    lock = Lock(0.25, state())
+    lock = LockMessage(0.25, state())
     job = LocalJob(
         round=1, seed=0, stream="x", optimiser=optimiser, epochs=1, batch_size=2, temperature=0.1,
         request=SampleRequest(ids=("a",)), lock=lock, replays=(Replay(1, state(), 0.5, 0, (3,)),), inbox={3: b"letter"},
@@ -396,7 +396,7 @@ def messages() -> dict[str, tuple[Callable[[bytes], object], bytes]]:
     return {
         "state": (decode_state, encode_state(state())),
         "update": (decode_update, encode_update(update)),
-        "lock": (Lock.decode, lock.encode()),
+        "lock": (LockMessage.decode, lock.encode()),
         "job": (lambda data: decode_job(data, parts), sent),
     }
 

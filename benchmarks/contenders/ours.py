@@ -39,7 +39,7 @@ def main() -> None:
         for finished in fedavg(start, sound, setting.training, setting.seed, setting.temperature):
             assert not finished.clipped and not finished.rejected
             if with_history:
-                history.append(finished, {})
+                history.append(finished)
             yield dict(finished.state.tensors)
 
     serve(folder, f"ours_{kind}" + ("_history" if with_history else ""), rounds)

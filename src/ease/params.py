@@ -1,6 +1,7 @@
 """The trainable state of a model as a value: named tensors grouped in blocks, each with modality and kind."""
 
 import builtins
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ease.errors import UserError
-from ease.storage import read_noted, tensor_bytes, tensors_in, write_tensors
+from ease.storage import RESTORE, read_noted, tensor_bytes, tensors_in, write_atomic
 
 Modality = Literal["image", "text"]
 Kind = Literal["lora", "projector", "closed_form", "sums"]
@@ -121,9 +122,11 @@ class Params:
         """A block's tensors as one flat vector."""
         return torch.cat([self[name].flatten() for name in block.tensors])
 
-    def save(self, path: Path, durable: bool = True, about: Mapping[str, Any] | None = None) -> None:
-        """Write the state; `about` travels in the header for other readers."""
-        write_tensors(path, dict(self.tensors), {**(about or {}), **self._note()}, durable)
+    def save(self, path: Path, durable: bool = True, about: Mapping[str, Any] | None = None) -> str:
+        """Write the state and return the file's SHA-256; `about` is stored in the header for other readers."""
+        content = tensor_bytes(dict(self.tensors), {**(about or {}), **self._note()})
+        write_atomic(path, content, durable)
+        return hashlib.sha256(content).hexdigest()
 
     def file_bytes(self) -> builtins.bytes:
         """What `save` writes."""
@@ -140,9 +143,12 @@ class Params:
         return {"blocks": [vars(block) for block in self.blocks]}
 
     @classmethod
-    def load(cls, path: Path) -> "Params":
-        """Read a state. The file gives its tensors in any order, and sums over them must always go the same way."""
-        tensors, note = read_noted(path)
+    def load(cls, path: Path, sha256: str | None = None, remedy: str = RESTORE) -> "Params":
+        """Read a state and check it against its recorded SHA-256, or against its own seal if none is given.
+
+        Tensors are put in the order of the blocks, so that sums over them are reproducible.
+        """
+        tensors, note = read_noted(path, sha256, remedy)
         blocks = blocks_of(path, note, tensors)
         return cls({name: tensors[name] for block in blocks for name in block.tensors}, blocks)
 

@@ -303,20 +303,27 @@ def read_tensors(path: Path, sealed: bool = True) -> "dict[str, torch.Tensor]":
     return _read_tensors(path, sealed)[0]
 
 
-def read_noted(path: Path) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-    """Tensors with the note that was written beside them."""
-    tensors, content = _read_tensors(path, sealed=True)
+def read_noted(
+    path: Path, sha256: str | None = None, remedy: str = RESTORE
+) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+    """Tensors and the note in their header, checked against a recorded SHA-256 or else against the file's own seal."""
+    tensors, content = _read_tensors(path, sealed=True, sha256=sha256, remedy=remedy)
     try:
         return tensors, _note_in(content)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its header has no note; the file was altered, restore it") from error
 
 
-def _read_tensors(path: Path, sealed: bool) -> "tuple[dict[str, torch.Tensor], bytes]":
+def _read_tensors(
+    path: Path, sealed: bool, sha256: str | None = None, remedy: str = RESTORE
+) -> "tuple[dict[str, torch.Tensor], bytes]":
     from safetensors.torch import load
 
     content = _content(path)
-    if sealed:
+    if sha256 is not None:
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise UserError(f"{path}: damaged (its hash is not the recorded one); {remedy}")
+    elif sealed:
         _check_seal(path, content)
     try:
         return load(content), content

@@ -331,8 +331,8 @@ def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
     ]
     for rounds in together(world, federations, ["shadow-0", "shadow-1"], training):
         for history, finished in zip(histories, rounds, strict=True):
-            history.append(finished, {})
-    assert [len(history.record(2)["updates"]) for history in histories] == [updates] * 2
+            history.append(finished)
+    assert [len(history.record(2).updates) for history in histories] == [updates] * 2
     asked = [shadow_request(request, candidates, candidates.included(n, 0)) for n in (0, 1)]
     orders = [Order(0, f"shadow-{n}") for n in (0, 1)]
     shadows = [

@@ -68,7 +68,7 @@ def trained_by(engine: Sequential, folder: Path) -> Trained:
     history = History(folder, durable=False)
     start.save(history.initial_path, durable=False)
     for finished in fedavg(start, engine, TRAINING, 3, 0.07):
-        history.append(finished, {})
+        history.append(finished)
     return Trained(history, TRAINING, 0.07, 3)
 
 

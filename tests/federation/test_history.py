@@ -25,8 +25,8 @@ def a_round(toy_params, number: int, clients=(0, 3)) -> Round:
 def history(tmp_path: Path, toy_params) -> History:
     made = History(tmp_path)
     toy_params(seed=0).save(made.initial_path)
-    made.append(a_round(toy_params, 1), {"bytes_up": 5})
-    made.append(a_round(toy_params, 2, clients=(3,)), {})
+    made.append(a_round(toy_params, 1), bytes_up=5)
+    made.append(a_round(toy_params, 2, clients=(3,)))
     return made
 
 
@@ -41,8 +41,8 @@ def test_everything_comes_back_exactly(history, toy_params) -> None:
     assert same(history.update(1, 3).change, toy_params(seed=13)) and history.update(1, 3).pairs == 4
     assert history.clients(1) == [0, 3] and history.columns(2) == [(1, 0), (1, 3), (2, 3)]
     record = history.record(1)
-    assert record["pairs"] == {"0": 1, "3": 4} and record["rejected"] == {"7": "it is late"}
-    assert record["loss"] == 1.0 and record["bytes_up"] == 5
+    assert record.pairs == {0: 1, 3: 4} and record.rejected == {7: "it is late"}
+    assert record.loss == 1.0 and record.bytes_up == 5
     history.verify()
 
 
@@ -58,7 +58,7 @@ def test_a_round_without_its_record_does_not_exist_and_is_written_anew(history, 
     (folder / "round.json").unlink()
     (folder / "left.safetensors").write_bytes(b"half a fi")
     assert history.rounds() == 1
-    history.append(a_round(toy_params, 2, clients=(3,)), {})
+    history.append(a_round(toy_params, 2, clients=(3,)))
     assert history.rounds() == 2
     assert sorted(path.name for path in folder.iterdir()) == [
         "round.json",
@@ -81,7 +81,7 @@ def test_a_failed_append_leaves_no_part_of_a_round(history, toy_params, monkeypa
     file_bytes = Params.file_bytes
     monkeypatch.setattr(Params, "file_bytes", full)
     with pytest.raises(UserError, match="no space"):
-        history.append(a_round(toy_params, 3), {})
+        history.append(a_round(toy_params, 3))
     assert history.rounds() == 2 and not history.state_path(3).parent.exists()
     history.verify()
 
@@ -110,7 +110,7 @@ def test_a_damaged_record_is_named(history) -> None:
 def test_equal_rounds_have_equal_bytes(history, toy_params, tmp_path) -> None:
     again = History(tmp_path / "again")
     toy_params(seed=0).save(again.initial_path)
-    again.append(a_round(toy_params, 1), {"bytes_up": 5})
+    again.append(a_round(toy_params, 1), bytes_up=5)
     one, two = (each.state_path(1).parent for each in (history, again))
     for path in one.iterdir():
         assert path.read_bytes() == (two / path.name).read_bytes()
@@ -153,7 +153,7 @@ def test_a_round_of_many_clients_is_three_files_and_a_few_waits_for_the_disk(toy
     monkeypatch.setattr(os, "fsync", synced.append)
     history = History(tmp_path / "many")
     toy_params(seed=0).save(history.initial_path)
-    history.append(a_round(toy_params, 1, clients=tuple(range(count))), {})
+    history.append(a_round(toy_params, 1, clients=tuple(range(count))))
     # Three new folders, each of which waits for the one above it; four files, each for itself and for its folder.
     assert len(list(history.state_path(1).parent.iterdir())) == 3 and len(synced) == 3 * 1 + 4 * 2
     assert sorted(history.clients(1)) == list(range(count))
@@ -165,15 +165,15 @@ def test_a_round_of_many_clients_is_three_files_and_a_few_waits_for_the_disk(toy
 def test_a_history_without_updates_holds_global_states_alone(tmp_path: Path, toy_params) -> None:
     history = History(tmp_path, updates=False)
     toy_params(seed=0).save(history.initial_path)
-    record = history.append(a_round(toy_params, 1), {})
+    record = history.append(a_round(toy_params, 1))
     assert {path.name for path in (tmp_path / "rounds" / "00001").iterdir()} == {"round.json", "state.safetensors"}
-    assert record["pairs"] == {"0": 1, "3": 4} and list(record["sha256"]) == ["state.safetensors"]
+    assert record.pairs == {0: 1, 3: 4} and list(record.sha256) == ["state.safetensors"]
     assert history.clients(1) == [0, 3] and history.columns(1) == [(1, 0), (1, 3)]
     history.verify()
     for name, tensor in history.moved(1).tensors.items():
         assert tensor.dtype == torch.float64
         assert torch.equal(tensor, toy_params(seed=1)[name].double() - toy_params(seed=0)[name].double())
-    for read in (lambda: history.update(1, 0), lambda: history.verify_update(1, 0), history.require_updates):
+    for read in (lambda: history.update(1, 0), history.require_updates):
         with pytest.raises(UserError, match=r"keeps updates at its clients .*training\.history = \"server\""):
             read()
 
@@ -183,7 +183,7 @@ def test_a_state_before_it_was_held_is_kept_for_it_tells_the_mean(tmp_path: Path
     for updates in (True, False):
         history = History(tmp_path / str(updates), updates=updates)
         toy_params(seed=0).save(history.initial_path)
-        history.append(held, {})
+        history.append(held)
         assert (history.folder / "rounds/00001/averaged.safetensors").is_file()
     after = toy_params(seed=5) - toy_params(seed=0)
     assert all(torch.allclose(history.moved(1)[name].float(), after[name]) for name in after.tensors)
@@ -206,19 +206,19 @@ def test_a_record_tells_how_long_its_updates_are_and_how_far_they_moved_the_mode
     finished = averaged(toy_params)
     history = History(tmp_path)
     toy_params(seed=0).save(history.initial_path)
-    record = history.append(finished, {})
-    assert list(record["clipped"]) == ["3"]
+    record = history.append(finished)
+    assert list(record.clipped) == [3]
     for update in finished.updates:
-        assert record["updates"][str(update.client)]["length"] == pytest.approx(update.change.norm())
-        assert history.update_length(1, update.client) == record["updates"][str(update.client)]["length"]
-    assert history.moved_length(1) == record["moved"] == pytest.approx(history.moved(1).norm(), rel=1e-5)
+        assert record.updates[update.client].length == pytest.approx(update.change.norm())
+        assert history.update_length(1, update.client) == record.updates[update.client].length
+    assert history.moved_length(1) == record.moved == pytest.approx(history.moved(1).norm(), rel=1e-5)
     (tmp_path / "rounds/00001/updates.bin").unlink()  # neither is read for it
     (tmp_path / "rounds/00001/state.safetensors").unlink()
     assert history.update_length(1, 0) and history.moved_length(1)
 
 
 def test_lengths_that_no_record_tells_are_read_off(history) -> None:
-    assert "moved" not in history.record(1)
+    assert history.record(1).moved is None
     assert history.moved_length(1) == history.moved(1).norm()
     assert history.update_length(1, 3) == history.update(1, 3).change.norm()
 
@@ -228,7 +228,7 @@ def test_lengths_that_no_record_tells_are_read_off(history) -> None:
 def test_a_length_that_nothing_has_is_refused(tmp_path, toy_params, name: str, length: str) -> None:
     history = History(tmp_path)
     toy_params(seed=0).save(history.initial_path)
-    history.append(averaged(toy_params), {})
+    history.append(averaged(toy_params))
     record = json.loads(history.record_path(1).read_text())
     (record if name == "moved" else record["updates"]["0"])[name] = json.loads(length)
     write_json(history.record_path(1), {key: value for key, value in record.items() if key != "seal"})
@@ -238,9 +238,10 @@ def test_a_length_that_nothing_has_is_refused(tmp_path, toy_params, name: str, l
 
 def test_a_round_that_began_from_another_state_is_not_repeated_from_this_one(history, toy_params) -> None:
     toy_params(seed=9).save(history.state_path(1))
-    assert same(history.state(1), toy_params(seed=9))  # whole, and yet not the one
-    with pytest.raises(UserError, match=r"rounds/00001/state\.safetensors: damaged"):
-        history.start(2)
+    assert same(Params.load(history.state_path(1)), toy_params(seed=9))  # an undamaged file, but another one
+    for read in (lambda: history.state(1), lambda: history.start(2)):
+        with pytest.raises(UserError, match=r"rounds/00001/state\.safetensors: damaged"):
+            read()
 
 
 # --- many rounds, little space ---
@@ -258,7 +259,7 @@ def chained(folder: Path, toy_params, rounds: int, held: tuple[int, ...] = (), b
             toy_params(seed=100 + number).save(start)
         if number in held:
             finished = replace(finished, averaged=toy_params(seed=200 + number))
-        made.append(finished, {}, start)
+        made.append(finished, start=start)
     return made
 
 
@@ -294,7 +295,7 @@ def test_half_the_space_keeps_eleven_bits_of_every_value(tmp_path, toy_params, s
     update = Update(4, 2, change, {"loss": torch.tensor(1.0)})
     stored = History(tmp_path, half=True)
     toy_params(seed=0).save(stored.initial_path)
-    stored.append(Round(1, toy_params(seed=1), (update,)), {})
+    stored.append(Round(1, toy_params(seed=1), (update,)))
     stored.verify()
     found = History(tmp_path).update(1, 4).change  # whoever reads it need not know
     largest = max(float(tensor.abs().max()) for tensor in change.tensors.values())
@@ -308,17 +309,17 @@ def test_half_the_space_keeps_eleven_bits_of_every_value(tmp_path, toy_params, s
 def test_nothing_at_all_can_be_halved(tmp_path, toy_params) -> None:
     stored = History(tmp_path, half=True)
     toy_params(seed=0).save(stored.initial_path)
-    stored.append(Round(1, toy_params(seed=1), (Update(0, 1, toy_params(0.0)),)), {})
+    stored.append(Round(1, toy_params(seed=1), (Update(0, 1, toy_params(0.0)),)))
     assert same(History(tmp_path).update(1, 0).change, toy_params(0.0))
 
 
-@pytest.mark.parametrize("exponent", [301, -301, 1.5, "1", True, None])
+@pytest.mark.parametrize("exponent", [301, -301, 1.5, "1", True])
 def test_a_power_that_no_update_has_is_refused(tmp_path, toy_params, exponent) -> None:
     from ease.storage import read_json, write_json
 
     stored = History(tmp_path, half=True)
     toy_params(seed=0).save(stored.initial_path)
-    stored.append(a_round(toy_params, 1), {})
+    stored.append(a_round(toy_params, 1))
     record = read_json(stored.record_path(1))
     record["updates"]["0"]["exponent"] = exponent
     write_json(stored.record_path(1), record)

@@ -135,7 +135,7 @@ def test_nodes_give_the_bytes_of_one_process(
 def digests(folder: Path, config: RunConfig, wanted: Request) -> list[str]:
     """Hash of every state of a run: its rounds, and each step of a client's and a sample request."""
     run = Run.create(folder, config)
-    found = [record["sha256"]["state.safetensors"] for record in run.train(open_world(run))]
+    found = [run.history.state_sha256(each.number) for each in run.train(open_world(run))]
     found += [hashed(step.state) for step, _ in forget(run, open_world(run), wanted, make_method("ease"), False)]
     release(run, next((run.folder / "requests").iterdir()).name)
     for request in (ClassRequest(classes=(0,)), ClientRequest(clients=(2,))):  # what was closed is gone at the nodes
@@ -728,13 +728,13 @@ def test_a_node_that_is_killed_is_named_and_its_request_waits_for_it(
     run = Run.create(tmp_path / "killed", there)
     world = run.hosted(open_world(run))
     world.federation.line = Killing(world.federation.line.paths, nodes[1], 1, b'"round":2')  # type: ignore[attr-defined]
-    records = {}
-    for record in run.train(world):
-        records[record["round"]] = record
-        if record["round"] == 2:
+    rejected = {}
+    for finished in run.train(world):
+        rejected[finished.number] = finished.rejected
+        if finished.number == 2:
             nodes[1] = processes(1)
-    assert {number: list(record["rejected"]) for number, record in records.items()} == {1: [], 2: ["1"], 3: []}
-    assert "its node went away" in records[2]["rejected"]["1"]
+    assert {number: list(each) for number, each in rejected.items()} == {1: [], 2: [1], 3: []}
+    assert "its node went away" in rejected[2][1]
     # In a replay, client 0, of a run that nothing happened to.
     runs = {}
     for name, config in (("here", here), ("there", there)):

@@ -93,7 +93,7 @@ def past(toy_params, tmp_path):
         for number, changes in enumerate(rounds, start=1):
             updates = [Update(c, c + 1, delta) for c, delta in changes.items()]
             finished = average(state, updates, config, number, clip=False)
-            history.append(finished, {})
+            history.append(finished)
             state = finished.state
         return Trained(history, config, temperature=0.07, seed=0)
 

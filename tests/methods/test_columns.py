@@ -28,7 +28,7 @@ def test_a_stored_update_of_trained_factors_is_the_change_of_their_product(tmp_p
     )
     history = History(tmp_path)
     start.save(history.initial_path)
-    history.append(Round(1, start + change, (Update(0, 1, change),)), {})
+    history.append(Round(1, start + change, (Update(0, 1, change),)))
     column = StoredUpdate(history, 1, 0).column(block)
     expected = displacement(block, start + change, start)
     after = start + change

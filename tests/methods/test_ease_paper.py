@@ -10,7 +10,7 @@ from tests.fixtures import SMALL, Learnt, learn
 
 from ease.errors import UserError
 from ease.federation.local import train
-from ease.federation.lock import Lock, pack_directions
+from ease.federation.lock import LockMessage, pack_directions
 from ease.federation.meter import Metered
 from ease.federation.objectives import embed_states
 from ease.federation.protocol import LocalJob
@@ -325,8 +325,8 @@ def test_retained_directions_lose_at_most_delta_squared(world: Learnt, delta: fl
 # --- the lock in local training ---
 
 
-def locked_job(learnt: Learnt, strength: float, **changes: object) -> tuple[LocalJob, Lock]:
-    lock = Lock(strength, learnt.trained.initial, pack_directions(bases_of(learnt)))
+def locked_job(learnt: Learnt, strength: float, **changes: object) -> tuple[LocalJob, LockMessage]:
+    lock = LockMessage(strength, learnt.trained.initial, pack_directions(bases_of(learnt)))
     job = learnt.trained.training.job(1, 0, 0.07, "x", request=CLIENT, data="retain", lock=lock, **changes)
     return job, lock
 

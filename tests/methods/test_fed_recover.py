@@ -42,7 +42,7 @@ def train(federation, start: Params, folder, rounds: int, clients) -> tuple[Trai
     state = start
     for number in range(1, rounds + 1):
         finished = average(state, federation.run(state, config.job(number, 0, 0.07), clients), config, number)
-        history.append(finished, {})
+        history.append(finished)
         state = finished.state
     return Trained(history, config, temperature=0.07, seed=0), state
 

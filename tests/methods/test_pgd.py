@@ -16,8 +16,8 @@ CLIENT = ClientRequest(clients=(1,))
 def last_models(learnt, clients: list[int]) -> Params:
     """The mean of the clients' own models after the last round, by pairs: computed from all their stored updates."""
     history, last = learnt.trained.history, learnt.trained.training.rounds
-    pairs = history.record(last)["pairs"]
-    updates = [(pairs[str(client)], history.update(last, client).change) for client in clients]
+    pairs = history.pairs(last)
+    updates = [(pairs[client], history.update(last, client).change) for client in clients]
     return history.state(last - 1) + weighted_mean(updates)
 
 
@@ -44,24 +44,24 @@ def test_with_equal_weights_it_is_the_papers_formula(learnt) -> None:
 class LastRound:
     """A history whose last round was made by other clients than the rest."""
 
-    def __init__(self, history, pairs: dict[str, int]) -> None:
-        self.history, self.pairs = history, pairs
+    def __init__(self, history, pairs: dict[int, int]) -> None:
+        self.history, self.made_by = history, pairs
 
     def __getattr__(self, name: str):
         return getattr(self.history, name)
 
-    def record(self, number: int):
-        return {**self.history.record(number), "pairs": self.pairs}
+    def pairs(self, number: int):
+        return self.made_by
 
 
 def test_a_client_that_was_not_drawn_has_nothing_to_subtract(learnt) -> None:
-    trained = replace(learnt.trained, history=LastRound(learnt.trained.history, {"0": 5, "2": 5}))
+    trained = replace(learnt.trained, history=LastRound(learnt.trained.history, {0: 5, 2: 5}))
     rest = without_clients(trained, (1,))
     assert all(torch.equal(rest[name], trained.final[name]) for name in rest.tensors)
 
 
 def test_if_no_one_else_was_drawn_the_round_is_undone(learnt) -> None:
-    trained: Trained = replace(learnt.trained, history=LastRound(learnt.trained.history, {"1": 5}))
+    trained: Trained = replace(learnt.trained, history=LastRound(learnt.trained.history, {1: 5}))
     rest, start = without_clients(trained, (1,)), trained.history.state(trained.training.rounds - 1)
     assert all(torch.equal(rest[name], start[name]) for name in rest.tensors)
 

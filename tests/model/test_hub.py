@@ -393,7 +393,7 @@ def test_a_whole_run(checkpoint, small, tmp_path: Path, family: str) -> None:
     config = load_config(None, (*small, "model.lora=ffa", *own))
     world, request, method = World.open(config), ClientRequest(clients=(1,)), make_method("ease")
     run = Run.create(tmp_path / "run", config)
-    losses = [record["loss"] for record in run.train(world)]
+    losses = [finished.loss for finished in run.train(world)]
     assert len(losses) == 2 and losses[1] < losses[0]
     steps = list(forget(run, world, request, method))
     state = answer_of(run, request, method).model()

@@ -82,7 +82,7 @@ def test_a_client_joins_with_its_consent_and_further_rounds_train_with_it(ease, 
     told(ease, "train", "--resume", run, "--until", 4)
     history = Run.load(run).history
     assert [history.clients(number) for number in (1, 2, 3, 4)] == [[0, 1, 2]] * 2 + [[0, 1, 2, 3]] * 2
-    assert history.record(3)["pairs"]["3"] == 10
+    assert history.pairs(3)[3] == 10
     states = [history.state(number)["image.projector.0.weight"].numpy().tobytes() for number in (2, 3, 4)]
     told(ease, "train", "--resume", run, "--until", 4)  # the same again changes nothing
     assert history.rounds() == 4

@@ -50,7 +50,7 @@ def closed(ease, folder: Path, *options: object) -> None:
 def implied(folder: Path, number: int) -> float:
     """What is missing from a round: how far its mean lies from that of the updates it is said to be made of."""
     history = Run.load(folder).history
-    weights = {client: float(count) for client, count in history.record(number)["pairs"].items()}
+    weights = {client: float(count) for client, count in history.pairs(number).items()}
     moved = history.moved(number)
     mean = {name: np.zeros(tuple(tensor.shape)) for name, tensor in moved.tensors.items()}
     for client, weight in weights.items():
@@ -80,7 +80,7 @@ def test_a_clients_updates_go_and_nothing_gives_them_back(ease, folder: Path) ->
     history.verify()
     for number in (1, 2, 3):
         assert history.clients(number) == [0, 2, 3] and implied(folder, number) < ROUNDING
-        assert str(1) not in history.record(number)["updates"]
+        assert 1 not in history.record(number).updates
     # What is left is the model without the client's contribution.
     expected = trained.final - found.total
     for name, tensor in history.state(3).tensors.items():
@@ -110,7 +110,7 @@ def test_updates_that_forgotten_pairs_were_in_are_made_again_without_them(ease, 
     left = sum(float((history.state(3)[name] - expected[name]).double().square().sum()) for name in expected.tensors)
     assert left**0.5 < 2e-3 * far  # replays travel in half precision
     now = {shard.client: len(shard.train) for shard in open_world(Run.load(folder)).shards}
-    assert {int(c): n for c, n in history.record(1)["pairs"].items()} == now
+    assert history.pairs(1) == now
     assert max(implied(folder, number) for number in (1, 2, 3)) < ROUNDING
 
 
@@ -229,7 +229,7 @@ def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place
     world = open_world(Run.load(run))
     assert not {*names, *leaving} & set(world.evaluator.pairs.ids)
     assert more_rounds(ease, run, 4).code == 0
-    assert Run.load(run).history.record(4)["pairs"]["0"] == len(membership.clients[0].train_ids) - 3
+    assert Run.load(run).history.pairs(4)[0] == len(membership.clients[0].train_ids) - 3
     result = told(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "again")
     assert all(each.startswith(PREFIX) for each in result["request"]["ids"])
     assert "nothing left to forget" in told(ease, "work", run)["finished"][0]["why"]

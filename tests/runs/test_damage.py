@@ -174,7 +174,10 @@ def test_a_round_that_began_from_another_state_is_refused(run: Run) -> None:
     path = history.state_path(1)
     (Params.load(path) * 2.0).save(path)
     record = history.record(1)
-    write_json(path.parent / "round.json", {**record, "sha256": {**record["sha256"], path.name: sha256(path)}})
+    write_json(
+        path.parent / "round.json",
+        {**record.model_dump(mode="json"), "sha256": {**record.sha256, path.name: sha256(path)}},
+    )
     with pytest.raises(UserError, match=f"{path}: not the state that round 2 began from"):
         History(run.folder).verify()
 
@@ -190,13 +193,13 @@ def test_a_flipped_count_of_pairs_is_refused(world, run: Run) -> None:
 def test_a_removed_update_can_be_computed_from_what_is_left(run: Run) -> None:
     """So removing it deletes nothing, and no page may say that it does."""
     history = run.history
-    removed, path, place = history.update(2, 1).change, history.update_path(2, 1), history.record(2)["updates"]["1"]
+    removed, path, place = history.update(2, 1).change, history.update_path(2, 1), history.record(2).updates[1]
     content = bytearray(path.read_bytes())
-    content[place["offset"] : place["offset"] + place["bytes"]] = bytes(place["bytes"])
+    content[place.offset : place.offset + place.bytes] = bytes(place.bytes)
     path.write_bytes(content)
     with pytest.raises(UserError, match="damaged"):
         history.update(2, 1)
-    pairs = {int(client): count for client, count in history.record(2)["pairs"].items()}
+    pairs = history.pairs(2)
     moved = history.state(2) - history.state(1)
     others = [history.update(2, client).change * pairs[client] for client in pairs if client != 1]
     rest = sum(others[1:], others[0])

@@ -191,7 +191,7 @@ def test_engines_and_threads_give_the_same_bytes(tmp_path: Path, shared_cache) -
             torch.set_num_threads(threads)
             run, world = trained(tmp_path / f"{engine}-{threads}", f"engine={engine}")
             record = run.history.record(1)
-            found.append((record["sha256"], record["ridge"], *answered(run, kinds(world)["class"], "exact")))
+            found.append((record.sha256, record.ridge, *answered(run, kinds(world)["class"], "exact")))
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
@@ -240,7 +240,7 @@ def secure(runs: dict[str, Path], tmp_path: Path) -> Site:
 
 def test_secure_training_gives_the_bytes_of_plain_training(runs: dict[str, Path]) -> None:
     plain, secure = (Run.load(runs[name]).history for name in ("client", "secure"))
-    assert plain.record(1)["sha256"] == secure.record(1)["sha256"]
+    assert plain.record(1).sha256 == secure.record(1).sha256
     assert plain.ridge(1) == secure.ridge(1) and plain.pairs(1) == secure.pairs(1)
     assert not secure.updates and not secure.update_path(1, 0).exists()
 
@@ -543,7 +543,7 @@ def forge(run: Run, stored: StoredAnswer, step) -> None:
     """Put another result in the place of an answer, with records that fit it."""
     history = rounds_of(run, stored)
     shutil.rmtree(stored.rounds_path)
-    history.append(step.round, {"bytes_down": 0, "bytes_up": 0})
+    history.append(step.round)
     step.state.save(stored.model_path)
     record = stored.record()
     files = {**record.files, "model.safetensors": sha256(stored.model_path)}
@@ -666,7 +666,7 @@ def test_nodes_give_the_bytes_of_one_process(tmp_path: Path, shared_cache, more:
         there, _ = trained(tmp_path / "there", "engine=nodes", f"federation={sockets}", *more)
         for run in (here, there):
             answered(run, kinds(world)["samples"], "exact")
-        assert there.history.record(1)["sha256"] == here.history.record(1)["sha256"]
+        assert there.history.record(1).sha256 == here.history.record(1).sha256
         assert there.history.ridge(1) == here.history.ridge(1)
         for kind in ("client", "class", "a client and pairs"):
             request = kinds(world)[kind]

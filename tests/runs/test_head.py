@@ -181,7 +181,7 @@ def test_more_rounds_go_on_from_the_answer_and_leave_the_client_out(ease, traine
     history = Run.load(trained).history
     assert [history.clients(number) for number in (1, 2, 3, 4)] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
     assert history.start_path(3) == trained / "requests" / "client-1" / "ease" / "model.safetensors"
-    assert history.record(3)["start_sha256"] == sha256(history.start_path(3))
+    assert history.record(3).start_sha256 == sha256(history.start_path(3))
     assert history.start_path(4) == history.state_path(3)
     history.verify()
 
@@ -192,8 +192,8 @@ def test_more_rounds_leave_single_pairs_out(ease, trained: Path, tmp_path: Path)
     answered(ease, trained, "--samples", tmp_path / "ids.txt")
     assert more_rounds(ease, trained, 3).code == 0
     record = Run.load(trained).history.record(3)
-    assert record["pairs"]["0"] == len(ids_of(trained, 0)) - 3
-    assert record["pairs"]["1"] == len(ids_of(trained, 1))
+    assert record.pairs[0] == len(ids_of(trained, 0)) - 3
+    assert record.pairs[1] == len(ids_of(trained, 1))
 
 
 def test_between_several_answers_someone_has_to_choose(ease, trained: Path) -> None:

@@ -103,7 +103,7 @@ def rounding(run: Run, world: World, request: Request) -> dict[str, float]:
     stays = {shard.client: int((~forget_mask(request, shard)).sum()) for shard in world.shards}
     leaving = set(request.clients) if isinstance(request, ClientRequest) else set()
     for number in range(1, history.rounds() + 1):
-        pairs = {int(client): count for client, count in history.record(number)["pairs"].items()}
+        pairs = history.pairs(number)
         left = {client: stays[client] for client in pairs if client not in leaving and stays[client] >= 2}
         rest = len(left) if uniform else sum(left.values())
         ratio = (len(pairs) if uniform else sum(pairs.values())) / rest if rest else 0.0
@@ -131,9 +131,9 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
     took_part: dict[int, set[int]] = {}
     for number in range(1, 6):
         mine, theirs = (run.history.record(number) for run in (runs.server, runs.client))
-        own = dict.fromkeys(("sha256", "updates", "bytes_down", "seen"))  # jobs say whether to keep
-        assert {**mine, **own} == {**theirs, **own}
-        assert list(mine["updates"]) == list(mine["pairs"]) and theirs["updates"] == {}
+        own = dict.fromkeys(("sha256", "updates", "bytes_down", "sent"))  # jobs say whether to keep
+        assert mine.model_copy(update=own) == theirs.model_copy(update=own)
+        assert list(mine.updates) == list(mine.pairs) and theirs.updates == {}
         for client in runs.server.history.clients(number):
             took_part.setdefault(client, set()).add(number)
             memory, start = kept_of(runs.client.folder / "clients", client), runs.server.history.start(number)
@@ -289,7 +289,9 @@ def as_server(run: Run, folder: Path) -> Trained:
             content += data
         path = folder / "rounds" / f"{number:05d}" / UPDATES
         path.write_bytes(content)
-        write_json(path.parent / "round.json", {**trained.history.record(number), "updates": places})
+        write_json(
+            path.parent / "round.json", {**trained.history.record(number).model_dump(mode="json"), "updates": places}
+        )
     return trained
 
 

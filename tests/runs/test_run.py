@@ -176,7 +176,7 @@ def test_a_fresh_cache_gives_the_same_bytes(reference, small_config, tmp_path, m
 def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(reference, small_config, world, tmp_path) -> None:
     run = Run.create(tmp_path / "run", small_config())
     rounds = run.train(world)
-    assert next(rounds)["round"] == 1
+    assert next(rounds).number == 1
     rounds.close()
     assert run.history.rounds() == 1
     (run.folder / f"{LEFTOVER}initial.safetensors-x1").write_bytes(b"part")
@@ -184,7 +184,7 @@ def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(reference, small_con
     half.mkdir()
     (half / f"{LEFTOVER}state.safetensors-x1").write_bytes(b"part")
     records = list(Run.create(tmp_path / "run", small_config()).train(world))
-    assert [record["round"] for record in records] == [2]
+    assert [each.number for each in records] == [2]
     assert contents(run.folder) == contents(reference)
     assert list(run.train(world)) == []
 
@@ -219,7 +219,7 @@ def test_training_goes_on_without_a_faulty_client_and_names_it(small_config, wor
     without = replace(world)
     without.__dict__["federation"] = Sequential(world.server.model, {c: world.federation.data[c] for c in (0, 1)})
     assert run.history.state(2) == trained_run(tmp_path / "without", small_config(), without).history.state(2)
-    assert all(list(run.history.record(number)["rejected"]) == ["2"] for number in (1, 2))
+    assert all(list(run.history.record(number).rejected) == [2] for number in (1, 2))
 
 
 def test_with_too_few_answers_a_round_is_not_written_and_a_patient_rerun_works(small_config, world, tmp_path) -> None:
@@ -321,7 +321,7 @@ def test_two_processes_do_not_train_in_one_folder(small_config, world, tmp_path)
     next(rounds)
     with pytest.raises(UserError, match="another process is working on this run; wait for it"):
         next(run.train(world))
-    assert [record["round"] for record in rounds] == [2]
+    assert [each.number for each in rounds] == [2]
     assert list(run.train(world)) == []
 
 

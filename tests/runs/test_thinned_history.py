@@ -173,16 +173,16 @@ def test_a_killed_training_goes_on_to_the_same_bytes(both, tmp_path, monkeypatch
     """Between a round whose updates are stored and one whose are not, either way, and in the midst of it."""
     runs = both(EVERY)
     run = Run.create(tmp_path / "run", runs.some.config)
-    append = History._write
+    write = History._write_tensors
 
-    def killed(self: History, folder: Path, finished, *rest):
+    def killed(self: History, folder: Path, finished):
         if finished.number == killed_at:
             finished.state.save(folder / "state.safetensors")
             raise KeyboardInterrupt
-        return append(self, folder, finished, *rest)
+        return write(self, folder, finished)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(History, "_write", killed)
+        patch.setattr(History, "_write_tensors", killed)
         list(run.train(runs.world))
     assert run.history.rounds() == killed_at - 1
     list(run.train(runs.world))
@@ -358,7 +358,7 @@ def test_after_a_purge_every_round_is_the_mean_of_what_its_clients_send(
     for number in range(1, 6):
         pairs, changes = history.pairs(number), {}
         assert pairs.keys() == runs.some.history.pairs(number).keys() - ({1} if first == "client" else set())
-        stored = {int(client) for client in history.record(number)["updates"]}
+        stored = set(history.record(number).updates)
         assert stored == {client for client in pairs if history.stores(number, client)}
         for client in pairs:
             if client in stored:

@@ -39,7 +39,6 @@ from ease.storage import (
     read_json,
     read_tensors,
     remove_leftovers,
-    sha256,
     write_json,
     write_tensors,
 )
@@ -211,8 +210,7 @@ Share = tuple[Plan, Sequence[int], Sequence[int]]
 
 def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> Plan:
     trained = trained_of(run, request)
-    trained.history.verify_state(0)
-    start = sha256(trained.history.initial_path)
+    start = trained.history.record(1).start_sha256
     config = run.config.model_copy(update={"training": trained.training})
     data, many = world.evaluator.pairs.fingerprint, None
     if world.server.device.type != "cpu":
@@ -294,7 +292,7 @@ def _train_group(
             config.model.temperature,
         ):
             kept = zip(histories.values(), rounds, strict=False)  # retrainings keep none
-            on_all_cores(lambda history, finished: history.append(finished, {}), kept, seen.device)
+            on_all_cores(lambda history, finished: history.append(finished), kept, seen.device)
             for order, finished in zip(orders, rounds[len(shadows) :], strict=True):
                 for share, last in stops.items():
                     if finished.number == last:

@@ -150,9 +150,6 @@ class Ends(History):
         """Of any round but the start's, the last one's: `Trained.final` asks for no other."""
         return self.last if number else self.first
 
-    def verify_state(self, number: int) -> None:
-        """They came from files that are checked as they are read."""
-
 
 @dataclass(frozen=True)
 class Shadow:

@@ -212,7 +212,7 @@ def _self_test() -> Iterator[tuple[State, str]]:
             yield "failed", "the same training gave two different models; tell us, with all that stands above"
             return
         answer = forget_run(runs[0], Wanted(clients=[1]), make_method("ease"), quiet=True)
-        Run.load(runs[0]).history.verify_state(1)
+        Run.load(runs[0]).history.state(1)
         model = sha256(answer.folder / "model.safetensors")
     if model == states[0]:
         yield "failed", "a client was to be forgotten, and the model did not change"

@@ -468,8 +468,8 @@ def _run_status(folder: Path | None) -> RunStatus | None:
         str(folder),
         done,
         run.config.training.rounds,
-        sum(record["bytes_down"] for record in records),
-        sum(record["bytes_up"] for record in records),
+        sum(record.bytes_down for record in records),
+        sum(record.bytes_up for record in records),
         tuple((each.id, each.state, each.deadline) for each in waiting),
         sum(each.is_overdue(time_now) for each in waiting),
     )

@@ -2,14 +2,14 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from ease.audit.quick_check import Level, QuickCheck
 from ease.audit.records import AuditRecord
 from ease.config import Config
 from ease.data.membership import Membership
 from ease.federation.client_history import KeptRound
-from ease.model.closed_form import Ridge
+from ease.federation.history import StoredRound
 from ease.operations.evidence.envelope import Envelope
 from ease.operations.evidence.log import LogRecord
 from ease.operations.evidence.statement import Statement, VerdictWords
@@ -552,33 +552,6 @@ class WorldFile(Config):
     threads: int
 
 
-class RoundFile(Config):
-    """One round of training."""
-
-    round: int
-    loss: float | None
-    start: str
-    """File of the state that it began from."""
-    start_sha256: str
-    pairs: dict[str, int]
-    """Client -> pairs that it trained on."""
-    rejected: dict[str, str]
-    """Client -> why it was left out."""
-    sha256: dict[str, str]
-    """File of the round -> its hash."""
-    updates: dict[str, dict[str, Any]]
-    """Client -> where in the file of updates its own lies, how long it is, and by which power of two it was shifted if
-    it is halved; empty where clients keep them."""
-    moved: float | None = None
-    """How far the round moved the model, before anything was held."""
-    ridge: Ridge | None = None
-    """Of a closed-form head: how strongly it is regularised; absent in a round of averaging."""
-    clipped: dict[str, float] = Field(default_factory=dict)
-    """Client -> factor by which its update was shortened; absent where none was."""
-    bytes_down: int
-    bytes_up: int
-
-
 class BegunFile(Config):
     """What an answer was begun with: another model or setting begins anew."""
 
@@ -598,8 +571,8 @@ FILES: dict[str, type[Config]] = {
     "purge.json": PurgeRecord,
     "lost_sites.json": LostSites,
     "tombstones.json": Tombstones,
-    "rounds/*/round.json": RoundFile,
-    "requests/*/*/rounds/*/round.json": RoundFile,
+    "rounds/*/round.json": StoredRound,
+    "requests/*/*/rounds/*/round.json": StoredRound,
     "clients/*/rounds/*/round.json": KeptRound,
     "requests/*/*/request.json": BegunFile,
     "requests/*/*/record.json": AnswerRecord,

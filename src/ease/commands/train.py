@@ -13,6 +13,7 @@ from ease.console import errors, labelled, megabytes, rounds_bar, status, table,
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.errors import UserError
+from ease.federation.fedavg import Round
 from ease.measures.evaluate import recalls
 from ease.measures.retrieval import GalleryRecall
 from ease.params import Params
@@ -115,9 +116,9 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
-        for record in run.train(world):
-            bar.step(**({} if quiet else _figures(run, world, record)))
-            tell_left_out(f"round {record['round']}", record["rejected"], quiet)
+        for finished in run.train(world):
+            bar.step(**({} if quiet else _figures(world, finished)))
+            tell_left_out(f"round {finished.number}", finished.rejected, quiet)
     with status("measuring recall", quiet):
         advice = FROZEN if config.model.lora == "off" and trainer_of(config.model) == "fedavg" else ""
         summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world), advice=advice)
@@ -153,17 +154,16 @@ def _data_report(world: World) -> DataReport | None:
     return pairs.report and replace(pairs.report, cut_captions=cached_cut(pairs, world.server.backbone))
 
 
-def _figures(run: Run, world: World, record: dict[str, Any]) -> dict[str, str]:
+def _figures(world: World, finished: Round) -> dict[str, str]:
     """A round in a few words, with the recall on pairs no client trained on."""
-    figures = {"clients": str(len(record["pairs"])), "loss": "-" if record["loss"] is None else f"{record['loss']:.3f}"}
+    figures = {"clients": str(len(finished.updates)), "loss": "-" if finished.loss is None else f"{finished.loss:.3f}"}
     held_out = np.concatenate([shard.validation for shard in world.shards])
     if len(held_out) > 1:
-        state = run.history.state(record["round"])
         seen = world.evaluator
-        unseen = recalls(seen.model, state, seen.activations, {"unseen": held_out}, 200, seen.device, draws=1)
+        unseen = recalls(seen.model, finished.state, seen.activations, {"unseen": held_out}, 200, seen.device, draws=1)
         figures["unseen R@1"] = f"{unseen['unseen']['recall@1'].mean:.1f}"
-    if record["rejected"]:
-        figures["left out"] = ", ".join(record["rejected"])
+    if finished.rejected:
+        figures["left out"] = ", ".join(map(str, finished.rejected))
     return figures
 
 
@@ -175,11 +175,11 @@ def _summarise(run: Run, world: World) -> TrainSummary:
     return TrainSummary(
         folder=run.folder,
         rounds=rounds,
-        loss=records[-1]["loss"],
+        loss=records[-1].loss,
         recalls=recall_sets(world, final),
         before=recall_sets(world, history.initial()),
-        bytes_down=sum(record["bytes_down"] for record in records),
-        bytes_up=sum(record["bytes_up"] for record in records),
+        bytes_down=sum(record.bytes_down for record in records),
+        bytes_up=sum(record.bytes_up for record in records),
         parameters=final.size,
     )
 

@@ -132,9 +132,19 @@ class TrainingConfig(Config):
         return LocalJob(**{**fields, **changes})
 
 
+class SentUpdate(Config):
+    """What the server remembers of an update that only its client stores.
+
+    It is enough to bound sums of such updates, and to recognise the update if the client sends it again.
+    """
+
+    norm: float
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Round:
-    """One finished round: the new state, the updates that made it and those that were refused."""
+    """One finished round: the new state, the updates that were averaged and those that were rejected."""
 
     number: int
     state: Params
@@ -146,8 +156,8 @@ class Round:
     """Client -> the factor by which its update was shortened."""
     lengths: dict[int, float] = field(default_factory=dict)
     """Client -> norm of its update as it was averaged, where someone looked."""
-    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Client -> norm and hash of its update as it was sent, where the server does not store it."""
+    sent: dict[int, SentUpdate] = field(default_factory=dict)
+    """Client -> norm and hash of its update as it was sent, if the server does not store it."""
     moved: float | None = None
     """Norm of what the updates became; absent: nobody looked."""
     sums: Params | None = None
@@ -206,7 +216,7 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
         return Round(number, params, ())  # all abstained, so there is nothing to learn from
     weights = [config.weight(each.pairs) for each in kept]
     norms, apart = [each.change.norm() for each in kept], config.history == "client"
-    seen = {each.client: _seen(each, norm) for each, norm in zip(kept, norms, strict=True)} if apart else {}
+    sent = {each.client: _sent(each, norm) for each, norm in zip(kept, norms, strict=True)} if apart else {}
     kept, factors = clipped(kept, norms, config.clip_to_median, weights) if clip else (kept, {})
     lengths = {each.client: norm * factors.get(each.client, 1.0) for each, norm in zip(kept, norms, strict=True)}
     changes = [(weight, each.change) for weight, each in zip(weights, kept, strict=True)]
@@ -218,15 +228,13 @@ def average(params: Params, updates: Iterable[Update], config: TrainingConfig, n
         rejected,
         clipped=factors,
         lengths=lengths,
-        seen=seen,
+        sent=sent,
         moved=mean.norm(),
     )
 
 
-def _seen(update: Update, norm: float) -> dict[str, Any]:
-    """What the server remembers of an update that only its client keeps: enough to bound sums of such updates, and to
-    recognise the update should the client send it again."""
-    return {"norm": norm, "sha256": content_hash(encode_state(update.change))}
+def _sent(update: Update, norm: float) -> SentUpdate:
+    return SentUpdate(norm=norm, sha256=content_hash(encode_state(update.change)))
 
 
 def participants(clients: Sequence[int], config: TrainingConfig, seed: int, number: int) -> list[int]:

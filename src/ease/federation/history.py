@@ -1,8 +1,8 @@
-"""The training history on disk: start state, every round's state and every client's update, whole and hashed.
+"""The training history on disk: the start state, and the state and the clients' updates of every round.
 
-It is a chain: a round's record holds the hash of the state it began from, which the round before has made, and the
-hashes of its own files; a seal covers the record itself. Where clients keep their updates themselves, it holds global
-states alone; where only some are to be kept, a round tells of those and no others.
+The history is a chain. A round's record holds the hash of the state that the round began from and the hashes of its
+own files, and is sealed itself. If clients keep their updates, the server stores global states only. If the history is
+thinned, a record lists the stored updates only.
 """
 
 import hashlib
@@ -13,25 +13,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+from pydantic import Field, field_validator
 
-from ease.config import validate
-from ease.errors import UserError
+from ease.config import Config, validate
+from ease.errors import Missing, UserError
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
-from ease.federation.fedavg import Round
+from ease.federation.fedavg import Round, SentUpdate
 from ease.federation.protocol import Update
 from ease.model.closed_form import Ridge
 from ease.params import Block, Params
 from ease.seeding import generator
 from ease.storage import read_json, read_some, sha256, write_atomic, write_json
 
-MISSING = "missing from the history; restore it or train again"
+REMEDY = "restore it or train again"
+MISSING = f"missing from the history; {REMEDY}"
 UPDATES = "updates.bin"
 ROUNDS = "rounds"
-DAMAGED = "damaged (its hash is not the recorded one); restore it or train again"
+DAMAGED = f"damaged (its hash is not the recorded one); {REMEDY}"
 AT_CLIENTS = (
     'this run keeps updates at its clients (training.history = "client") and none at the server; use --method ease, '
     'retrain or another one that reads no stored updates, or train with training.history = "server"'
@@ -43,7 +45,70 @@ THINNED = (
 STATE = "state.safetensors"
 SUMS = "sums.safetensors"
 AVERAGED = "averaged.safetensors"
-"""The state of a round before what is held was taken back, where it is needed and another one."""
+"""The state of a round before the locks were applied, if it differs."""
+LARGEST_HALF = 15
+"""Largest power of two in half precision."""
+MOST_SHIFTED = 300
+"""Most powers of two that a change is shifted by. Single precision spans fewer."""
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+Client = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A key of a JSON object, which is text there."""
+Length = Annotated[float, Field(strict=True, ge=0)]
+
+
+class StoredUpdate(Config):
+    """Where a client's update is in `updates.bin`."""
+
+    offset: Count
+    bytes: Count
+    sha256: str
+    length: Length | None = None
+    """Its norm, if it was measured."""
+    exponent: Annotated[int, Field(strict=True, ge=-MOST_SHIFTED, le=MOST_SHIFTED)] | None = None
+    """Power of two that it was multiplied by, if it is stored in half precision."""
+
+
+class StoredRound(Config):
+    """The file `round.json`: one round of a training."""
+
+    round: Count
+    loss: float | None = None
+    start: str
+    """The file of the state that the round began from, relative to the run."""
+    start_sha256: str
+    pairs: dict[Client, Count]
+    """Client -> number of its training pairs, of the clients whose updates were averaged."""
+    rejected: dict[Client, str] = Field(default_factory=dict)
+    """Client -> why the round went on without it."""
+    sha256: dict[str, str]
+    """Hashes of the round's safetensors files."""
+    updates: dict[Client, StoredUpdate] = Field(default_factory=dict)
+    """Client -> its update, if the server stores it."""
+    sent: dict[Client, SentUpdate] = Field(default_factory=dict)
+    """Client -> norm and hash of its update, if only the client stores it."""
+    moved: Length | None = None
+    """Norm of the mean update, if it was measured."""
+    ridge: Ridge = Ridge()
+    """Regularisation of a closed-form head."""
+    clipped: dict[Client, float] = Field(default_factory=dict)
+    """Client -> the factor by which its update was shortened."""
+    bytes_down: Count = 0
+    bytes_up: Count = 0
+
+    @field_validator("start")
+    @classmethod
+    def _in_the_run(cls, start: str) -> str:
+        if not _is_path(start) or Path(start).is_absolute() or ".." in Path(start).parts:
+            raise ValueError("names no file of the run")
+        return start
+
+    @field_validator("sha256")
+    @classmethod
+    def _in_the_round(cls, hashes: dict[str, str]) -> dict[str, str]:
+        if not all(Path(name).name == name and _is_path(name) for name in hashes):
+            raise ValueError("names a file outside the round")
+        return hashes
 
 
 @dataclass(frozen=True)
@@ -80,55 +145,56 @@ class History:
         return self.initial_path if number == 0 else self._round(number) / STATE
 
     def state(self, number: int) -> Params:
-        """The global state after a round; round 0 is w_0."""
-        return Params.load(self.state_path(number))
+        """The global state after a round, or w_0 for round 0; a damaged file is refused."""
+        if number > 0:
+            return self._load(number, STATE)
+        first = self.record_path(1)
+        return _load(self.initial_path, self.record(1).start_sha256) if first.is_file() else self.initial()
+
+    def state_sha256(self, number: int) -> str:
+        """The recorded hash of the global state after a round."""
+        return self.record(number).sha256[STATE]
 
     def start_path(self, number: int) -> Path:
-        """The file of the state that a round began from: that of the round before, unless a request came between."""
-        return self.folder / str(self.record(number)["start"])
+        """The file of the state that a round began from: the previous round's, unless a release came between."""
+        return self.folder / self.record(number).start
 
     def start(self, number: int) -> Params:
-        """The state that a round began from, and no other."""
-        path = self.start_path(number)
-        _verify_file(path, self.record(number)["start_sha256"])
-        return Params.load(path)
+        """The state that a round began from; any other is refused."""
+        return _load(self.start_path(number), self.record(number).start_sha256)
 
     def sums(self, number: int) -> Params:
         """The sums that the state of a round was solved from."""
-        self._verify(number, SUMS)
-        return Params.load(self._round(number) / SUMS)
+        return self._load(number, SUMS)
 
     def sums_sha256(self, number: int) -> str:
-        """The hash of their file; empty where a round has none."""
-        return str(self.record(number)["sha256"].get(SUMS, ""))
+        """The recorded hash of a round's sums, or nothing if it has none."""
+        return self.record(number).sha256.get(SUMS, "")
 
     def ridge(self, number: int) -> Ridge:
-        """How strongly the head that a round solved is regularised."""
-        return validate(Ridge, self.record(number).get("ridge", {}), str(self.record_path(number)))
+        """The regularisation of the head that a round solved."""
+        return self.record(number).ridge
 
     def moved(self, number: int) -> Params:
-        """The mean update of a round, in double precision, from global states alone."""
+        """The mean update of a round in double precision, computed from global states."""
         return self.moved_over([number])
 
     def moved_over(self, rounds: Iterable[int]) -> Params:
-        """What some rounds did, added up. Of rounds that follow on each other only the two ends are read."""
+        """The sum of the mean updates of some rounds. Of consecutive rounds only the two ends are read."""
         return _sum(self._way(first, last) for first, last in self._stretches(rounds))
 
     def moved_length(self, number: int) -> float:
-        """How far a round moved the model, as its record tells."""
-        told = self.record(number).get("moved")
-        return self.moved(number).norm() if told is None else float(told)
+        """The norm of a round's mean update."""
+        moved = self.record(number).moved
+        return self.moved(number).norm() if moved is None else moved
 
     def _way(self, first: int, last: int) -> Params:
-        """From the state that a round began from to the one that another made, before anything was held."""
-        after = AVERAGED if AVERAGED in self.record(last)["sha256"] else STATE
-        self._verify(last, after)
-        return Params.load(self._round(last) / after).zip(
-            lambda new, old: new.double() - old.double(), self.start(first)
-        )
+        """The change from the start of one round to the end of another, before locks were applied."""
+        after = self._load(last, AVERAGED if AVERAGED in self.record(last).sha256 else STATE)
+        return after.zip(lambda new, old: new.double() - old.double(), self.start(first))
 
     def _stretches(self, rounds: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """First and last of rounds each of which began from what the one before it made, and from nothing else."""
+        """First and last of consecutive rounds that each began from the state that the previous one made."""
         first = last = 0
         made: str | None = None
         for number in rounds:
@@ -143,38 +209,37 @@ class History:
 
     @property
     def thinned(self) -> bool:
-        """Whether some updates are left out of what is kept."""
+        """Whether only some updates are stored."""
         return self.every > 1 or self.share < 1 or self.keeps is not None
 
     def stores(self, number: int, client: int) -> bool:
-        """Whether a client's update of a round is to be here.
+        """Whether the server stores a client's update of a round.
 
-        Counted from the first round, which moved the model furthest: a neighbour can stand for it least. It is decided
-        for each update by itself, so that neither more rounds nor who else takes part or leaves changes it.
+        The first round counts first, because it moves the model furthest. Each update is decided by itself, so that
+        further rounds and other clients do not change the choice.
         """
         if not self.updates or (number - 1) % self.every or not (self.keeps is None or client in self.keeps):
             return False
         return self.share == 1 or float(generator(self.seed, "history", number, client).random()) < self.share
 
     def update_path(self, number: int, client: int) -> Path:
-        """The file that holds a client's update: all of a round, one after the other, each as `Params.save` writes."""
+        """The file that holds all stored updates of a round, each as `Params.save` writes it."""
         return self._round(number) / UPDATES
 
     def update(self, number: int, client: int) -> Update:
-        """A client's update as it was averaged in a round, refused if it is damaged."""
-        return Update(client, self.record(number)["pairs"][str(client)], self._change(number, client))
+        """A client's update as it was averaged in a round; a damaged one is refused."""
+        return Update(client, self.record(number).pairs[client], self._change(number, client))
 
     def update_length(self, number: int, client: int) -> float:
-        """Norm of a stored update, as the round's record tells."""
-        told = self.record(number)["updates"].get(str(client), {}).get("length")
-        return self.update(number, client).change.norm() if told is None else float(told)
+        """The norm of a stored update."""
+        stored = self.record(number).updates.get(client)
+        return self.update(number, client).change.norm() if stored is None or stored.length is None else stored.length
 
     def sent_norm(self, number: int, client: int) -> float | None:
-        """Norm of an update that only its client keeps, as it was averaged; None if the client sent none or the round
-        is from before norms were recorded."""
+        """The norm, as averaged, of an update that only its client stores; None if the client sent none."""
         record = self.record(number)
-        told = record.get("seen", {}).get(str(client))
-        return None if told is None else float(told["norm"]) * record.get("clipped", {}).get(str(client), 1.0)
+        sent = record.sent.get(client)
+        return None if sent is None else sent.norm * record.clipped.get(client, 1.0)
 
     def longest_sum(self, client: int, factors: Mapping[int, float]) -> float | None:
         """Largest norm that a sum of a client's updates can have, each times the factor of its round.
@@ -187,9 +252,9 @@ class History:
         return sum(abs(factor) * (norms[number] or 0.0) for number, factor in factors.items())
 
     def is_sent(self, number: int, client: int, change: Params) -> bool:
-        """Whether an update that a client sends again is, to the bit, the one that it sent in that round."""
-        told = self.record(number).get("seen", {}).get(str(client))
-        return told is not None and told["sha256"] == content_hash(encode_state(change))
+        """Whether an update that a client sends again is bit-identical to the one that it sent in that round."""
+        sent = self.record(number).sent.get(client)
+        return sent is not None and sent.sha256 == content_hash(encode_state(change))
 
     def update_block(self, number: int, client: int, block: Block) -> dict[str, torch.Tensor]:
         """One block of a client's update."""
@@ -198,18 +263,19 @@ class History:
 
     def _change(self, number: int, client: int) -> Params:
         change = Params.from_bytes(self._update_bytes(number, client))
-        exponent = self.record(number)["updates"][str(client)].get("exponent")
+        exponent = self.record(number).updates[client].exponent
         return change if exponent is None else whole(change, exponent)
 
     def record_path(self, number: int) -> Path:
         return self._round(number) / "round.json"
 
-    def record(self, number: int) -> dict[str, Any]:
+    def record(self, number: int) -> StoredRound:
+        """The record of a finished round."""
         path = self.record_path(number)
-        return dict(_record(path, *_identity(path)))
+        return _record(path, *_identity(path))
 
     def pairs(self, number: int) -> dict[int, int]:
-        """Client -> pairs, of those whose updates made a round."""
+        """Client -> number of its pairs, of the clients whose updates were averaged in a round."""
         brief = self._brief(number)
         return dict(zip(brief.clients, brief.pairs, strict=True))
 
@@ -218,111 +284,120 @@ class History:
         return _brief(path, *_identity(path))
 
     def rounds(self) -> int:
-        """How many complete rounds there are, from the first without a gap."""
+        """Number of finished rounds, counted from the first up to a gap."""
         number = 0
         while (self._round(number + 1) / "round.json").is_file():
             number += 1
         return number
 
     def clients(self, number: int) -> list[int]:
-        """Clients whose updates made a round."""
+        """Clients whose updates were averaged in a round."""
         return list(self._brief(number).clients)
 
     def columns(self, rounds: int) -> list[tuple[int, int]]:
-        """Every update that made the first rounds as (round, client), in order."""
+        """Every update of the first rounds as (round, client), in order."""
         return [(number, client) for number in range(1, rounds + 1) for client in self.clients(number)]
 
-    def append(self, finished: Round, extra: dict[str, Any], start: Path | None = None) -> dict[str, Any]:
-        """Write a finished round; until its last file is in place, the round does not exist.
+    def append(
+        self,
+        finished: Round,
+        bytes_down: int = 0,
+        bytes_up: int = 0,
+        start: Path | None = None,
+        loss: float | None = None,
+    ) -> StoredRound:
+        """Write a finished round and return its record; the round counts once the record is in place.
 
-        `start` is the file of the state it began from; without one, that of the round before.
+        `start` is the file of the state it began from, by default the previous round's. `loss` replaces the round's own
+        if its updates were computed again.
         """
         folder = self._round(finished.number)
         if folder.exists():
-            shutil.rmtree(folder)  # what a killed process left behind
+            shutil.rmtree(folder)  # left by a killed process
         try:
-            return self._write(folder, finished, extra, start or self.state_path(finished.number - 1))
+            hashes, updates = self._write_tensors(folder, finished)
+            start, start_sha256 = self._start_of(finished.number, start)
+            record = StoredRound(
+                round=finished.number,
+                loss=finished.loss if loss is None else loss,
+                start=start.relative_to(self.folder).as_posix(),
+                start_sha256=start_sha256,
+                pairs={update.client: update.pairs for update in finished.updates},
+                rejected=finished.rejected,
+                sha256=hashes,
+                updates=updates,
+                sent=finished.sent,
+                moved=finished.moved,
+                ridge=finished.ridge or Ridge(),
+                clipped=finished.clipped,
+                bytes_down=bytes_down,
+                bytes_up=bytes_up,
+            )
+            write_json(folder / "round.json", record.model_dump(mode="json", exclude_defaults=True), self.durable)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # a full disk, say: leave no part of a round
+            shutil.rmtree(folder, ignore_errors=True)  # if the disk is full, for example
             raise
+        return record
 
-    def _write(self, folder: Path, finished: Round, extra: dict[str, Any], start: Path) -> dict[str, Any]:
-        finished.state.save(folder / STATE, self.durable)
-        if finished.averaged is not None:
-            finished.averaged.save(folder / AVERAGED, self.durable)  # the state no longer tells the mean update
-        if finished.sums is not None:
-            finished.sums.save(folder / SUMS, self.durable)
-        places: dict[str, dict[str, Any]] = {}
+    def _write_tensors(self, folder: Path, finished: Round) -> tuple[dict[str, str], dict[int, StoredUpdate]]:
+        """Write the states and the updates of a round; returns their hashes and where the updates are."""
+        states = {STATE: finished.state, AVERAGED: finished.averaged, SUMS: finished.sums}
+        hashes = {name: state.save(folder / name, self.durable) for name, state in states.items() if state is not None}
+        updates: dict[int, StoredUpdate] = {}
         if self.updates:
             kept = [each for each in finished.updates if self.stores(finished.number, each.client)]
             if kept or not finished.updates:
-                write_atomic(folder / UPDATES, _packed(kept, finished.lengths, places, self.half), self.durable)
-        record = {
-            "round": finished.number,
-            "loss": finished.loss,
-            "start": start.relative_to(self.folder).as_posix(),
-            "start_sha256": sha256(start),
-            "pairs": {str(update.client): update.pairs for update in finished.updates},
-            "rejected": {str(client): reason for client, reason in finished.rejected.items()},
-            "sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
-            "updates": places,
-            **({"seen": {str(client): each for client, each in finished.seen.items()}} if finished.seen else {}),
-            **({} if finished.moved is None else {"moved": finished.moved}),
-            **({} if finished.ridge is None else {"ridge": finished.ridge.model_dump(mode="json")}),
-            **({"clipped": {str(c): each for c, each in finished.clipped.items()}} if finished.clipped else {}),
-            **extra,
-        }
-        write_json(folder / "round.json", record, self.durable)
-        return record
+                write_atomic(folder / UPDATES, _packed(kept, finished.lengths, updates, self.half), self.durable)
+        return hashes, updates
+
+    def _start_of(self, number: int, start: Path | None) -> tuple[Path, str]:
+        """The file that a round began from and its hash, which the previous round's record has already."""
+        before = self.state_path(number - 1)
+        if start in (None, before) and self.record_path(number - 1).is_file():
+            return before, self.state_sha256(number - 1)
+        return start or before, sha256(start or before)
 
     def verify(self) -> None:
-        """Refuse a damaged history: every file must have the bytes it was written with, and every round its start."""
+        """Refuse a damaged history: every file must have its recorded hash, and every round its start."""
         if self.rounds():
-            self.verify_state(0)
+            _verify_file(self.initial_path, self.record(1).start_sha256)
+        known: dict[Path, str] = {}
         for number in range(1, self.rounds() + 1):
             record = self.record(number)
-            for name in record["sha256"]:
-                self._verify(number, name)
+            for name, expected in record.sha256.items():
+                _verify_file(self._round(number) / name, expected)
+                known[self._round(number) / name] = expected
             for client in self.clients(number):
                 if self.stores(number, client):
-                    self.verify_update(number, client)
-            other = f"not the state that round {number} began from; restore it or train again"
-            _verify_file(self.start_path(number), record["start_sha256"], other)
-
-    def verify_state(self, number: int) -> None:
-        """Refuse a damaged global state; the start state is hashed in the first round's record."""
-        if number > 0:
-            self._verify(number, STATE)
-        else:
-            _verify_file(self.initial_path, self.record(1)["start_sha256"])
-
-    def verify_update(self, number: int, client: int) -> None:
-        self._update_bytes(number, client)
+                    self._update_bytes(number, client)
+            start = self.start_path(number)
+            if known.get(start) != record.start_sha256:
+                _verify_file(start, record.start_sha256, f"not the state that round {number} began from; {REMEDY}")
 
     def _update_bytes(self, number: int, client: int) -> bytes:
-        """A client's part of a round's updates, refused if it is damaged."""
+        """A client's part of a round's updates; a damaged one is refused."""
         self.require_updates()
-        path, place = self.update_path(number, client), self.record(number)["updates"].get(str(client))
+        path, stored = self.update_path(number, client), self.record(number).updates.get(client)
         if not self.stores(number, client):
             raise UserError(f"{path}: client {client}: not stored: {THINNED}")
-        if place is None or not path.is_file():
-            raise UserError(f"{path}: client {client}: {MISSING}" if place is None else f"{path}: {MISSING}")
-        if place["offset"] + place["bytes"] > path.stat().st_size:
+        if stored is None or not path.is_file():
+            raise UserError(f"{path}: client {client}: {MISSING}" if stored is None else f"{path}: {MISSING}")
+        if stored.offset + stored.bytes > path.stat().st_size:
             raise UserError(f"{path}: {DAMAGED} (client {client})")
         with path.open("rb") as file:
-            file.seek(place["offset"])
-            data = file.read(place["bytes"])
-        if hashlib.sha256(data).hexdigest() != place["sha256"]:
+            file.seek(stored.offset)
+            data = file.read(stored.bytes)
+        if hashlib.sha256(data).hexdigest() != stored.sha256:
             raise UserError(f"{path}: {DAMAGED} (client {client})")
         return data
 
     def require_updates(self) -> None:
-        """Refuse a history that holds global states alone."""
+        """Refuse a history that holds global states only."""
         if not self.updates:
             raise UserError(f"{self.folder}: {AT_CLIENTS}")
 
-    def _verify(self, number: int, name: str) -> None:
-        _verify_file(self._round(number) / name, self.record(number)["sha256"].get(name))
+    def _load(self, number: int, name: str) -> Params:
+        return _load(self._round(number) / name, self.record(number).sha256.get(name, "none"))
 
     def _round(self, number: int) -> Path:
         return self.folder / self.place / f"{number:05d}"
@@ -336,7 +411,14 @@ def _sum(parts: Iterable[Params]) -> Params:
     return total
 
 
-def _verify_file(path: Path, expected: str | None, otherwise: str = DAMAGED) -> None:
+def _load(path: Path, expected: str) -> Params:
+    """A state whose hash is recorded; the file is read once."""
+    if not path.is_file():
+        raise UserError(f"{path}: {MISSING}")
+    return Params.load(path, expected, REMEDY)
+
+
+def _verify_file(path: Path, expected: str, otherwise: str = DAMAGED) -> None:
     if not path.is_file():
         raise UserError(f"{path}: {MISSING}")
     if sha256(path) != expected:
@@ -344,34 +426,28 @@ def _verify_file(path: Path, expected: str | None, otherwise: str = DAMAGED) -> 
 
 
 def _packed(
-    updates: Iterable[Update], lengths: Mapping[int, float], places: dict[str, dict[str, Any]], half: bool
+    updates: Iterable[Update], lengths: Mapping[int, float], places: dict[int, StoredUpdate], half: bool
 ) -> Iterator[bytes]:
-    """Updates as bytes, one at a time; `places` is told where each lies, its hash and how long it is."""
+    """Updates as bytes, one at a time; `places` receives where each is, its hash and its norm."""
     offset = 0
     for update in updates:
         change, exponent = halved(update.change) if half else (update.change, None)
         data = change.file_bytes()
-        places[str(update.client)] = {
-            "offset": offset,
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            **({"length": lengths[update.client]} if update.client in lengths else {}),
-            **({} if exponent is None else {"exponent": exponent}),
-        }
+        places[update.client] = StoredUpdate(
+            offset=offset,
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            length=lengths.get(update.client),
+            exponent=exponent,
+        )
         offset += len(data)
         yield data
 
 
-LARGEST_HALF = 15
-"""Power of two up to which half precision goes."""
-MOST_SHIFTED = 300
-"""Powers of two that a change may be shifted by: more than single precision spans."""
-
-
 def halved(change: Params) -> tuple[Params, int]:
-    """Single precision as half, shifted by a power of two so that its largest value just fits, and that power.
+    """The change in half precision, multiplied by a power of two so that its largest value just fits, and that power.
 
-    Changes are small, and many of their values would be below what half precision tells from zero.
+    Without it many values would round to zero, because changes are small.
     """
     largest = max((float(t.abs().max()) for t in change.tensors.values() if t.numel()), default=0.0)
     exponent = LARGEST_HALF - math.frexp(largest)[1] if largest else 0
@@ -384,7 +460,7 @@ def halved(change: Params) -> tuple[Params, int]:
 
 
 def whole(change: Params, exponent: int) -> Params:
-    """What `halved` was given, but for its rounding."""
+    """The inverse of `halved`, except for rounding."""
 
     def restored(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float16:
@@ -395,81 +471,44 @@ def whole(change: Params, exponent: int) -> Params:
 
 
 @lru_cache(maxsize=64)
-def _record(path: Path, *identity: int) -> dict[str, Any]:
-    """Records of many clients are long, and are asked for once for each."""
-    found: dict[str, Any] = read_json(path)
-    if not _is_record(found):
-        raise UserError(f"{path}: not the record of a round; restore it or train again")
-    return found
+def _record(path: Path, *identity: int) -> StoredRound:
+    """A stored record, parsed once; those of many clients are long."""
+    try:
+        return validate(StoredRound, read_json(path), f"{path}: not the record of a round")
+    except Missing:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; {REMEDY}") from error
 
 
 @dataclass(frozen=True)
 class Brief:
-    """What sums over all rounds need of a record, in little space."""
+    """The part of a record that sums over all rounds need, in little space."""
 
     clients: Sequence[int]
     pairs: Sequence[int]
     start_sha256: str
     made: str | None
-    """Hash of the state that the next round begins from; None if something was held before."""
+    """Hash of the state that the next round begins from; None if locks changed it."""
 
 
 @lru_cache(maxsize=4096)
 def _brief(path: Path, *identity: int) -> Brief:
-    """A client request goes over all rounds several times; places and hashes of updates are most of a record."""
+    """A brief record. Client requests go over all rounds several times, and full records are long."""
     found = _record(path, *identity)
-    made = None if AVERAGED in found["sha256"] else found["sha256"].get(STATE)
-    clients, pairs = array("q", map(int, found["pairs"])), array("q", found["pairs"].values())
-    return Brief(clients, pairs, found["start_sha256"], made)
+    made = None if AVERAGED in found.sha256 else found.sha256.get(STATE)
+    return Brief(array("q", found.pairs), array("q", found.pairs.values()), found.start_sha256, made)
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Tells a file from one that was written in its place."""
+    """Identifies a file until another one replaces it."""
     found = path.stat() if path.is_file() else None
     return (found.st_mtime_ns, found.st_ino, found.st_size) if found else ()
 
 
-def _is_record(found: Any) -> bool:
-    """Whether it has what is read of a record, each of its kind, and begins from a file of the run itself."""
-    if not isinstance(found, dict):
-        return False
-    pairs, hashes, start = found.get("pairs"), found.get("sha256"), found.get("start")
-    return (
-        isinstance(pairs, dict)
-        and all(client.isdecimal() and len(client) < 19 for client in pairs)
-        and all(type(count) is int and 0 <= count < 2**63 for count in pairs.values())
-        and isinstance(hashes, dict)
-        and all(isinstance(value, str) for value in hashes.values())
-        and all(Path(name).name == name and _can_be_a_path(name) for name in hashes)
-        and isinstance(start, str)
-        and _can_be_a_path(start)
-        and not Path(start).is_absolute()
-        and ".." not in Path(start).parts
-        and isinstance(found.get("start_sha256"), str)
-        and isinstance(found.get("updates"), dict)
-        and all(_is_place(place) for place in found["updates"].values())
-        and _is_length(found.get("moved"))
-    )
-
-
-def _can_be_a_path(text: str) -> bool:
-    """Whether a file system would look for it at all."""
+def _is_path(text: str) -> bool:
+    """Whether a file system can have a file of this name."""
     return text.isprintable() and len(text) <= 1000 and all(len(part.encode()) <= 255 for part in Path(text).parts)
-
-
-def _is_place(found: Any) -> bool:
-    """Whether it says where an update lies, and its hash."""
-    if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
-        return False
-    shifted = found.get("exponent", 0)
-    if type(shifted) is not int or abs(shifted) > MOST_SHIFTED or not _is_length(found.get("length")):
-        return False
-    return all(type(found.get(name)) is int and found[name] >= 0 for name in ("offset", "bytes"))
-
-
-def _is_length(found: Any) -> bool:
-    """Whether it is the norm of something, or was not told."""
-    return found is None or (type(found) in (int, float) and math.isfinite(found) and found >= 0)
 
 
 def read_block(path: Path, block: Block) -> dict[str, torch.Tensor]:

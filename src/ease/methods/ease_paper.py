@@ -125,7 +125,7 @@ class EasePaper(Unlearner):
                 names = ", ".join(map(str, request.clients))
                 raise UserError(f"client {names}: no stored update, so there is nothing to decompose")
             return forget, retain, {}
-        state = trained.start if self.probe_round is None else trained.stored_state(self.probe_round)
+        state = trained.start if self.probe_round is None else trained.history.state(self.probe_round)
         columns, rejected = dict[str, Sequence[UpdateColumn]](), dict[int, str]()
         for data in ("forget", "retain"):
             job = trained.training.job(

@@ -79,7 +79,6 @@ class FedRecover(Unlearner):
             phase = self._phase(number, training)
             clients = [client for client in history.clients(number) if client in retained]
             stored = {client: history.update(number, client) for client in clients}
-            history.verify_state(number - 1)
             drift = (state - history.state(number - 1)).map(torch.Tensor.double)
             estimates: dict[int, Update] = {}
             for client in clients if phase == "estimation" else []:

@@ -68,10 +68,9 @@ def without_clients(trained: Trained, leaving: tuple[int, ...]) -> Params:
     Where all weigh the same this is the paper's (K w_n - w_k) / (K - 1). A client that was not drawn has no share.
     """
     last, history = trained.training.rounds, trained.history
-    pairs = {int(client): count for client, count in history.record(last)["pairs"].items()}
+    pairs = history.pairs(last)
     weights = pairs if trained.training.weighting == "pairs" else dict.fromkeys(pairs, 1)
     shares = {client: weights[client] / sum(weights.values()) for client in leaving if client in weights}
-    history.verify_state(last - 1)
     start = history.state(last - 1)
     rest = trained.final
     for client, share in shares.items():

@@ -350,12 +350,11 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             finished = Round(number, state, tuple(sorted(updates, key=lambda update: update.client)))
         else:
             finished = average(start, updates, training, number, clip=bool(anew))
-        if AVERAGED in record["sha256"] and held is not None:
+        if AVERAGED in record.sha256 and held is not None:
             locked = ServerLock(held.bases, start).apply(finished.state)
             finished = replace(finished, state=locked, averaged=finished.state)
-        kept = {key: value for key, value in record.items() if key in ("loss", "bytes_down", "bytes_up")}
-        rejected = {client: why for client, why in record["rejected"].items() if int(client) not in leaving}
-        scratch.append(finished, {**kept, "rejected": rejected}, start_path)
+        finished = replace(finished, rejected={c: why for c, why in record.rejected.items() if c not in leaving})
+        scratch.append(finished, record.bytes_down, record.bytes_up, start_path, record.loss)
         times = history.record_path(number).stat()
         os.utime(scratch.record_path(number), ns=(times.st_atime_ns, times.st_mtime_ns))  # how long rounds took
         if touched:

@@ -162,7 +162,7 @@ def start_hash(run: Run, request: Request | None = None) -> str:
     if release is not None:
         check_released_model(run, release)
         return release.model_sha256
-    return str(run.history_of(head).record(training.rounds)["sha256"]["state.safetensors"])
+    return run.history_of(head).state_sha256(training.rounds)
 
 
 def open_world(run: Run, request: Request | None = None, stones: Tombstones | None = None) -> World:

@@ -167,8 +167,7 @@ def _follow(
             step.base.save(stored.base_path)
             kept = (*kept, stored.base_path)
         if step.round is not None and history is not None:
-            sent = {"bytes_down": metered.cost.bytes_down - down, "bytes_up": metered.cost.bytes_up - up}
-            history.append(step.round, sent)
+            history.append(step.round, metered.cost.bytes_down - down, metered.cost.bytes_up - up)
         down, up = metered.cost.bytes_down, metered.cost.bytes_up
         yield step, metrics
         started = time.perf_counter()

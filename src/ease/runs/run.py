@@ -14,7 +14,7 @@ from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.federation.check import checked
-from ease.federation.fedavg import TrainingConfig
+from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
 from ease.federation.meter import Cost, Metered
 from ease.model.backbones import Backbone
@@ -166,8 +166,8 @@ class Run:
     def _name_path(self) -> Path:
         return self.folder / "name.json"
 
-    def train(self, world: World) -> Iterator[dict[str, Any]]:
-        """Train, or go on from the last complete round; yields each new round's record."""
+    def train(self, world: World) -> Iterator[Round]:
+        """Train, or resume after the last finished round; yields every new round once it is stored."""
         with self.locked():
             remove_leftovers(self.folder)
             yield from self._train(world)
@@ -254,7 +254,7 @@ class Run:
         busy = f"{self.folder}: another process is working on this run; wait for it or choose another --out"
         return exclusive(self.folder / ".lock", busy)
 
-    def _train(self, world: World) -> Iterator[dict[str, Any]]:
+    def _train(self, world: World) -> Iterator[Round]:
         history, config, head = self.history, self.config, self.head
         done = history.rounds()
         if done == 0:
@@ -289,7 +289,8 @@ class Run:
         ):
             cost, metered.cost = metered.cost, Cost()
             finished = replace(finished, rejected=sound.left_out() | finished.rejected)
-            yield history.append(finished, {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up}, start)
+            history.append(finished, cost.bytes_down, cost.bytes_up, start)
+            yield finished
             start = history.state_path(finished.number)
 
     def held(self, head: Head) -> ServerLock | None:

@@ -162,7 +162,7 @@ def test_one_round_minus_the_contribution_of_samples_is_the_round_without_them(
     federation, initial = learnt.world.federation, learnt.trained.initial
     initial.save(trained.history.initial_path)
     (finished,) = fedavg(initial, federation, training, trained.seed, trained.temperature)
-    trained.history.append(finished, {})
+    trained.history.append(finished)
     found = contribution_of(trained, few, federation)
     without = average(initial, masked_round(learnt, few, initial, 1, [0, 1, 2, 3]), training, 1)
     moved = max(float(tensor.abs().max()) for tensor in (without.state - initial).tensors.values())
@@ -216,7 +216,7 @@ def test_only_holders_replay_and_only_rounds_they_took_part_in(learnt, few, tmp_
     for number, clients in enumerate([(0, 2, 3), (0, 1, 3)], start=1):
         answers = federation.run(state, trained.training_job(number), clients)
         finished = average(state, answers, training, number)
-        trained.history.append(finished, {})
+        trained.history.append(finished)
         state = finished.state
 
     class Given(Sequential):

@@ -259,7 +259,7 @@ def test_robust_aggregation_never_extends_recovery(learnt) -> None:
 
 def test_the_loss_to_reach_is_the_mean_of_the_last_two_rounds(learnt) -> None:
     history, rounds = learnt.trained.history, learnt.trained.training.rounds
-    recorded = [history.record(number)["loss"] for number in (rounds - 1, rounds)]
+    recorded = [history.record(number).loss for number in (rounds - 1, rounds)]
     assert final_loss(learnt.trained) == pytest.approx(sum(recorded) / 2)
 
 

@@ -76,7 +76,7 @@ def test_a_repeated_update_is_shortened_as_it_was_in_training(learnt, some) -> N
 
     class Clipped(Some):
         def record(self, number: int):
-            return {**super().record(number), "clipped": {"3": 0.25}}
+            return super().record(number).model_copy(update={"clipped": {3: 0.25}})
 
     clipped = replace(some, history=Clipped(some.history.folder))
     one, _ = repeated_sum(clipped, learnt.world.federation, MISSING[2:], [3])

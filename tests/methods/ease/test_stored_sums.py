@@ -147,7 +147,7 @@ def test_what_was_held_after_a_round_is_not_taken_for_what_clients_did(toy_param
     assert finished.state["image.layer.B"].flatten().tolist() == [0.0, 3.0]
     history = History(tmp_path / "held", updates=False)
     toy_params(0.0).save(history.initial_path)
-    history.append(finished, {})
+    history.append(finished)
     history.verify()
     assert all(torch.equal(tensor, torch.full_like(tensor, 3.0)) for tensor in history.moved(1).tensors.values())
 

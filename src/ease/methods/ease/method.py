@@ -180,7 +180,7 @@ def share_prior(request: Request, optimiser: str, final_loss: float) -> float:
 def final_loss(trained: Trained) -> float | None:
     """Mean loss of the last two training rounds, if it was recorded; a single round is noisy."""
     rounds = trained.training.rounds
-    recorded = [trained.history.record(number)["loss"] for number in range(max(1, rounds - 1), rounds + 1)]
+    recorded = [trained.history.record(number).loss for number in range(max(1, rounds - 1), rounds + 1)]
     losses = [loss for loss in recorded if loss is not None]
     return fmean(losses) if losses else None
 

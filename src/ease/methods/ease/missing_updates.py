@@ -90,4 +90,4 @@ def repeated_sum(
 
 
 def _clip_factors(trained: Trained, number: int) -> Mapping[int, float]:
-    return {int(client): factor for client, factor in trained.history.record(number).get("clipped", {}).items()}
+    return trained.history.record(number).clipped

@@ -197,8 +197,8 @@ def _reported(
         asked = differ if from_mean else each.weights
         if asked:
             start = start_of(trained, each.round)
-            clipped = trained.history.record(each.round).get("clipped", {})  # clients keep unclipped updates
-            factors = {c: asked[c] * each.scale * clipped.get(str(c), 1.0) for c in asked}
+            clipped = trained.history.record(each.round).clipped  # clients keep unclipped updates
+            factors = {c: asked[c] * each.scale * clipped.get(c, 1.0) for c in asked}
             questions += [Replay(each.round, start, factors[c], 0, (c,)) for c in asked]
             for client in asked:
                 weights.setdefault(client, {})[each.round] = asked[client] * each.scale

@@ -277,7 +277,7 @@ def _before(run: Run, certificate: Certificate) -> str:
             return _hashes_to(run.model_path(release), wanted)
     for history in (replace(run.history, place=place) for place in run.head.places):
         for number in range(history.rounds(), 0, -1):
-            if history.record(number)["sha256"]["state.safetensors"] == wanted:
+            if history.state_sha256(number) == wanted:
                 return _hashes_to(history.state_path(number), wanted)
     raise Refuted("no model of this run has the hash of the model before")
 

@@ -169,9 +169,9 @@ def train_only(config: RunConfig, folder: Path, quiet: bool) -> tuple[Run, World
         world = open_world(run)
     started = time.perf_counter()
     with rounds_bar("training", config.training.rounds, run.history.rounds(), quiet) as bar:
-        for record in run.train(world):
+        for finished in run.train(world):
             bar.step()
-            tell_left_out(f"round {record['round']}", record["rejected"], quiet)
+            tell_left_out(f"round {finished.number}", finished.rejected, quiet)
     return run, world, {**traffic(run), "cost/seconds": time.perf_counter() - started}
 
 
@@ -275,4 +275,4 @@ def compared(
 def traffic(run: Run) -> dict[str, float]:
     """Bytes of a whole training, each way."""
     records = [run.history.record(number) for number in range(1, run.config.training.rounds + 1)]
-    return {f"cost/{key}": sum(record[key] for record in records) for key in ("bytes_down", "bytes_up")}
+    return {f"cost/{key}": sum(getattr(record, key) for record in records) for key in ("bytes_down", "bytes_up")}

@@ -4,17 +4,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ease.errors import UserError
+from ease.operations.evidence.keys import SigningKey
 from ease.operations.ledger.records import Draft, Entry, Outcome, Plan
-from ease.operations.ledger.states import State
+from ease.operations.ledger.states import OPEN, State
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClientRequest
 
 PEOPLE = ("ada", "bo")
+KEYS = {name: SigningKey(Ed25519PrivateKey.generate()) for name in PEOPLE}
 METHODS = ({"method": "ease"}, {"method": "retrain"})
 
 
@@ -30,6 +33,8 @@ class Requests(RuleBasedStateMachine):
         self.state: dict[str, str] = {}
         self.released: set[str] = set()
         self.claimed: list[Entry] = []
+        self.approved: dict[str, set[str]] = {}
+        self.extended: set[str] = set()
 
     def teardown(self) -> None:
         self.place.cleanup()
@@ -39,13 +44,18 @@ class Requests(RuleBasedStateMachine):
         id = f"r{len(self.state)}"
         self.ledger.add(Draft(ClientRequest(clients=(len(self.state),)), method, by, id=id))
         self.state[id] = "submitted"
+        self.approved[id] = set()
         return id
 
     @rule(id=ids, by=st.sampled_from(PEOPLE))
     def approve(self, id: str, by: str) -> None:
-        if self.state[id] in ("submitted", "held"):
+        if by in self.approved[id] and self.state[id] in ("submitted", "held"):
+            with pytest.raises(UserError, match="another person has to"):
+                self.ledger.approve(id, by)
+        elif self.state[id] in ("submitted", "held"):
             self.ledger.approve(id, by)
             self.state[id] = "approved"
+            self.approved[id].add(by)
         else:
             with pytest.raises(UserError, match="cannot be approved"):
                 self.ledger.approve(id, by)
@@ -58,6 +68,48 @@ class Requests(RuleBasedStateMachine):
         else:
             with pytest.raises(UserError, match="cannot be cancelled"):
                 self.ledger.cancel(id, by, "")
+
+    @rule(id=ids, by=st.sampled_from(PEOPLE))
+    def refuse(self, id: str, by: str) -> None:
+        if self.state[id] in ("submitted", "approved", "pending", "held"):
+            self.ledger.refuse(id, by, "no such person")
+            self.state[id] = "refused"
+        else:
+            with pytest.raises(UserError, match="cannot be refused"):
+                self.ledger.refuse(id, by, "no such person")
+
+    @rule(id=ids, by=st.sampled_from(PEOPLE))
+    def approve_with_another(self, id: str, by: str) -> None:
+        """A first approval of two leaves the state; the same person again is refused."""
+        if self.state[id] not in ("submitted", "held"):
+            return
+        if by in self.approved[id]:
+            with pytest.raises(UserError, match="another person has to"):
+                self.ledger.approve(id, by, KEYS[by], people=2)
+            return
+        self.ledger.approve(id, by, KEYS[by], people=2)
+        self.approved[id].add(by)
+        if len(self.approved[id]) == 2:
+            self.state[id] = "approved"
+
+    @rule(id=ids, by=st.sampled_from(PEOPLE), days=st.integers(1, 40))
+    def extend(self, id: str, by: str, days: int) -> None:
+        """Once, while the request is open, by whoever holds it."""
+        if self.state[id] in OPEN and id not in self.extended:
+            before = self.ledger.entry(id).deadline
+            assert self.ledger.extend(id, days, by, "many pairs", key=KEYS[by]).deadline > before
+            self.extended.add(id)
+        else:
+            with pytest.raises(UserError, match="can be extended"):
+                self.ledger.extend(id, days, by, "many pairs")
+
+    @rule(id=ids, by=st.sampled_from(PEOPLE))
+    def notify(self, id: str, by: str) -> None:
+        assert self.ledger.notify(id, "clinic 5", by).notified == ("clinic 5",)
+
+    @rule(id=ids)
+    def redact(self, id: str) -> None:
+        self.ledger.redact([id])
 
     @rule(together=st.booleans())
     def claim(self, together: bool) -> None:
@@ -85,6 +137,8 @@ class Requests(RuleBasedStateMachine):
             state: State = end if each.id not in self.released else "done" if end == "done" else "released"
             self.ledger.finish([each.id], state, "worker", "", Outcome(model_sha256="abc"))
             self.state[each.id] = state
+            if state == "held":
+                self.approved[each.id] = set()
         self.claimed = []
 
     @rule()
@@ -94,7 +148,7 @@ class Requests(RuleBasedStateMachine):
     @rule(id=ids)
     def repeat(self, id: str) -> None:
         entry = self.ledger.entry(id)
-        assert not self.ledger.add(Draft(entry.request, entry.method, entry.asked_by, id=id))[1]
+        assert not self.ledger.add(Draft(entry.request, entry.method, "ada", id=id))[1]
 
     @invariant()
     def the_ledger_says_what_was_decided(self) -> None:
@@ -105,10 +159,15 @@ class Requests(RuleBasedStateMachine):
         assert all(self.state[id] not in ("cancelled", "refused") for id in self.released)
         last: dict[str, str] = {}
         for each in self.ledger.events():
-            assert each.before == last.get(each.request) and each.before not in ("cancelled", "done", "refused")
-            assert not (each.before in ("running", "released") and each.by in PEOPLE)
+            assert each.before == last.get(each.request)
+            assert each.before == each.after or each.before not in ("cancelled", "done", "refused")
+            assert each.before == each.after or not (each.before in ("running", "released") and each.by in PEOPLE)
             last[each.request] = each.after
         assert last == self.state
+
+    @invariant()
+    def the_chain_of_steps_holds(self) -> None:
+        assert self.ledger.check()[0] == len(self.ledger.events())
 
 
 TestRequests = Requests.TestCase

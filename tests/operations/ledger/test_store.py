@@ -13,7 +13,8 @@ import pytest
 
 from ease.errors import UserError
 from ease.operations.ledger.database import TABLES, VERSION, Tables, writing
-from ease.operations.ledger.records import Consent, Draft, Entry, Outcome, Plan, month_after
+from ease.operations.ledger.deadlines import months_after
+from ease.operations.ledger.records import Consent, Draft, Entry, Outcome, Plan
 from ease.operations.ledger.states import ACTORS, OPEN, STATES, TRANSITIONS, State, may_move
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
@@ -42,7 +43,11 @@ def test_one_table_says_who_may_take_a_request_where(ledger: Ledger) -> None:
     """Every actor and pair of states is tried: a step succeeds if and only if the table has it, and only then is it
     noted."""
     assert set(TRANSITIONS) == set(ACTORS) and {"done", "refused", "cancelled"} == set(STATES) - OPEN
-    person = {"approved": lambda id: ledger.approve(id, "bo"), "cancelled": lambda id: ledger.cancel(id, "bo", "")}
+    person = {
+        "approved": lambda id: ledger.approve(id, "bo"),
+        "refused": lambda id: ledger.refuse(id, "bo", "no such person"),
+        "cancelled": lambda id: ledger.cancel(id, "bo", ""),
+    }
     tried = [(actor, before, after) for actor in ACTORS for before in STATES for after in STATES]
     for number, (actor, before, after) in enumerate(tried):
         if actor == "person" and after not in person:
@@ -184,8 +189,8 @@ def test_several_steps_happen_together_or_not_at_all(ledger: Ledger) -> None:
 
 
 def test_the_deadline_is_a_calendar_month_away_and_overdue_counts_while_open(ledger: Ledger) -> None:
-    assert month_after(datetime(2027, 1, 31, tzinfo=UTC)) == datetime(2027, 2, 28, tzinfo=UTC)
-    assert month_after(datetime(2027, 12, 5, tzinfo=UTC)) == datetime(2028, 1, 5, tzinfo=UTC)
+    assert months_after(datetime(2027, 1, 31, tzinfo=UTC), 1) == datetime(2027, 2, 28, tzinfo=UTC)
+    assert months_after(datetime(2027, 12, 5, tzinfo=UTC), 1) == datetime(2028, 1, 5, tzinfo=UTC)
     entry, _ = ledger.add(draft())
     after = datetime.fromisoformat(entry.submitted) + timedelta(days=32)
     assert not entry.is_overdue(datetime.now(UTC)) and entry.is_overdue(after)

@@ -27,7 +27,7 @@ from ease.storage import exclusive, write_atomic
 
 NAME = "ledger.sqlite"
 CREATION_LOCK = ".ledger.lock"
-VERSION = 1
+VERSION = 2
 """Of tables and records; raise it when older files can no longer be read."""
 BUSY_SECONDS = 60.0
 """How long to wait for another process's transaction; each takes milliseconds."""
@@ -75,6 +75,12 @@ class Tables:
             raise UserError(
                 f"{self.path}: {TABLES[kind]}: written by another version of ease; open it with that version"
             ) from error
+
+    def last(self, kind: type[C]) -> C | None:
+        """Return the record with the largest number; None if there is none."""
+        query = f"SELECT record FROM {TABLES[kind]} ORDER BY number DESC LIMIT 1"
+        row = self.connection.execute(query).fetchone()
+        return None if row is None else kind.model_validate_json(row[0])
 
     def write(self, number: int, record: Config) -> None:
         """Store a record under a number, in place of the one that has it."""

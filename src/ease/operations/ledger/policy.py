@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ease.config import Config, override, read_toml, validate
 
@@ -26,12 +27,66 @@ class PurgePolicy(Config):
     """Purge at the end of `ease work` what was released so many days ago; absent: only `ease purge` does."""
 
 
+class ApprovalPolicy(Config):
+    people: int = Field(1, ge=1, le=5)
+    """How many different people have to approve a request, or a held model, before it is worked on."""
+    signed: bool = False
+    """Whether people have to sign their decisions with a key (`--key`)."""
+    keys: dict[str, str] = Field(default_factory=dict)
+    """Name of a person -> id of the key that they sign with, as `ease keys new` prints it."""
+    revoked: dict[str, str] = Field(default_factory=dict)
+    """Id of a key -> the date from which its signatures do not count, such as 2030-01-31."""
+
+
+class RemindPolicy(Config):
+    url: str = ""
+    """Where `ease request due --notify` posts what is due as JSON; https, or this machine."""
+    within_days: int = Field(7, ge=0, le=365)
+    """How many days before its deadline a request is due soon."""
+
+
+class OfficePolicy(Config):
+    """Who signs letters and answers for the register."""
+
+    name: str = ""
+    """The controller, such as a hospital."""
+    contact: str = ""
+    """How to reach the data protection officer."""
+    authority: str = ""
+    """The supervisory authority that complaints go to."""
+    notice: str = ""
+    """The address of the privacy notice that consents refer to."""
+    purpose: str = "training an image-text model together with other sites"
+    """What the data are used for, in records of consent."""
+
+
+class RetentionPolicy(Config):
+    closed_days: float | None = Field(None, ge=0)
+    """Remove names, grounds and reasons of requests at the end of `ease purge` and `ease work` if they were closed so
+    many days ago. Steps and hashes stay. Absent: they are kept as long as the run."""
+
+
 class Policy(Config):
     """`policy.toml` of a run; absent, the defaults."""
 
+    time_zone: str = "UTC"
+    """The time zone in which the day of a deadline ends, such as Europe/Berlin."""
     hold: HoldPolicy = HoldPolicy()
     retrain: RetrainPolicy = RetrainPolicy()
     purge: PurgePolicy = PurgePolicy()
+    approval: ApprovalPolicy = ApprovalPolicy()
+    remind: RemindPolicy = RemindPolicy()
+    office: OfficePolicy = OfficePolicy()
+    retention: RetentionPolicy = RetentionPolicy()
+
+    @field_validator("time_zone")
+    @classmethod
+    def _known_zone(cls, name: str) -> str:
+        try:
+            ZoneInfo(name)
+        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+            raise ValueError("no such time zone; write a name such as Europe/Berlin") from error
+        return name
 
 
 def load_policy(folder: Path, assignments: Sequence[str] = ()) -> Policy:

@@ -1,6 +1,5 @@
 """What the ledger of a run stores: requests, the steps they took, and the consents of clients that joined."""
 
-import calendar
 import hashlib
 import json
 from dataclasses import dataclass
@@ -24,12 +23,6 @@ def now() -> datetime:
 def stamp(time: datetime) -> str:
     """Format a time in UTC, so that stamps are ordered as their times are."""
     return time.astimezone(UTC).isoformat(timespec="milliseconds")
-
-
-def month_after(time: datetime) -> datetime:
-    """Return the same day of the next month, or its last day."""
-    year, month = time.year + time.month // 12, time.month % 12 + 1
-    return time.replace(year=year, month=month, day=min(time.day, calendar.monthrange(year, month)[1]))
 
 
 def check_text(option: str, text: str) -> None:
@@ -97,14 +90,35 @@ class Entry(Config):
     outcome: Outcome = NOTHING
     waived: str = ""
     """Hash of the model that a person accepted although recall of retained pairs fell."""
+    approved_by: tuple[str, ...] = ()
+    """Who approved it so far. The policy says how many people have to."""
+    first_deadline: str = ""
+    """The deadline before it was extended; empty: it was not."""
+    notified: tuple[str, ...] = ()
+    """Recipients of exported models who were told that the model they have contains forgotten pairs."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is still to be done."""
+        return self.state in OPEN
 
     def is_overdue(self, time: datetime) -> bool:
         """Return whether the request is open after its deadline."""
-        return self.state in OPEN and self.deadline < stamp(time)
+        return self.is_open and self.deadline < stamp(time)
+
+
+class StepSignature(Config):
+    """A person's Ed25519 signature of a step."""
+
+    key: str
+    """The public key, in base64; its hash names it in the policy."""
+    signature: str
+    """In base64."""
 
 
 class Event(Config):
-    """One step of a request."""
+    """One step of a request. A step that leaves the state as it is was an approval of several, an extension or a
+    notice to a recipient."""
 
     request: str
     time: str
@@ -113,6 +127,15 @@ class Event(Config):
     after: State
     by: str
     why: str
+    deadline: str = ""
+    """The new deadline, of the first step and of one that moves it."""
+    salt: str
+    """Of `content`; empty once the words were redacted, so that they cannot be guessed from it."""
+    content: str
+    """Salted hash of the words and of what was handed in."""
+    previous: str
+    """Hash of the step before it in the ledger."""
+    signature: StepSignature | None = None
 
 
 class Consent(Config):
@@ -143,6 +166,8 @@ class Draft:
     reason: str = ""
     priority: int = 0
     deadline: datetime | None = None
-    """None: a month after it is handed in."""
+    """None: the end of the day a month after it is handed in."""
     id: str | None = None
     """None: derived from the request, the method and who asked."""
+    zone: str = "UTC"
+    """The time zone in which days end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ease.operations.evidence import attest
 from ease.operations.ledger.records import now, stamp
-from ease.operations.ledger.store import Ledger
+from ease.operations.ledger.store import REDACTED, Ledger
 from ease.operations.ledger.work import worker_lock
 from ease.operations.lost_sites import record_lost_sites
 from ease.operations.purge import PLAN, Pass, purge
@@ -47,12 +47,29 @@ def purge_released(folder: Path, older_than_days: float = 0.0, override: Overrid
         attest(run)
 
 
+def redact_closed(folder: Path, older_than_days: float) -> list[str]:
+    """Remove names and words of requests that were closed so long ago; return their ids."""
+    ledger, old = Ledger(folder), stamp(now() - timedelta(days=older_than_days))
+    if not ledger.exists:
+        return []
+    closed = {each.request: each.time for each in ledger.events() if each.before != each.after}
+    ids = [
+        each.id
+        for each in ledger.entries()
+        if not each.is_open and closed[each.id] <= old and any(getattr(each, name) for name in REDACTED)
+    ]
+    if ids:
+        ledger.redact(ids)
+    return ids
+
+
 def _released_at(run: Run, head: Head, ledger: Ledger) -> list[str]:
     """When each release was made, by the ledger, or by its answer's record where someone released it by hand."""
     noted = {}
     for entry in ledger.entries():
         if entry.outcome.release is not None:
-            noted[entry.outcome.release] = ledger.events(entry.id)[-1].time
+            moves = [each for each in ledger.events(entry.id) if each.before != each.after]
+            noted[entry.outcome.release] = moves[-1].time
     paths = [run.model_path(release).parent / "record.json" for release in head.releases]
     written = [stamp(datetime.fromtimestamp(path.stat().st_mtime, UTC)) if path.is_file() else "" for path in paths]
     times = [noted.get(number, time) for number, time in enumerate(written, start=1)]

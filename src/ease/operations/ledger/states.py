@@ -11,10 +11,10 @@ STATES: tuple[State, ...] = get_args(State)
 ACTORS: tuple[Actor, ...] = get_args(Actor)
 TRANSITIONS: dict[Actor, dict[State, frozenset[State]]] = {
     "person": {
-        "submitted": frozenset({"approved", "cancelled"}),
-        "approved": frozenset({"cancelled"}),
-        "pending": frozenset({"cancelled"}),
-        "held": frozenset({"approved", "cancelled"}),
+        "submitted": frozenset({"approved", "refused", "cancelled"}),
+        "approved": frozenset({"refused", "cancelled"}),
+        "pending": frozenset({"refused", "cancelled"}),
+        "held": frozenset({"approved", "refused", "cancelled"}),
     },
     "worker": {
         "approved": frozenset({"running"}),

@@ -29,7 +29,7 @@ def kind_of(entry: Entry, kind: str | None = None) -> Kind:
     possible = {"received", natural, *(["extended"] if entry.first_deadline else [])}
     if kind not in possible:
         raise UserError(f"{entry.id}: is {entry.state}, so no letter can say that it is {kind}")
-    return kind  # type: ignore[return-value]
+    return kind
 
 
 def letter(

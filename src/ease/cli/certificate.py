@@ -49,3 +49,17 @@ def sign(
 
     summary = sign_certificate(certificate, key, run, quick, html, out, quiet)
     return summary, REFUTED if isinstance(summary, VerifySummary) else 0
+
+
+@command
+def witness(run: Run, key: Annotated[Path, typer.Option(help="Private key of the witness.")]) -> Result:
+    """Countersign how far the log and ledger of a run go.
+
+    The witness checks both and keeps a copy of the file. `ease verify RUN` then refuses a run whose log or ledger was
+    rewritten since.
+
+    Example: `ease certificate witness runs/first --key witness.key`
+    """
+    from ease.commands.evidence import witness_run
+
+    return witness_run(run, key)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Quiet, Result, Run, command
+from ease.cli.options import By, Quiet, Result, Run, command
 
 
 class Format(StrEnum):
@@ -23,12 +23,16 @@ def export(
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.safetensors,
     out: Annotated[Path | None, typer.Option(help="Folder to write to. By default exports/ in the run.")] = None,
+    recipient: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Record who gets it, to be told once pairs in it are forgotten.")
+    ] = None,
+    by: By = None,
     quiet: Quiet = False,
 ) -> Result:
     """Write a model in a format that other tools read.
 
-    Example: `ease export runs/first --request client-3 --format peft --out adapter`
+    Example: `ease export runs/first --request client-3 --format peft --out adapter --recipient "Clinic 5"`
     """
     from ease.commands.export import export_run
 
-    return export_run(run, request, form.value, out, quiet)
+    return export_run(run, request, form.value, out, quiet, recipient, by)

@@ -66,6 +66,7 @@ RequestName = Annotated[
     str, typer.Option(metavar="NAME", help="Name of a request by words or ids. By default one is made.")
 ]
 By = Annotated[str | None, typer.Option(help="Who does this. By default the user of this machine.")]
+Key = Annotated[Path | None, typer.Option(help="Your private key (`ease keys new`), which signs this step.")]
 Processes = Annotated[int | None, typer.Option(min=1, help="Runs at the same time. By default one per core.")]
 CheckQuick = Annotated[
     bool, typer.Option("--quick", help="Check hashes and recorded figures only, without measuring again.")

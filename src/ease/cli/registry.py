@@ -29,7 +29,7 @@ MAIN = {
 """The commands that `ease --help` shows first, each with the first line of its own help."""
 PANELS: dict[str, dict[str, str]] = {
     "Requests": {
-        "request": "Submit, list, find, approve and cancel requests.",
+        "request": "Submit and find requests, decide on them, keep the register.",
         "work": "Answer approved requests and release the results.",
         "release": "Accept a result, so that the run continues from it.",
         "join": "Add a client with new pairs and its consent.",
@@ -37,7 +37,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Evidence": {
         "certificate": "Issue and countersign certificates.",
-        "verify": "Check a certificate.",
+        "verify": "Check a certificate, or the log and ledger of a run.",
         "keys": "Make keys for certificates and for federations.",
     },
     "Use": {
@@ -70,11 +70,18 @@ GROUPS: dict[str, dict[str, str]] = {
         "show": "Show what a request touches, its cost and its steps.",
         "find": "Find what a run holds on a person.",
         "approve": "Approve a request, or the release of its result.",
+        "refuse": "Refuse a request, with the reason for the letter.",
+        "extend": "Extend a deadline, once and by two months at most.",
         "cancel": "Cancel a request that is not being worked on.",
+        "due": "List what is overdue or due soon.",
+        "letter": "Write the letter to the person who asked.",
+        "notify": "Record that a recipient of an exported model was told.",
+        "export": "Write the register as CSV and as a page to print.",
     },
     "certificate": {
         "issue": "Certify the result of a request.",
         "sign": "Check a certificate and add a signature.",
+        "witness": "Countersign how far the log and ledger of a run go.",
     },
     "keys": {
         "new": "Make a key pair that signs certificates.",

@@ -1,5 +1,6 @@
-"""`ease request`: submit, list, show, find, approve and cancel."""
+"""`ease request`: submit, list, show and find requests, decide on them, and keep the register."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from ease.cli.options import (
     Classes,
     Clients,
     Concepts,
+    Key,
     Method,
     Quiet,
     RequestName,
@@ -22,6 +24,7 @@ from ease.cli.options import (
     command,
 )
 
+Reason = Annotated[str, typer.Option(help="Why, in a few words.")]
 Id = Annotated[str, typer.Argument(metavar="ID", help="The id of the request, see `ease request list`.")]
 
 
@@ -34,13 +37,14 @@ def add(
     samples: Samples = None,
     by: By = None,
     ground: Annotated[str, typer.Option(help='Legal ground, e.g. "GDPR art. 17(1)(b)".')] = "",
-    reason: Annotated[str, typer.Option(help="Why, in a few words.")] = "",
+    reason: Reason = "",
     priority: Annotated[int, typer.Option(help="Requests with a larger number are worked on first.")] = 0,
-    due: Annotated[str | None, typer.Option(metavar="DATE", help="Deadline. By default one month from today.")] = None,
+    due: Annotated[str | None, typer.Option(metavar="DATE", help="Last day. By default a month from today.")] = None,
     threshold: Threshold = None,
     name: RequestName = "",
     id: Annotated[str | None, typer.Option(help="Its id in the ledger. By default made from its content.")] = None,
     approve: Annotated[bool, typer.Option("--approve", help="Approve it at once.")] = False,
+    key: Key = None,
     method: Method = None,
     settings: Settings = None,
     quiet: Quiet = False,
@@ -56,7 +60,7 @@ def add(
     from ease.runs.resolve import Wanted
 
     wanted = Wanted(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
-    return add_request(run, wanted, unlearner, by, ground, reason, priority, due, id, approve, quiet)
+    return add_request(run, wanted, unlearner, by, ground, reason, priority, due, id, approve, key, quiet)
 
 
 @command
@@ -109,26 +113,141 @@ def find(
 
 
 @command
-def approve(run: Run, id: Id, by: By = None) -> Result:
+def approve(run: Run, id: Id, by: By = None, key: Key = None) -> Result:
     """Approve a request, or the release of its result.
 
-    A request that waits is then worked on. A result that the policy holds back is then released.
+    A request that waits is then worked on. A result that the policy holds back is then released. The policy may ask
+    for several people (approval.people) and for signatures (approval.signed).
 
     Example: `ease request approve runs/first client-3-1f2e3d`
     """
     from ease.commands.requests import approve_request
 
-    return approve_request(run, id, by)
+    return approve_request(run, id, by, key)
 
 
 @command
-def cancel(
-    run: Run, id: Id, by: By = None, reason: Annotated[str, typer.Option(help="Why, in a few words.")] = ""
+def refuse(run: Run, id: Id, by: By = None, key: Key = None, reason: Reason = "") -> Result:
+    """Refuse a request, with the reason for the letter.
+
+    Example: `ease request refuse runs/first client-3-1f2e3d --reason "the site did not ask for this"`
+    """
+    from ease.commands.register import refuse_request
+
+    return refuse_request(run, id, by, key, reason)
+
+
+@command
+def extend(
+    run: Run,
+    id: Id,
+    days: Annotated[int, typer.Option(help="Days to add to the deadline.")],
+    by: By = None,
+    key: Key = None,
+    reason: Reason = "",
 ) -> Result:
+    """Extend a deadline, once and by two months at most.
+
+    The person who asked has to be told before the first deadline: `ease request letter` writes the letter.
+
+    Example: `ease request extend runs/first client-3-1f2e3d --days 30 --reason "three sites have to answer"`
+    """
+    from ease.commands.register import extend_request
+
+    return extend_request(run, id, days, by, key, reason)
+
+
+@command
+def cancel(run: Run, id: Id, by: By = None, key: Key = None, reason: Reason = "") -> Result:
     """Cancel a request that is not being worked on.
 
     Example: `ease request cancel runs/first client-3-1f2e3d --reason "submitted by mistake"`
     """
     from ease.commands.requests import cancel_request
 
-    return cancel_request(run, id, by, reason)
+    return cancel_request(run, id, by, key, reason)
+
+
+@command
+def due(
+    run: Run,
+    within: Annotated[
+        int | None, typer.Option(min=0, metavar="DAYS", help="Days ahead. By default remind.within_days of the policy.")
+    ] = None,
+    notify: Annotated[
+        bool, typer.Option("--notify", help="Post what is due as JSON to remind.url of the policy.")
+    ] = False,
+) -> Result:
+    """List what is overdue or due soon.
+
+    Exit code 0 if nothing is due, 4 if something is due soon, 5 if something is overdue.
+
+    Example: `ease request due runs/first --within 14 --notify`
+    """
+    from ease.commands.register import due_requests
+
+    summary = due_requests(run, within, notify)
+    return summary, summary.code
+
+
+class Letter(StrEnum):
+    received = "received"
+    extended = "extended"
+    granted = "granted"
+    refused = "refused"
+
+
+@command
+def letter(
+    run: Run,
+    id: Id,
+    kind: Annotated[Letter | None, typer.Option(help="Which letter. By default the one its state calls for.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it to this file instead of the screen.")] = None,
+) -> Result:
+    """Write the letter to the person who asked.
+
+    It says in plain words what was received, extended, granted or refused. Names of the controller and of the
+    supervisory authority come from `office` in policy.toml.
+
+    Example: `ease request letter runs/first client-3-1f2e3d --out letter.txt`
+    """
+    from ease.commands.register import write_letter
+
+    return write_letter(run, id, None if kind is None else kind.value, out)
+
+
+@command
+def notify(
+    run: Run,
+    id: Id,
+    recipient: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Who was told. Without it, list who has to be.")
+    ] = None,
+    by: By = None,
+    key: Key = None,
+) -> Result:
+    """Record that a recipient of an exported model was told.
+
+    Recipients are those of `ease export --recipient` whose model still contains what was forgotten.
+
+    Example: `ease request notify runs/first client-3-1f2e3d --recipient "Clinic 5"`
+    """
+    from ease.commands.register import notify_recipient
+
+    return notify_recipient(run, id, recipient, by, key)
+
+
+@command
+def export(
+    run: Run, out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path("register")
+) -> Result:
+    """Write the register as CSV and as a page to print.
+
+    It holds every request, step and consent. Consents are also written as records with the fields of
+    ISO/IEC TS 27560.
+
+    Example: `ease request export runs/first --out register`
+    """
+    from ease.commands.register import export_register
+
+    return export_register(run, out)

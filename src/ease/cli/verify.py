@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import REFUTED, Certificate, CheckQuick, Quiet, Result, command
+from ease.cli.options import REFUTED, CheckQuick, Quiet, Result, command
 
 
 @command
 def verify(
-    certificate: Certificate,
+    certificate: Annotated[Path, typer.Argument(metavar="CERT|RUN", help="A certificate, or a run directory.")],
     run: Annotated[Path | None, typer.Option(help="The run it is about, to compute everything again.")] = None,
     key: Annotated[
         list[str] | None,
@@ -20,11 +20,12 @@ def verify(
     quick: CheckQuick = False,
     quiet: Quiet = False,
 ) -> Result:
-    """Check a certificate.
+    """Check a certificate, or the log and ledger of a run.
 
-    With --run, every hash and figure is computed again. Without it, only signatures and the log are checked.
+    With --run, every hash and figure is computed again. Without it, only signatures are checked. Of a run directory,
+    the log, the chain of the ledger's steps, their signatures and those of witnesses are checked.
 
-    Exit code 0 if nothing contradicts the certificate, 1 if something does, with each reason.
+    Exit code 0 if nothing contradicts the certificate or the run, 1 if something does, with each reason.
 
     Example: `ease verify certificate.json --run runs/first --key hospital=hospital.pub`
     """

@@ -17,6 +17,9 @@ from ease.operations.evidence.envelope import Envelope, countersigned
 from ease.operations.evidence.events import issue
 from ease.operations.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
 from ease.operations.evidence.page import certificate_page
+from ease.operations.evidence.witnesses import countersign
+from ease.operations.ledger.store import Ledger
+from ease.operations.ledger.verification import ledger_checks, log_check
 from ease.runs.run import Run
 from ease.storage import remove_leftovers_of, write_atomic
 
@@ -138,11 +141,12 @@ class VerifySummary:
             yield Text.assemble((f"{word}: ", style), f"{plain(check.name)}: {plain(check.words)}")
         for signer in self.found.signers:
             yield labelled("signed by", f"{signer.name or 'a key that you did not name'}, {signer.key_id}")
-        if not self.found.holds or self.found.certificate is None:
+        if not self.found.holds:
             yield f"{self.path}: {self.otherwise}"
             return
         yield f"{self.path}: nothing contradicts it"
-        yield labelled("it says", self.found.certificate.verdict.words)
+        if self.found.certificate is not None:
+            yield labelled("it says", self.found.certificate.verdict.words)
 
 
 def verify_certificate(
@@ -152,8 +156,42 @@ def verify_certificate(
     named = known_keys(keys)
     if model is not None and not model.is_file():
         raise UserError(f"{model}: no such file; name the model that the certificate should be about")
+    if path.is_dir():
+        return _verified_run(path)
     with status("checking", quiet):
-        return VerifySummary(path, verify(path, run, named, model, quick))
+        found = verify(path, run, named, model, quick)
+        if run is not None:
+            found = replace(found, checks=(*found.checks, *ledger_checks(run)))
+        return VerifySummary(path, found)
+
+
+def _verified_run(folder: Path) -> VerifySummary:
+    """Check log, ledger and countersignatures of a run without a certificate."""
+    run = Run.load(folder)
+    return VerifySummary(folder, Verification((log_check(run), *ledger_checks(run))))
+
+
+@dataclass(frozen=True)
+class WitnessSummary:
+    path: Path
+    key_id: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "key_id": self.key_id}
+
+    def render(self) -> Iterator[RenderableType]:
+        yield f"signed by {self.key_id}"
+        yield f"countersignature in {self.path}; keep a copy of it, away from the run"
+
+
+def witness_run(folder: Path, key: Path) -> WitnessSummary:
+    """Sign how far the log and the ledger of a run go, after checking both."""
+    run, signer = Run.load(folder), read_signing_key(key)
+    checks = (log_check(run), *ledger_checks(run))
+    if reason := next((each.words for each in checks if each.holds is False), None):
+        raise UserError(f"not signed: {reason}")
+    path, envelope = countersign(run, signer, Ledger(folder).check())
+    return WitnessSummary(path, envelope.signatures[0].keyid)
 
 
 def known_keys(texts: Sequence[str]) -> dict[str, PublicKey]:

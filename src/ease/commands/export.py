@@ -7,10 +7,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ease.commands.requests import someone
 from ease.commands.train import tell_unfinished
 from ease.console import labelled, megabytes, status
+from ease.operations.recipients import record_recipient
 from ease.runs.export import Format, export
 from ease.runs.run import Run
+from ease.storage import sha256
 
 
 @dataclass(frozen=True)
@@ -19,21 +22,41 @@ class ExportSummary:
     form: Format
     files: tuple[Path, ...]
     folder: Path
+    recipient: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {"request": self.request, "format": self.form, "files": [str(path) for path in self.files]}
+        return {
+            "request": self.request,
+            "format": self.form,
+            "files": [str(path) for path in self.files],
+            "recipient": self.recipient,
+        }
 
     def render(self) -> Iterator[RenderableType]:
         for path in self.files:
             yield f"{path}  {megabytes(path.stat().st_size)}"
+        if self.recipient is not None:
+            yield labelled("recorded", f"{self.recipient} has this model")
         if any(path.name == "load.py" for path in self.files):
             yield labelled("try it", f'cd {self.folder} && python load.py "a few words"')
 
 
-def export_run(folder: Path, request: str | None, form: Format, out: Path | None, quiet: bool) -> ExportSummary:
+def export_run(
+    folder: Path,
+    request: str | None,
+    form: Format,
+    out: Path | None,
+    quiet: bool,
+    recipient: str | None = None,
+    by: str | None = None,
+) -> ExportSummary:
     """Export the trained model of a run, or what a request left, by default into the run itself."""
     run = Run.load(folder)
     tell_unfinished(run)
     out = out or folder / "exports" / (request or "trained") / form
     with status("exporting", quiet):
-        return ExportSummary(request, form, tuple(export(run, request, form, out)), out)
+        files = tuple(export(run, request, form, out))
+    if recipient is not None:
+        hashes = {path.relative_to(out).as_posix(): sha256(path) for path in files}
+        record_recipient(run, recipient, someone(by), form, request, hashes)
+    return ExportSummary(request, form, files, out, recipient)

@@ -14,11 +14,13 @@ from ease.operations.evidence.envelope import Envelope
 from ease.operations.evidence.log import LogRecord
 from ease.operations.evidence.statement import Statement, VerdictWords
 from ease.operations.find import HeldPair
+from ease.operations.ledger.deadlines import Due
 from ease.operations.ledger.impact import Impact
 from ease.operations.ledger.records import Consent, Entry, Event
 from ease.operations.ledger.work import Finished
 from ease.operations.lost_sites import LostSites
 from ease.operations.purge import Pass, PurgeRecord
+from ease.operations.recipients import Recipients
 from ease.operations.serving.messages import Facts, FoundPair
 from ease.requests.request import Request
 from ease.requests.tombstones import Tombstones
@@ -74,8 +76,10 @@ class ListedOutput(Entry):
 
 
 class EntryOutput(ListedOutput):
-    """`ease request add`, `show`, `approve` and `cancel`."""
+    """`ease request add`, `show`, `approve`, `refuse`, `extend` and `cancel`."""
 
+    to_notify: tuple[str, ...]
+    """Recipients of exported models who have to be told that theirs contains forgotten pairs."""
     added: bool | None
     """Whether it was handed in just now; null: it was only looked at."""
     touches: Impact | None
@@ -132,6 +136,47 @@ class WorkOutput(PurgeOutput):
     """`ease work`."""
 
     finished: tuple[Finished, ...]
+    to_notify: dict[str, tuple[str, ...]]
+    """Request -> recipients of exported models who have to be told that theirs contains forgotten pairs."""
+
+
+class DueOutput(Config):
+    """`ease request due`, the most urgent first."""
+
+    due: tuple[Due, ...]
+    reminded: str
+    """Where a reminder was posted to; empty: nowhere."""
+
+
+class WitnessOutput(Config):
+    """`ease certificate witness`."""
+
+    path: str
+    key_id: str
+
+
+class LetterOutput(Config):
+    """`ease request letter`."""
+
+    id: str
+    kind: Literal["received", "extended", "granted", "refused"]
+    text: str
+    path: str | None
+    """Where it was written; null: nowhere."""
+
+
+class NotifyOutput(Config):
+    """`ease request notify`."""
+
+    id: str
+    notified: tuple[str, ...]
+    to_notify: tuple[str, ...]
+
+
+class RegisterOutput(Config):
+    """`ease request export`."""
+
+    files: tuple[str, ...]
 
 
 class NearMissOutput(Config):
@@ -343,6 +388,8 @@ class ExportOutput(Config):
     request: str | None
     format: Literal["peft", "safetensors", "onnx"]
     files: tuple[str, ...]
+    recipient: str | None
+    """Who is recorded to have it."""
 
 
 class ComparedOutput(Config):
@@ -503,7 +550,13 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "request show": (EntryOutput,),
     "request find": (FindOutput,),
     "request approve": (EntryOutput,),
+    "request refuse": (EntryOutput,),
+    "request extend": (EntryOutput,),
     "request cancel": (EntryOutput,),
+    "request due": (DueOutput,),
+    "request letter": (LetterOutput,),
+    "request notify": (NotifyOutput,),
+    "request export": (RegisterOutput,),
     "work": (WorkOutput,),
     "purge": (PurgeOutput,),
     "join": (JoinOutput,),
@@ -514,6 +567,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "report": (ReportOutput,),
     "certificate issue": (CertificateOutput,),
     "certificate sign": (CertificateOutput, VerifyOutput),
+    "certificate witness": (WitnessOutput,),
     "verify": (VerifyOutput,),
     "keys new": (KeysOutput,),
     "keys server": (MadeOutput,),
@@ -570,6 +624,7 @@ FILES: dict[str, type[Config]] = {
     "head.json": Head,
     "purge.json": PurgeRecord,
     "lost_sites.json": LostSites,
+    "recipients.json": Recipients,
     "tombstones.json": Tombstones,
     "rounds/*/round.json": StoredRound,
     "requests/*/*/rounds/*/round.json": StoredRound,
@@ -581,12 +636,18 @@ FILES: dict[str, type[Config]] = {
     "requests/*/*/certificate.json": Envelope,
     "evidence/log.jsonl": LogRecord,
     "evidence/head.json": Envelope,
+    "evidence/witnesses/*.json": Envelope,
     "cells/*.json": CellRecord,
     "cells/overlap.json": OverlapRecord,
     "trials/*.json": TrialRecord,
 }
 """Where in a run -> what lies there; `results.json` of an experiment is a `BenchResults`."""
-UNSEALED = {"requests/*/*/certificate.json", "evidence/log.jsonl", "evidence/head.json"}
+UNSEALED = {
+    "requests/*/*/certificate.json",
+    "evidence/log.jsonl",
+    "evidence/head.json",
+    "evidence/witnesses/*.json",
+}
 """Signed or chained instead of sealed."""
 ELSEWHERE: tuple[type[Config], ...] = (BenchResults, Statement)
 """`results.json` of an experiment, and what a certificate's envelope holds."""

@@ -3,7 +3,6 @@
 import getpass
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,17 @@ from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
+from ease.operations.ledger.deadlines import day_in, parse_deadline
 from ease.operations.ledger.impact import Impact, impact_of, method_for
+from ease.operations.ledger.people import person
 from ease.operations.ledger.policy import Policy, load_policy
 from ease.operations.ledger.records import Consent, Draft, Entry, Event, Outcome, now
-from ease.operations.ledger.retention import Override, purge_released
+from ease.operations.ledger.retention import Override, purge_released, redact_closed
 from ease.operations.ledger.states import IN_WORK, OPEN
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import Finished, Steps, work
 from ease.operations.purge import Pass
+from ease.operations.recipients import read_recipients, to_notify
 from ease.requests.request import Request, in_words
 from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import check_method, check_named, open_world, usual_method
@@ -43,11 +45,16 @@ class EntrySummary:
     """Whether it was handed in just now; None: it was only looked at."""
     names: Mapping[int, str] = field(default_factory=dict)
     """Of clients, where they have some."""
+    zone: str = "UTC"
+    """The time zone in which days end."""
+    to_notify: tuple[str, ...] = ()
+    """Recipients of exported models who have to be told that theirs contains forgotten pairs."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             **_listed(self.entry),
             "added": self.added,
+            "to_notify": list(self.to_notify),
             "touches": None if self.impact is None else self.impact.model_dump(mode="json"),
             "events": [each.model_dump(mode="json") for each in self.events],
         }
@@ -59,18 +66,28 @@ class EntrySummary:
         overdue = " (OVERDUE)" if entry.is_overdue(now()) else ""
         yield labelled("request", f"{entry.id}: {in_words(entry.request, self.names)} by {entry.method['method']}")
         yield labelled(
-            "asked by", f"{entry.asked_by}, {_day(entry.submitted)}; answer until {_day(entry.deadline)}{overdue}"
+            "asked by",
+            f"{entry.asked_by or '(removed)'}, {day_in(entry.submitted, self.zone)}; "
+            f"answer until {day_in(entry.deadline, self.zone)}{overdue}",
         )
+        if entry.first_deadline:
+            yield labelled("extended", f"from {day_in(entry.first_deadline, self.zone)}")
         for name in ("ground", "reason"):
             if getattr(entry, name):
                 yield labelled(name, getattr(entry, name))
         yield labelled("state", f"{entry.state}{f': {entry.why}' if entry.why else ''}")
         if entry.outcome.answer is not None:
             yield labelled("answer", _answer(entry.outcome))
+        for name, recipients in (("told", entry.notified), ("still to be told", self.to_notify)):
+            if recipients:
+                yield labelled(name, ", ".join(recipients))
         if self.impact is not None:
             yield from _impact(self.impact, self.names)
-        rows = [[each.time[:19], each.before or "", each.after, each.by, each.why] for each in self.events]
-        yield table("Steps", ["time (UTC)", "from", "to", "by", "why"], rows, text_columns=5)
+        rows = [
+            [each.time[:16].replace("T", " "), each.after, each.by + (" (signed)" if each.signature else ""), each.why]
+            for each in self.events
+        ]
+        yield table("Steps", ["time (UTC)", "to", "by", "why"], rows, text_columns=4)
 
 
 def _listed(entry: Entry) -> dict[str, Any]:
@@ -112,6 +129,8 @@ class LedgerSummary:
     """Of those who joined."""
     names: Mapping[int, str] = field(default_factory=dict)
     """Of clients, where they have some."""
+    zone: str = "UTC"
+    """The time zone in which days end."""
 
     def as_json(self) -> dict[str, Any]:
         consents = [each.model_dump(mode="json") for each in self.consents]
@@ -123,15 +142,12 @@ class LedgerSummary:
             [
                 each.id,
                 in_words(each.request, self.names),
-                each.state + (" (OVERDUE)" if each.is_overdue(time) else ""),
-                each.why[:60],
-                str(each.priority),
-                _day(each.deadline),
+                each.state + (f": {each.why}" if each.why else ""),
+                day_in(each.deadline, self.zone) + (" OVERDUE" if each.is_overdue(time) else ""),
             ]
             for each in self.entries
         ]
-        columns = ["id", "forget", "state", "why", "priority", "until"]
-        yield table(f"{len(rows)} requests", columns, rows, text_columns=4)
+        yield table(f"{len(rows)} requests", ["id", "forget", "state", "until"], rows, text_columns=4)
         if self.consents:
             given = [
                 [str(each.client), str(each.pairs), str(each.returned), each.given_by, _day(each.time), each.text[:60]]
@@ -146,10 +162,13 @@ class WorkSummary:
 
     finished: tuple[Finished, ...]
     purged: tuple[Pass, ...] = ()
+    to_notify: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Request -> recipients of exported models who have to be told."""
 
     def as_json(self) -> dict[str, Any]:
         finished = [each.model_dump(mode="json") for each in self.finished]
-        return {"finished": finished, **PurgeSummary(self.purged).as_json()}
+        told = {id: list(names) for id, names in self.to_notify.items()}
+        return {"finished": finished, "to_notify": told, **PurgeSummary(self.purged).as_json()}
 
     def render(self) -> Iterator[RenderableType]:
         if not self.finished:
@@ -168,6 +187,8 @@ class WorkSummary:
         ]
         columns = ["request", "state", "", "retain R@1 before", "after", "seconds"]
         yield table("Worked on", columns, rows, text_columns=3)
+        for id, names in self.to_notify.items():
+            yield labelled(f"{id}: to be told (ease request notify)", ", ".join(names), "yellow")
         if self.purged:
             yield from PurgeSummary(self.purged).render()
 
@@ -219,24 +240,27 @@ def add_request(
     due: str | None,
     id: str | None,
     approve: bool,
+    key: Path | None,
     quiet: bool,
 ) -> EntrySummary:
     """Hand a request in; it is resolved now, so that what is approved is what will be done."""
-    run = Run.load(folder)
+    run, policy = Run.load(folder), load_policy(folder)
     method = method or usual_method(run)
-    deadline = None if due is None else _date(due)
+    zone = policy.time_zone
+    deadline = None if due is None else parse_deadline(due, zone)
+    who = person(policy.approval, someone(None), key) if approve or key else None  # `by` is who asked
     check_method(run, method)
     check_wanted(run, wanted)
     with status("preparing data and backbone", quiet):
         request = _resolved(run, wanted)
-    draft = Draft(request, method.model_dump(mode="json"), someone(by), ground, reason, priority, deadline, id)
+    draft = Draft(request, method.model_dump(mode="json"), someone(by), ground, reason, priority, deadline, id, zone)
     if refusal := impact_of(run, request, method).refusal:
         raise UserError(refusal)
     ledger = Ledger(folder)
-    entry, added = ledger.add(draft)
-    if approve and entry.state == "submitted":
-        ledger.approve(entry.id, someone(by))
-    return _shown(run, entry.id, added)
+    entry, added = ledger.add(draft, None if who is None else who.key)
+    if approve and who is not None and entry.state == "submitted":
+        ledger.approve(entry.id, who.name, who.key, policy.approval.people)
+    return shown_entry(run, entry.id, added)
 
 
 def _resolved(run: Run, wanted: Wanted) -> Request:
@@ -245,22 +269,16 @@ def _resolved(run: Run, wanted: Wanted) -> Request:
     return read_tombstones(run.folder).renamed(found)  # what was purged is not written down again
 
 
-def _date(text: str) -> datetime:
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise UserError(f"--due {text}: write a date such as 2030-01-31") from error
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _shown(run: Run, id: str, added: bool | None = None) -> EntrySummary:
-    ledger = Ledger(run.folder)
+def shown_entry(run: Run, id: str, added: bool | None = None) -> EntrySummary:
+    """Return everything about one request."""
+    ledger, policy = Ledger(run.folder), load_policy(run.folder)
     entry = ledger.entry(id)
     impact = None
     if entry.state in OPEN - IN_WORK:
         method = make_method(entry.method["method"], table=entry.method)
-        impact = impact_of(run, entry.request, method_for(run, entry.request, method, load_policy(run.folder)))
-    return EntrySummary(entry, impact, tuple(ledger.events(id)), added, _names(run))
+        impact = impact_of(run, entry.request, method_for(run, entry.request, method, policy))
+    told = tuple(to_notify(read_recipients(run.folder), entry))
+    return EntrySummary(entry, impact, tuple(ledger.events(id)), added, _names(run), policy.time_zone, told)
 
 
 def _names(run: Run) -> dict[int, str]:
@@ -269,24 +287,27 @@ def _names(run: Run) -> dict[int, str]:
 
 
 def show_request(folder: Path, id: str) -> EntrySummary:
-    return _shown(Run.load(folder), id)
+    return shown_entry(Run.load(folder), id)
 
 
 def list_requests(folder: Path) -> LedgerSummary:
     run, ledger = Run.load(folder), Ledger(folder)
-    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()), _names(run))
+    zone = load_policy(folder).time_zone
+    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()), _names(run), zone)
 
 
-def approve_request(folder: Path, id: str, by: str | None) -> EntrySummary:
+def approve_request(folder: Path, id: str, by: str | None, key: Path | None = None) -> EntrySummary:
+    run, policy = Run.load(folder), load_policy(folder).approval
+    who = person(policy, someone(by), key)
+    Ledger(folder).approve(id, who.name, who.key, policy.people)
+    return shown_entry(run, id)
+
+
+def cancel_request(folder: Path, id: str, by: str | None, key: Path | None, reason: str) -> EntrySummary:
     run = Run.load(folder)
-    Ledger(folder).approve(id, someone(by))
-    return _shown(run, id)
-
-
-def cancel_request(folder: Path, id: str, by: str | None, reason: str) -> EntrySummary:
-    run = Run.load(folder)
-    Ledger(folder).cancel(id, someone(by), reason)
-    return _shown(run, id)
+    who = person(load_policy(folder).approval, someone(by), key)
+    Ledger(folder).cancel(id, who.name, reason, who.key)
+    return shown_entry(run, id)
 
 
 def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet: bool) -> WorkSummary:
@@ -304,8 +325,18 @@ def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet
             bar.end()
 
     finished = tuple(work(run, policy, someone(by), together, follow))
-    days = policy.purge.after_days
-    return WorkSummary(finished, () if days is None else tuple(purge_released(folder, days)))
+    days, ledger, known = policy.purge.after_days, Ledger(folder), read_recipients(folder)
+    done = [id for each in finished if each.state == "done" for id in each.ids] if known.exports else []
+    told = {id: names for id in done if (names := tuple(to_notify(known, ledger.entry(id))))}
+    purged = () if days is None else tuple(purge_released(folder, days))
+    _retain(folder, policy)
+    return WorkSummary(finished, purged, told)
+
+
+def _retain(folder: Path, policy: Policy) -> None:
+    """Remove names and words of requests that the policy keeps no longer."""
+    if policy.retention.closed_days is not None:
+        redact_closed(folder, policy.retention.closed_days)
 
 
 def purge_run(
@@ -318,4 +349,6 @@ def purge_run(
         clients = () if known is None else find_clients(known[0], lost, "--lost-site")
         override = Override(clients, someone(by), why)
     with status("purging", quiet):
-        return PurgeSummary(tuple(purge_released(folder, older_than_days, override)))
+        passes = tuple(purge_released(folder, older_than_days, override))
+    _retain(folder, load_policy(folder))
+    return PurgeSummary(passes)

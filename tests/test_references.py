@@ -15,6 +15,7 @@ from ease.cli import commands
 from ease.commands.audit import EXIT_CODES as VERDICT_CODES
 from ease.commands.audit import AuditSummary
 from ease.commands.outputs import FILES, OUTPUTS, UNSEALED, AuditOutput
+from ease.commands.register import OVERDUE, PENDING
 from ease.runs.records import Record
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +96,7 @@ def test_defaults_and_ranges_are_told(setting: str, parts: tuple[str, ...]) -> N
 
 def test_every_exit_code_is_listed() -> None:
     """Exit codes of verdicts, refused certificates, user errors and Ctrl-C; the page lists each."""
-    known = {0, cli.REFUTED, cli.USER_ERROR, cli.INTERRUPTED, *VERDICT_CODES.values()}
+    known = {0, cli.REFUTED, cli.USER_ERROR, cli.INTERRUPTED, *VERDICT_CODES.values(), PENDING, OVERDUE}
     assert set(cli.EXIT_CODES) == known
     source = "".join(path.read_text() for path in Path(cli.__file__).parent.glob("*.py"))
     ends = re.findall(r"(?:SystemExit|typer\.Exit)\(([^)]*)\)", source)
@@ -109,6 +110,7 @@ def test_every_exit_code_is_listed() -> None:
     assert returned == {
         "summary.exit_code if exit_code else 0",
         "audits.exit_code if exit_code else 0",
+        "summary.exit_code",
         *(
             f"REFUTED if {refuted} else 0"
             for refuted in ("not summary.healthy", "not summary.found.holds", "isinstance(summary, VerifySummary)")

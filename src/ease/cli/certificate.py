@@ -1,4 +1,4 @@
-"""`ease certificate`: issue and sign."""
+"""`ease certificate`: issue, sign and attest."""
 
 from pathlib import Path
 from typing import Annotated
@@ -52,13 +52,13 @@ def sign(
 
 
 @command
-def witness(run: Run, key: Annotated[Path, typer.Option(help="Private key of the witness.")]) -> Result:
+def attest(run: Run, key: Annotated[Path, typer.Option(help="Private key of the witness.")]) -> Result:
     """Countersign how far the log and ledger of a run go.
 
     The witness checks both and keeps a copy of the file. `ease verify RUN` then refuses a run whose log or ledger was
     rewritten since.
 
-    Example: `ease certificate witness runs/first --key witness.key`
+    Example: `ease certificate attest runs/first --key witness.key`
     """
     from ease.commands.evidence import witness_run
 

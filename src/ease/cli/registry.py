@@ -81,7 +81,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "certificate": {
         "issue": "Certify the result of a request.",
         "sign": "Check a certificate and add a signature.",
-        "witness": "Countersign how far the log and ledger of a run go.",
+        "attest": "Countersign how far the log and ledger of a run go.",
     },
     "keys": {
         "new": "Make a key pair that signs certificates.",
@@ -183,7 +183,7 @@ def _print_commands(asked: bool) -> None:
         print(f"{panel}")
         for name, about in listed.items():
             inner = {f"{name} {word}": each for word, each in GROUPS.get(name, {}).items()}
-            print("".join(f"  {words:18}{each}\n" for words, each in (inner or {name: about}).items()), end="")
+            print("".join(f"  {words:19}{each}\n" for words, each in (inner or {name: about}).items()), end="")
     raise typer.Exit
 
 

@@ -187,7 +187,7 @@ def due(
     from ease.commands.register import due_requests
 
     summary = due_requests(run, within, notify)
-    return summary, summary.code
+    return summary, summary.exit_code
 
 
 class Letter(StrEnum):

@@ -149,7 +149,7 @@ class DueOutput(Config):
 
 
 class WitnessOutput(Config):
-    """`ease certificate witness`."""
+    """`ease certificate attest`."""
 
     path: str
     key_id: str
@@ -567,7 +567,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "report": (ReportOutput,),
     "certificate issue": (CertificateOutput,),
     "certificate sign": (CertificateOutput, VerifyOutput),
-    "certificate witness": (WitnessOutput,),
+    "certificate attest": (WitnessOutput,),
     "verify": (VerifyOutput,),
     "keys new": (KeysOutput,),
     "keys server": (MadeOutput,),

@@ -52,7 +52,7 @@ class DueSummary:
     """Where a reminder was posted to; empty: nowhere."""
 
     @property
-    def code(self) -> int:
+    def exit_code(self) -> int:
         if any(each.urgency == "overdue" for each in self.dues):
             return OVERDUE
         return PENDING if self.dues else 0

@@ -100,11 +100,11 @@ def test_a_witness_notices_a_log_and_a_ledger_that_were_rewritten(ease, run: Pat
     told(ease, "keys", "new", tmp_path / "witness.key")
     add(ease, run, "--client", 1, id="c")
     told(ease, "work", run)
-    signed = told(ease, "certificate", "witness", run, "--key", tmp_path / "witness.key")
+    signed = told(ease, "certificate", "attest", run, "--key", tmp_path / "witness.key")
     assert told(ease, "verify", run)["holds"]
     add(ease, run, "--client", 2, id="d")  # what comes later contradicts nothing
     assert told(ease, "verify", run)["holds"]
-    own = ease("certificate", "witness", run, "--key", run / "evidence" / "signing.key")
+    own = ease("certificate", "attest", run, "--key", run / "evidence" / "signing.key")
     assert own.code == 2 and "somebody else" in own.err
     with writing(Ledger(run).path) as tables:
         tables.connection.execute("DELETE FROM events")
@@ -140,5 +140,5 @@ def test_no_word_of_a_table_is_cut(ease, run: Path, width: int, monkeypatch) -> 
     told(ease, "request", "cancel", run, "a-ticket-of-the-office-2030-0007", "--reason", "submitted by mistake")
     shown = ease("request", "list", run).out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
-    for word in ("a-ticket-of-the-office-2030-0007", "client-1", "cancelled", "submitted", "mistake"):
+    for word in ("a-ticket-of-the-office-2030-0007", "client 1", "cancelled", "submitted", "mistake"):
         assert word in shown, shown

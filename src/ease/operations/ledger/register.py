@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ease.audit.runner import current_audit
+from ease.audit.records import current_audit
 from ease.operations.ledger.deadlines import day_in, due
 from ease.operations.ledger.policy import OfficePolicy, Policy
 from ease.operations.ledger.records import Consent, Entry, Event, now, stamp

@@ -112,16 +112,15 @@ def round_seconds(clients: int, pairs: int, threads: int) -> float:
     import torch
     from synthetic import Setting
 
-    from ease.federation.check import checked
     from ease.federation.engines import make_engine
     from ease.federation.fedavg import fedavg
-    from ease.federation.meter import Metered
+    from ease.federation.middleware import Guarded
 
     torch.set_num_threads(threads)
     setting = Setting(clients=clients, pairs=pairs, rounds=4)
     world = setting.world()
     engine = make_engine("sequential", world.model, world.shards, world.activations, torch.device("cpu"))
-    sound = Metered(checked(engine, setting.training))
+    sound = Guarded(engine, setting.training, metered=True)
     rounds = fedavg(world.model.initial(), sound, setting.training, 0, setting.temperature)
     next(rounds)
     return best(lambda: next(rounds))

@@ -26,11 +26,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ease.federation.check import checked
 from ease.federation.fedavg import fedavg
 from ease.federation.flower import Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
-from ease.federation.meter import Metered
+from ease.federation.middleware import Guarded
 from ease.federation.remote import Remote, node_socket
 from ease.runs.answers import open_world
 from ease.runs.config import load_config
@@ -160,7 +159,7 @@ def measured(
         before = relay.counted()
         time.sleep(IDLE_SECONDS)
         idle = tuple((now - then) / IDLE_SECONDS for now, then in zip(relay.counted(), before, strict=True))  # type: ignore[assignment]
-    metered, config = Metered(checked(world.federation, run.config.training)), run.config
+    metered, config = Guarded(world.federation, run.config.training, metered=True), run.config
     seconds, states, began = [], [], time.perf_counter()
     start, before = began, (0, 0) if relay is None else relay.counted()
     used = processor_seconds()

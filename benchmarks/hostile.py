@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ease.commands.train import recall_sets
-from ease.federation.check import checked
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.history import History
-from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
+from ease.federation.middleware import Guarded
+from ease.federation.protocol import Federation, LocalJob, Middleware, Update
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.params import Params
@@ -53,7 +53,7 @@ ATTACKS: dict[str, Callable[[Update], Update]] = {
 }
 
 
-class Attacking(Wrapped):
+class Attacking(Middleware):
     """One client answers with what an attack makes of its update."""
 
     def __init__(self, inner: Federation, client: int, attack: Callable[[Update], Update]) -> None:
@@ -67,7 +67,7 @@ class Attacking(Wrapped):
 
 def rounds(world: World, state: Params, federation: Federation, training: TrainingConfig, first: int) -> Params:
     """A state after further rounds."""
-    config, sound = world.config, checked(federation, training)
+    config, sound = world.config, Guarded(federation, training)
     for finished in fedavg(state, sound, training, config.seed, config.model.temperature, first_round=first):
         state = finished.state
     return state
@@ -80,7 +80,7 @@ def row(world: World, name: str, hostile: int, folder: Path) -> dict[str, str]:
     history = History(folder / name, durable=False)
     world.server.initial().save(history.initial_path, durable=False)
     for finished in fedavg(
-        history.initial(), checked(world.federation, training), training, config.seed, config.model.temperature
+        history.initial(), Guarded(world.federation, training), training, config.seed, config.model.temperature
     ):
         history.append(finished)
     state = history.state(training.rounds)
@@ -99,7 +99,7 @@ def row(world: World, name: str, hostile: int, folder: Path) -> dict[str, str]:
     sets = evaluation_sets(world, request)
     forget = []
     for method in (make_method("ease"), make_method("retrain")):
-        *_, last = method.unlearn(trained, request, checked(world.federation, training))
+        *_, last = method.unlearn(trained, request, Guarded(world.federation, training))
         forget.append(measure(world, last.state, sets)["forget/recall@1"])
     told["EASE's gap"] = f"{forget[0] - forget[1]:+.1f}"
     return told

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from marked import write_section
 
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
@@ -84,7 +84,7 @@ def answers(seed: int, rounds: int, sizes: tuple[str, ...], every: list[int]) ->
             for _ in run.train(world):
                 pass
             request = ClientRequest(clients=(world.shards[3].client,))
-            sets, sound = evaluation_sets(world, request), checked(world.federation, config.training)
+            sets, sound = evaluation_sets(world, request), Guarded(world.federation, config.training)
 
             def answer(method: Unlearner) -> Answer:
                 *_, last = method.unlearn(trained_of(run), request, sound)  # noqa: B023 called at once

@@ -23,11 +23,11 @@ from marked import write_section
 from matplotlib.figure import Figure
 from synthetic import Setting
 
-from ease.federation.check import checked
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
 from ease.federation.meter import Metered
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import Federation
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import contribution_of
@@ -73,7 +73,7 @@ def measure(clients: int, rounds: int) -> dict[str, Any]:
         history = History(Path(folder))
         start = world.model.initial()
         start.save(history.initial_path)
-        sound = checked(engine, setting.training)
+        sound = Guarded(engine, setting.training)
         rest = fedavg(start, Metered(sound), setting.training, setting.seed, setting.temperature)
         began = time.process_time()
         for finished in rest:

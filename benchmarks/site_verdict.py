@@ -16,7 +16,7 @@ import torch
 
 from ease.audit.at_sites import instruments_for
 from ease.audit.config import AuditConfig
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import Request
@@ -51,7 +51,7 @@ def judged(scenario: str, seed: int, fresh: int, folder: Path) -> dict[str, list
         pass
     world, trained = open_world(run), trained_of(run)
     request: Request = scenario_request(world, scenario, seed)
-    sound = checked(world.federation, config.training, everyone=True)
+    sound = Guarded(world.federation, config.training, everyone=True)
 
     def retrained(order: int) -> Params:
         return [step.state for step in Retrain(order=order).unlearn(trained, request, sound)][-1]

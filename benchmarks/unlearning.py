@@ -23,7 +23,7 @@ import torch
 from marked import write_section
 from peers import HERE, Contender, distance
 
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.params import Params
@@ -113,7 +113,7 @@ def compare(peers: str, threads: int, repeats: int, rounds: int) -> dict[str, An
             )
             for recipe in PUBLIC
         }
-        sound = checked(world.federation, config.training)
+        sound = Guarded(world.federation, config.training)
         ends: dict[str, Params] = {}
 
         def ours(method: str) -> float:

@@ -31,7 +31,7 @@ from ease.commands.train import train_run
 from ease.config import to_toml
 from ease.federation.client import ClientData
 from ease.federation.fedavg import TrainingConfig
-from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, Wrapped
+from ease.federation.protocol import Federation, LocalJob, Middleware, Optimiser, Update
 from ease.federation.sequential import Sequential
 from ease.methods import make_method
 from ease.methods.base import Step, Trained, Unlearner, forget_holders
@@ -116,7 +116,7 @@ class Asked:
     """Steps the method had yielded by then."""
 
 
-class Play(Wrapped):
+class Play(Middleware):
     """A method's answer to a request, made once and as far as someone looks: its steps, and each job of each client."""
 
     def __init__(self, inner: Federation, trained: Trained, request: Request, method: Unlearner) -> None:

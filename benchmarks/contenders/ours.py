@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from work import Weights, serve
 
-from ease.federation.check import checked
 from ease.federation.engines import make_engine
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.meter import Metered
+from ease.federation.middleware import Guarded
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from synthetic import read_setting
@@ -31,7 +30,7 @@ def main() -> None:
     start, disk = world.model.initial(), folder / f"history-{kind}"
 
     def rounds() -> Iterator[Weights]:
-        sound = Metered(checked(engine, setting.training))
+        sound = Guarded(engine, setting.training, metered=True)
         history = History(disk)
         if with_history:
             shutil.rmtree(disk, ignore_errors=True)

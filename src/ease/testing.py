@@ -24,14 +24,14 @@ import torch
 from ease.config import to_toml, validate
 from ease.data.features import Activations
 from ease.errors import ClientError, UserError
-from ease.federation.check import checked
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
 from ease.federation.engines import make_engine
 from ease.federation.history import UPDATES, History
 from ease.federation.journal import Journal
 from ease.federation.meter import Cost, Metered
+from ease.federation.middleware import Guarded
 from ease.federation.objectives import objective
-from ease.federation.protocol import Engine, Federation, LocalJob, Update, Wrapped, own_jobs
+from ease.federation.protocol import Engine, Federation, LocalJob, Middleware, Update, own_jobs
 from ease.methods.base import Step, Trained, Unlearner
 from ease.params import Params, layout_of
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
@@ -71,7 +71,7 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 """Any two of: the engine, what LoRA trains, and who takes part, meet in one of these."""
 
 
-class Spy(Wrapped):
+class Spy(Middleware):
     """A federation that notes every job of every client, each answer, and the longest wait for one."""
 
     def __init__(self, inner: Federation):
@@ -105,7 +105,7 @@ class Failing(Spy):
             yield update
 
 
-class Posted(Wrapped):
+class Posted(Middleware):
     """A federation between whose server and clients there is nothing but bytes."""
 
     def __init__(self, engine: Engine):
@@ -134,7 +134,7 @@ PATIENCE = 1.0
 """The least seconds that the checks wait for a client that is silent; honest ones need a small part of it."""
 
 
-class Faulty(Wrapped):
+class Faulty(Middleware):
     """One client fails or lies in a given way, in a share of its answers that a seed chooses.
 
     Its work raises a `ClientError`, takes forever (`silence`: once), gets lost, comes twice, comes after all others,
@@ -426,7 +426,7 @@ def withstands(stage: Stage, kind: type[Unlearner], scope: str, fault: Fault) ->
     engine, late = stage.world.federation, fault == "delay"
     patience = max(PATIENCE, 5 * stage.play(kind, scope).longest_wait) if fault == "silence" else None
     training = stage.trained.training.model_copy(update={"deadline": patience})
-    sound = checked(engine if late else Faulty(engine, fault), training)
+    sound = Guarded(engine if late else Faulty(engine, fault), training)
     # Checks put answers in order, so what is late has to be so after them for the method to notice.
     federation = Faulty(sound, fault) if late else sound
     expected = {FAILING} if faulty_at_all(stage, kind, scope) and not late else set()

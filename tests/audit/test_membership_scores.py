@@ -15,7 +15,7 @@ from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.local import measure_together, work
 from ease.federation.objectives import embed_states
-from ease.federation.protocol import Wrapped
+from ease.federation.protocol import Middleware
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 
@@ -328,7 +328,7 @@ def test_clients_that_score_other_pairs_the_second_time_are_left_out() -> None:
 
 
 def test_the_state_goes_to_those_who_are_named_and_answers_come_in_their_order(learnt) -> None:
-    class Backwards(Wrapped):
+    class Backwards(Middleware):
         def __init__(self, inner) -> None:
             super().__init__(inner)
             self.calls: list[tuple] = []

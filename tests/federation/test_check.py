@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from ease.errors import ClientError, Diverged, UserError
-from ease.federation.check import Checked, checked
+from ease.federation.check import Checked
 from ease.federation.expected import contrasted
 from ease.federation.fedavg import TrainingConfig, average
-from ease.federation.protocol import Federation, Replay, Update, Wrapped
+from ease.federation.middleware import Guarded
+from ease.federation.protocol import Capabilities, Federation, Middleware, Replay, Update
 from ease.methods.ease.replay import REPLAY
 from ease.model.losses import info_nce
 from ease.params import Params
@@ -24,7 +25,7 @@ from ease.testing import FAULTS, Faulty
 TRAINING = TrainingConfig()
 
 
-class Altered(Wrapped):
+class Altered(Middleware):
     """Client 0 answers with something else."""
 
     def __init__(self, inner: Federation, change) -> None:
@@ -36,10 +37,10 @@ class Altered(Wrapped):
             yield self.change(update) if update.client == 0 else update
 
 
-class Together(Wrapped):
+class Together(Middleware):
     """An engine that is asked for all clients at once."""
 
-    together = True
+    capabilities = Capabilities(concurrent=True)
 
 
 def changed(params: Params, name: str, change) -> Params:
@@ -90,7 +91,7 @@ UNSOUND = {
 def test_an_unsound_answer_is_refused_by_name_and_the_others_count(world, local_job, name: str) -> None:
     change, reason = UNSOUND[name]
     state, honest = world.server.initial(), world.federation
-    sound = checked(Altered(honest, change), TRAINING)
+    sound = Guarded(Altered(honest, change), TRAINING)
     answers = list(sound.run(state, local_job(), [0, 1, 2]))
     assert answers == list(honest.run(state, local_job(), [1, 2]))
     left_out = sound.left_out()
@@ -133,21 +134,21 @@ def test_one_of_ten_clients_moves_the_loss_of_a_round_no_further_than_to_an_hone
 def test_honest_answers_pass_as_they_are(world, local_job) -> None:
     state = world.server.initial()
     for engine in (world.federation, Together(world.federation)):
-        sound = checked(engine, TRAINING)
+        sound = Guarded(engine, TRAINING)
         assert list(sound.run(state, local_job(), [2, 0])) == list(world.federation.run(state, local_job(), [2, 0]))
         assert not sound.left_out() and sound.clients == world.federation.clients
 
 
 def test_a_state_in_half_precision_is_answered_in_single(world, local_job) -> None:
     half = world.server.initial().map(torch.Tensor.half)
-    sound = checked(world.federation, TRAINING)
+    sound = Guarded(world.federation, TRAINING)
     assert len(list(sound.run(half, local_job(), [0, 1]))) == 2 and not sound.left_out()
 
 
-class Masked(Wrapped):
+class Masked(Middleware):
     """Client 0 answers under the name of client 1, before client 1 does, and invents client 50."""
 
-    together = True
+    capabilities = Capabilities(concurrent=True)
 
     def run(self, params, job, clients):
         for update in self.inner.run(params, job, clients):
@@ -158,19 +159,19 @@ class Masked(Wrapped):
                 yield update
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_no_one_speaks_for_another(world, local_job, together: bool) -> None:
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_no_one_speaks_for_another(world, local_job, concurrent: bool) -> None:
     engine = Masked(world.federation)
-    engine.together = together
-    sound = checked(engine, TRAINING)
+    engine.capabilities = Capabilities(concurrent=concurrent)
+    sound = Guarded(engine, TRAINING)
     state = world.server.initial()
     assert list(sound.run(state, local_job(), [0, 1, 2])) == list(world.federation.run(state, local_job(), [1, 2]))
     left_out = sound.left_out()
-    assert left_out[0] == "it answered as client 1" and left_out.keys() == ({0, 50} if together else {0})
+    assert left_out[0] == "it answered as client 1" and left_out.keys() == ({0, 50} if concurrent else {0})
 
 
 def test_one_that_breaks_down_once_is_asked_again(world, local_job) -> None:
-    class Once(Wrapped):
+    class Once(Middleware):
         failed = 0
 
         def run(self, params, job, clients):
@@ -181,39 +182,39 @@ def test_one_that_breaks_down_once_is_asked_again(world, local_job) -> None:
 
     state = world.server.initial()
     whole = list(world.federation.run(state, local_job(), [0, 1, 2]))
-    for together in (False, True):
+    for concurrent in (False, True):
         engine = Once(world.federation)
-        engine.together = together
-        sound = checked(engine, TRAINING)
+        engine.capabilities = Capabilities(concurrent=concurrent)
+        sound = Guarded(engine, TRAINING)
         assert list(sound.run(state, local_job(), [0, 1, 2])) == whole and not sound.left_out()
 
 
 def test_one_that_always_breaks_down_is_named_with_its_error(world, local_job) -> None:
-    sound = checked(Faulty(world.federation, "raise"), TRAINING)
+    sound = Guarded(Faulty(world.federation, "raise"), TRAINING)
     assert [each.client for each in sound.run(world.server.initial(), local_job(), [0, 1])] == [1]
     assert sound.left_out() == {0: "it failed: client 0 broke down"}
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("bug", [TypeError, RuntimeError, UserError])
-def test_a_fault_of_the_program_is_blamed_on_no_client(world, local_job, together: bool, bug: type) -> None:
-    class Broken(Wrapped):
+def test_a_fault_of_the_program_is_blamed_on_no_client(world, local_job, concurrent: bool, bug: type) -> None:
+    class Broken(Middleware):
         def run(self, params, job, clients):
             raise bug("a bug")
 
     engine = Broken(world.federation)
-    engine.together = together
+    engine.capabilities = Capabilities(concurrent=concurrent)
     for deadline in (None, 60.0):
         with pytest.raises(bug, match="a bug"):
-            list(checked(engine, TrainingConfig(deadline=deadline)).run(world.server.initial(), local_job(), [0, 1]))
+            list(Guarded(engine, TrainingConfig(deadline=deadline)).run(world.server.initial(), local_job(), [0, 1]))
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_silent_client_holds_no_one_up(world, local_job, together: bool) -> None:
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_silent_client_holds_no_one_up(world, local_job, concurrent: bool) -> None:
     # Trained beforehand, so that a busy machine makes no one late.
     answers = {each.client: each for each in world.federation.run(world.server.initial(), local_job(), [0, 2])}
 
-    class Silent(Wrapped):
+    class Silent(Middleware):
         def run(self, params, job, clients):
             for client in clients:
                 if client == 1:
@@ -221,14 +222,14 @@ def test_a_silent_client_holds_no_one_up(world, local_job, together: bool) -> No
                 yield answers[client]
 
     engine = Silent(world.federation)
-    engine.together = together
-    sound = checked(engine, TrainingConfig(deadline=2.0))
+    engine.capabilities = Capabilities(concurrent=concurrent)
+    sound = Guarded(engine, TrainingConfig(deadline=2.0))
     assert [each.client for each in sound.run(world.server.initial(), local_job(), [0, 1, 2])] == [0, 2]
     assert sound.left_out() == {1: "it did not answer within 2 s"}
 
 
 def test_a_reason_is_one_short_line(world, local_job) -> None:
-    class Loud(Wrapped):
+    class Loud(Middleware):
         def run(self, params, job, clients):
             raise ClientError("a\n\x1b[31mb" + "c" * 1000)
 
@@ -256,9 +257,9 @@ def test_scores_that_cannot_be_are_refused(world, local_job, name: str, request_
     job = local_job(objective="membership scores", request=request, temperature=0.07)
     state = world.server.initial()
     honest = list(world.federation.run(state, job, [0, 1]))
-    sound = checked(world.federation, TRAINING)
+    sound = Guarded(world.federation, TRAINING)
     assert list(sound.run(state, job, [0, 1])) == honest and not sound.left_out()
-    lying = checked(Altered(world.federation, lambda u: with_value(u, value, change(u.values[value]))), TRAINING)
+    lying = Guarded(Altered(world.federation, lambda u: with_value(u, value, change(u.values[value]))), TRAINING)
     assert list(lying.run(state, job, [0, 1])) == honest[1:]
     assert re.search(reason, lying.left_out()[0])
 
@@ -283,7 +284,7 @@ def test_replays_that_cannot_be_are_refused(world, local_job, name: str) -> None
         return replace(update, values={key: value for key, value in values.items() if value is not None})
 
     honest = list(world.federation.run(state, job, [0, 1]))
-    sound, lying = checked(world.federation, TRAINING), checked(Altered(world.federation, altered), TRAINING)
+    sound, lying = Guarded(world.federation, TRAINING), Guarded(Altered(world.federation, altered), TRAINING)
     assert list(sound.run(state, job, [0, 1])) == honest and not sound.left_out()
     assert list(lying.run(state, job, [0, 1])) == honest[1:]
     assert reason in lying.left_out()[0]
@@ -293,29 +294,29 @@ def test_replays_that_cannot_be_are_refused(world, local_job, name: str) -> None
 
 
 def test_below_the_quorum_the_error_names_clients_and_remedy(world, local_job) -> None:
-    sound = checked(Faulty(world.federation, "raise"), TrainingConfig(quorum=0.7))
+    sound = Guarded(Faulty(world.federation, "raise"), TrainingConfig(quorum=0.7))
     with pytest.raises(UserError, match=r"round 4, align: 2 of 3 .* 3 are needed \(client 0: .*broke down\).*quorum"):
         list(sound.run(world.server.initial(), local_job(round=4), [0, 1, 2]))
-    patient = checked(Faulty(world.federation, "raise"), TrainingConfig(quorum=0.6))
+    patient = Guarded(Faulty(world.federation, "raise"), TrainingConfig(quorum=0.6))
     assert len(list(patient.run(world.server.initial(), local_job(), [0, 1, 2]))) == 2
 
 
 def test_where_every_update_is_no_number_the_learning_rate_is_named(world, local_job) -> None:
-    class Wild(Wrapped):
+    class Wild(Middleware):
         def run(self, params, job, clients):
             return (replace(u, delta=u.change * math.nan) for u in self.inner.run(params, job, clients))
 
     with pytest.raises(Diverged, match=r"round 1: every update was rejected .*lower training.learning_rate"):
-        list(checked(Wild(world.federation), TRAINING).run(world.server.initial(), local_job(round=1), [0, 1]))
+        list(Guarded(Wild(world.federation), TRAINING).run(world.server.initial(), local_job(round=1), [0, 1]))
 
 
 def test_nothing_bad_is_journaled_and_a_rerun_works(world, local_job, tmp_path: Path) -> None:
     state, job = world.server.initial(), local_job()
-    spoilt = checked(Faulty(world.federation, "nan"), TrainingConfig(quorum=1.0), tmp_path)
+    spoilt = Guarded(Faulty(world.federation, "nan"), TrainingConfig(quorum=1.0), tmp_path)
     with pytest.raises(UserError, match="client 0"):
         list(spoilt.run(state, job, [0, 1]))
     assert [path.name for path in tmp_path.iterdir()] == ["00000-00001.update"]
-    again = checked(world.federation, TrainingConfig(quorum=1.0), tmp_path)
+    again = Guarded(world.federation, TrainingConfig(quorum=1.0), tmp_path)
     found = sorted(again.run(state, job, [0, 1]), key=lambda update: update.client)
     assert found == list(world.federation.run(state, job, [0, 1]))
 
@@ -323,15 +324,15 @@ def test_nothing_bad_is_journaled_and_a_rerun_works(world, local_job, tmp_path: 
 def test_who_was_left_out_stays_left_out_when_a_method_goes_on(world, local_job, tmp_path: Path) -> None:
     """Later answers were given to a state that was made without it."""
     state = world.server.initial()
-    first = checked(Faulty(world.federation, "drop"), TRAINING, tmp_path)
+    first = Guarded(Faulty(world.federation, "drop"), TRAINING, tmp_path)
     one = average(state, first.run(state, local_job(round=1), [0, 1, 2]), TRAINING, 1)
     next(iter(first.run(one.state, local_job(round=2), [1, 2])))
-    again = checked(world.federation, TRAINING, tmp_path)
+    again = Guarded(world.federation, TRAINING, tmp_path)
     assert average(state, again.run(state, local_job(round=1), [0, 1, 2]), TRAINING, 1).state == one.state
     assert again.left_out() == {0: "it did not answer"}
 
 
-class Remembering(Wrapped):
+class Remembering(Middleware):
     """Each client does each job once."""
 
     def __init__(self, inner: Federation) -> None:
@@ -356,7 +357,7 @@ def test_faults_come_as_often_as_they_are_asked_for(world, remembering, local_jo
 
     def left_out(seed: int) -> list[bool]:
         faulty = Faulty(remembering, fault, share=0.5, seed=seed)
-        sound, found = checked(faulty, TRAINING), []
+        sound, found = Guarded(faulty, TRAINING), []
         for number in range(6):
             list(sound.run(state, local_job(round=number), [0, 1]))
             found.append(bool(sound.left_out()))

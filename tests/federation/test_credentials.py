@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ease.errors import Disconnected, UserError
 from ease.federation import flower
-from ease.federation.check import checked
 from ease.federation.credentials import admit, make_authority, make_node_key, read_admitted, told_key
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.flower import GRID, SERVER, Flower
 from ease.federation.launch import QUIET, FlowerServer, check_exposure, environment
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import LocalJob
 from ease.federation.remote import LATE, Remote
 from ease.federation.wire import LENGTH, Answer, encode, receive, send
@@ -231,7 +231,7 @@ def test_without_a_server_no_client_is_to_blame(
 ) -> None:
     """The command stops and says what to do; it does not go on with whoever answered before."""
     held = {shard.client: shard.train_ids for shard in world.shards}
-    sound = checked(Remote(Flower(tmp_path), held, held, "0" * 32, deadline=5.0), TrainingConfig())
+    sound = Guarded(Remote(Flower(tmp_path), held, held, "0" * 32, deadline=5.0), TrainingConfig())
     with pytest.raises(Disconnected, match="start it with `ease server"):
         list(sound.run(world.server.initial(), local_job(), [0, 1, 2]))
 

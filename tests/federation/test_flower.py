@@ -24,7 +24,7 @@ import pytest
 from tests.federation.faulty_node import HUGE
 
 from ease.errors import Disconnected
-from ease.federation.check import checked, refusal
+from ease.federation.check import refusal
 from ease.federation.codec import encode_job
 from ease.federation.credentials import Authority, admit, make_authority, make_node_key, told_key
 from ease.federation.fedavg import fedavg
@@ -40,8 +40,9 @@ from ease.federation.launch import (
     start_supernode,
     stop,
 )
+from ease.federation.middleware import Guarded
 from ease.federation.node import private_folder
-from ease.federation.protocol import LocalJob, Update, Wrapped
+from ease.federation.protocol import LocalJob, Middleware, Update
 from ease.federation.remote import node_socket, spoken
 from ease.federation.wire import JOB, Ask, Present, decode_present, encode
 from ease.params import Params
@@ -387,7 +388,7 @@ NAMED = {
 }
 
 
-class AsTheyLie(Wrapped):
+class AsTheyLie(Middleware):
     """The clients of one process, of which some are left out or exaggerate."""
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -415,7 +416,7 @@ def test_answers_that_are_wrong_are_named_and_the_state_is_right(federation: Fed
             (federation.folder / f"lies-{client}.json").unlink()
     config = load_config(None, (*settings, "engine=sequential"))
     world = World.open(config)
-    sound = checked(AsTheyLie(world.federation), config.training)
+    sound = Guarded(AsTheyLie(world.federation), config.training)
     expected = fedavg(world.server.initial(), sound, config.training, config.seed, config.model.temperature)
     for number, finished in enumerate(expected, 1):
         record = read_json(out / "rounds" / f"{number:05d}" / "round.json")

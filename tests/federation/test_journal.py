@@ -8,10 +8,10 @@ import torch
 from ease.errors import UserError
 from ease.federation.journal import Journal, read_update, write_update
 from ease.federation.meter import Metered
-from ease.federation.protocol import Update, Wrapped
+from ease.federation.protocol import Middleware, Update
 
 
-class Counting(Wrapped):
+class Counting(Middleware):
     """A federation that notes every client it is really asked for."""
 
     def __init__(self, inner) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ease.federation.check import checked
 from ease.federation.fedavg import TrainingConfig, fedavg
-from ease.federation.protocol import LocalJob, Update, Wrapped
+from ease.federation.middleware import Guarded
+from ease.federation.protocol import Capabilities, LocalJob, Middleware, Update
 from ease.params import Params
 
 CLIENTS = range(10)
@@ -20,6 +20,7 @@ class Ten:
     """Ten clients with ten pairs each, who all move towards the same state by a tenth of the way."""
 
     clients = tuple(CLIENTS)
+    capabilities = Capabilities()
 
     def __init__(self, goal: Params) -> None:
         self.goal = goal
@@ -31,7 +32,7 @@ class Ten:
             yield Update(client, 10, change, {"loss": torch.tensor((self.goal - params).norm())})
 
 
-class Liar(Wrapped):
+class Liar(Middleware):
     """Client 3 lies in the first round."""
 
     def __init__(self, inner: Ten, lie: Callable[[Update], Update]) -> None:
@@ -71,8 +72,8 @@ def test_one_of_ten_clients_does_bounded_harm_and_is_named(toy_params, name: str
     at most 3 of 9 honest ones' tenths; what is left shrinks with every honest round."""
     lie, shows = LIES[name]
     start, goal = toy_params(0.0), toy_params(1.0)
-    honest = list(fedavg(start, checked(Ten(goal), CONFIG), CONFIG, 0, 0.07))
-    sound = checked(Liar(Ten(goal), lie), CONFIG)
+    honest = list(fedavg(start, Guarded(Ten(goal), CONFIG), CONFIG, 0, 0.07))
+    sound = Guarded(Liar(Ten(goal), lie), CONFIG)
     lied = list(fedavg(start, sound, CONFIG, 0, 0.07))
     named = {**sound.left_out(), **lied[0].clipped, **lied[0].rejected}
     assert (3 in named) == shows and set(named) <= {3}

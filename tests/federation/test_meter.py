@@ -13,7 +13,7 @@ import torch
 from ease.federation.codec import encode_job, encode_state, encode_update, parts_of
 from ease.federation.lock import LockMessage, pack_directions, rounded
 from ease.federation.meter import Metered
-from ease.federation.protocol import LocalJob, Replay, Update, Wrapped
+from ease.federation.protocol import LocalJob, Middleware, Replay, Update
 from ease.methods import make_method
 from ease.params import Block, Params
 from ease.requests.request import Request, SampleRequest
@@ -142,7 +142,7 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
     kept: dict[int, dict[str, str]] = {}
     down = up = 0
 
-    class Post(Wrapped):
+    class Post(Middleware):
         def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
             nonlocal down, up
             for client in clients:

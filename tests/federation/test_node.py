@@ -24,11 +24,11 @@ from ease.audit.config import AuditConfig
 from ease.commands.audit import audit_run
 from ease.commands.federation import sharing
 from ease.errors import UserError
-from ease.federation.check import checked
 from ease.federation.codec import decode_update, encode_job, encode_state, encode_update, state_length
 from ease.federation.container import PREFIX
 from ease.federation.fedavg import TrainingConfig, fedavg
 from ease.federation.meter import Metered
+from ease.federation.middleware import Guarded
 from ease.federation.node import Node, Policy, listen, pairs_hash, private_folder, serve, without_paths
 from ease.federation.protocol import LocalJob, Replay, Update
 from ease.federation.remote import LATE, Remote, Sockets, node_socket, spoken
@@ -537,7 +537,7 @@ def test_a_faulty_answer_is_named_and_the_round_goes_on(
     started = site()
     remote = remote_of(world, started)
     remote.line = Lying(started.sockets().paths, 0, change)
-    sound = checked(remote, TrainingConfig())
+    sound = Guarded(remote, TrainingConfig())
     answers = {update.client: update for update in sound.run(world.server.initial(), local_job(), remote.clients)}
     expected = world.federation.run(world.server.initial(), local_job(), [1, 2])
     assert answers == {update.client: update for update in expected}
@@ -551,7 +551,7 @@ def test_a_huge_update_is_shortened(world: World, site: Callable[..., Site], tmp
     remote = remote_of(world, started)
     remote.line = Lying(started.sockets().paths, 0, with_update(scaled(1e6)))
     training = world.config.training
-    (finished, *_) = fedavg(world.server.initial(), checked(remote, training), training, 0, 0.07)
+    (finished, *_) = fedavg(world.server.initial(), Guarded(remote, training), training, 0, 0.07)
     assert finished.clipped[0] < 1e-4 and finished.state.is_finite()
 
 

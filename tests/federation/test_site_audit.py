@@ -17,8 +17,8 @@ from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, TOLD
 from ease.audit.verdict import Reason
 from ease.commands.audit import audit_run
 from ease.errors import UserError
-from ease.federation.check import checked
 from ease.federation.codec import decode_update, encode_update
+from ease.federation.middleware import Guarded
 from ease.federation.node import Policy
 from ease.federation.wire import UPDATE, Ask, decode_answer, encode
 from ease.measures.evaluate import embed_pairs
@@ -110,7 +110,7 @@ def test_nodes_tell_what_one_place_would_measure(there: Trained, kind: str) -> N
     request = REQUESTS[kind](there.pooled)
     audit = there.audit(request)
     instruments = AtSites(
-        audit.world, request, audit.trained, {}, checked(audit.engine, there.run.config.training), SETTINGS
+        audit.world, request, audit.trained, {}, Guarded(audit.engine, there.run.config.training), SETTINGS
     )
     state = audit.trained.final
     told = instruments._look(state).told
@@ -232,7 +232,7 @@ def test_a_node_that_tells_nonsense_is_named(there: Trained, monkeypatch, lie: s
         return lying(data) if ask.kind == "task" and decode_answer(data)[1] is not None else data
 
     monkeypatch.setattr(node, "respond", nonsense)
-    sound = checked(audit.engine, there.run.config.training, everyone=True)
+    sound = Guarded(audit.engine, there.run.config.training, everyone=True)
     instruments = AtSites(audit.world, CLIENT, audit.trained, {}, sound, SETTINGS)
     with pytest.raises(UserError, match=problem) as refused:
         instruments._look(audit.trained.final)
@@ -242,7 +242,7 @@ def test_a_node_that_tells_nonsense_is_named(there: Trained, monkeypatch, lie: s
 def test_a_site_may_refuse_to_be_audited(there: Trained, monkeypatch) -> None:
     monkeypatch.setattr(there.sites.nodes[0], "policy", Policy(objectives=("align", "membership scores")))
     audit = there.audit(CLIENT)
-    sound = checked(audit.engine, there.run.config.training, everyone=True)
+    sound = Guarded(audit.engine, there.run.config.training, everyone=True)
     with pytest.raises(UserError, match=f"its policy does not allow the objective '{AUDIT}'"):
         AtSites(audit.world, CLIENT, audit.trained, {}, sound, SETTINGS)._look(audit.trained.final)
 

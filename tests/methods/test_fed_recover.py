@@ -6,7 +6,7 @@ import torch
 from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average
 from ease.federation.history import History
-from ease.federation.protocol import Update, Wrapped
+from ease.federation.protocol import Middleware, Update
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.fed_recover import Limits, estimate
@@ -130,7 +130,7 @@ def test_a_correction_that_can_only_be_noise_is_dropped(toy_params, correction: 
 def test_asked_clients_take_the_data_order_of_training(learnt) -> None:
     """From w_0 a retained client then sends its stored update again: later differences are the state's doing."""
 
-    class Kept(Wrapped):
+    class Kept(Middleware):
         def run(self, params, job, clients):
             for update in super().run(params, job, clients):
                 if job.round == 1:

@@ -17,9 +17,9 @@ from ease.audit.exact import computed_again, hashes_of, rounds_of, sums_hash
 from ease.commands.audit import audit_run
 from ease.commands.forget import forget_run
 from ease.errors import UserError
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.federation.node import listen, serve
-from ease.federation.protocol import LocalJob, Update, Wrapped
+from ease.federation.protocol import LocalJob, Middleware, Update
 from ease.federation.remote import node_socket
 from ease.federation.secure_aggregation import ADDENDS, MASKED
 from ease.measures.evaluate import embed_pairs
@@ -214,7 +214,7 @@ def test_where_only_the_total_is_kept_the_others_send_again(runs: dict[str, Path
     assert asked.who == [0, 2, 3]
 
 
-class Asked(Wrapped):
+class Asked(Middleware):
     """A federation that notes who is asked for what."""
 
     def __init__(self, inner) -> None:
@@ -269,7 +269,7 @@ def test_a_class_is_forgotten_only_with_everyone(secure: Site) -> None:
     assert [each.client for each in next(leaves).round.updates] == [2, 3]
 
 
-class Silent(Wrapped):
+class Silent(Middleware):
     """Client 1 drops out once it has shared its keys."""
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -281,7 +281,7 @@ class Silent(Wrapped):
 def test_a_wrong_total_is_refused(secure: Site, place: int) -> None:
     """No one can tell whose sums are wrong, as no one sees them."""
 
-    class LyingInSecret(Wrapped):
+    class LyingInSecret(Middleware):
         def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
             for update in super().run(params, job, clients):
                 if update.client == 1 and MASKED in update.values:
@@ -337,7 +337,7 @@ def test_settings_that_secure_aggregation_excludes_are_refused(ease, tmp_path: P
 # --- sums that cannot be ---
 
 
-class Lying(Wrapped):
+class Lying(Middleware):
     """Client 1 sends other sums than its own."""
 
     def __init__(self, inner, damage: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -377,7 +377,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_client_that_sends_impossible_sums_is_named_and_left_out(kept: Site, lie: str) -> None:
     damage, reason = LIES[lie]
-    lying = checked(Lying(kept.world.federation, damage), kept.run.config.training)
+    lying = Guarded(Lying(kept.world.federation, damage), kept.run.config.training)
     method, trained_run = Retrain(), trained_of(kept.run)
     request = SampleRequest(ids=kept.world.shards[0].train_ids[:2])
     step = next(method.unlearn(trained_run, request, lying))
@@ -391,7 +391,7 @@ def WithoutPairs(world: World, request: Request):
 
 
 def test_forgetting_stops_where_a_holder_sends_impossible_sums(kept: Site) -> None:
-    lying = checked(Lying(kept.world.federation, with_entry(1, GRID**2 * 10**4)), kept.run.config.training)
+    lying = Guarded(Lying(kept.world.federation, with_entry(1, GRID**2 * 10**4)), kept.run.config.training)
     with pytest.raises(UserError, match=r"client 1: .*positive semi-definite.*run the same command again"):
         list(Exact().unlearn(trained_of(kept.run), ClassRequest(classes=(0,)), lying))
 
@@ -403,7 +403,7 @@ def test_forget_sums_of_other_pairs_are_refused_by_what_would_be_left(kept: Site
     drawn = (torch.randn(1, *shape, generator=rng, dtype=torch.double) for shape in ((image,), (5, text)))
     other = Sums.of(*((each * GRID / 2).round() for each in drawn))
     request = SampleRequest(ids=kept.world.shards[1].train_ids[:1])
-    lying = checked(Lying(kept.world.federation, lambda packed: other.packed), kept.run.config.training)
+    lying = Guarded(Lying(kept.world.federation, lambda packed: other.packed), kept.run.config.training)
     with pytest.raises(
         UserError, match=r"client 1: without the sums of its forget pairs sums .*(semi-definite|negative)"
     ):
@@ -530,7 +530,7 @@ def test_an_answer_with_one_pair_left_in_is_refused(kept: Site, tmp_path: Path, 
     for method in (Exact(), Retrain()):
         list(forget(run, world, request, method))
         stored = answer_of(run, request, method)
-        forge(run, stored, next(method.unlearn(trained_of(run), fewer, checked(world.federation, run.config.training))))
+        forge(run, stored, next(method.unlearn(trained_of(run), fewer, Guarded(world.federation, run.config.training))))
     if audited:
         words = audit_run(run.folder, "four/exact", AuditConfig(), retrain=False, quiet=True).record.verdict.words
         assert words.startswith("Identical"), "the forged retraining agrees with the forged answer"
@@ -561,7 +561,7 @@ def test_an_audit_sees_that_an_answer_is_not_the_retrained_model(kept: Site) -> 
     request = SampleRequest(ids=world.shards[0].train_ids[:4], name="four")
     list(forget(run, world, request, Exact()))
     fewer = SampleRequest(ids=request.ids[:3])
-    sound = checked(world.federation, run.config.training)
+    sound = Guarded(world.federation, run.config.training)
     forge(run, answer_of(run, request, Exact()), next(Exact().unlearn(trained_of(run), fewer, sound)))
     found = audit_run(run.folder, "four", AuditConfig(), retrain=False, quiet=True)
     assert found.record.verdict.passed is False and found.exit_code == 1

@@ -17,7 +17,7 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.check import refusal
-from ease.federation.protocol import LocalJob, Update, Wrapped
+from ease.federation.protocol import LocalJob, Middleware, Update
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.methods.ease.method import Ease, final_loss, share_prior
@@ -122,7 +122,7 @@ def test_stopped_after_any_step_it_ends_with_the_same_bytes(world, run: Run, tmp
 def test_stopped_between_two_clients_it_asks_only_the_rest(world, run: Run) -> None:
     request, method = samples(world), Ease(recovery_share=1.0)
 
-    class Tired(Wrapped):
+    class Tired(Middleware):
         """Answers a number of times and then pulls the plug."""
 
         def __init__(self, answers: int) -> None:
@@ -286,7 +286,7 @@ def test_a_request_goes_on_without_a_faulty_client_and_names_it(world, run: Run,
     assert asking and all("0" in each.notes["rejected"] for each in asking)
 
 
-class Away(Wrapped):
+class Away(Middleware):
     """All clients are down as soon as recovery begins."""
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:

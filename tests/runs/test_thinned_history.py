@@ -14,8 +14,8 @@ import pytest
 from tests.runs.histories import BASE, CLIENT, requests_of, trained_run
 
 from ease.errors import UserError
-from ease.federation.check import checked
 from ease.federation.history import UPDATES, History
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import LocalJob, Replay
 from ease.methods import METHODS, make_method
 from ease.methods.base import Trained
@@ -274,7 +274,7 @@ def test_a_leaving_client_that_fails_is_named_with_what_else_can_be_done(both) -
         def run(self, params, job, clients):
             yield from super().run(params, job, [c for c in clients if job.objective != REPLAY])
 
-    sound = checked(Silent(runs.world.federation), runs.some.config.training)
+    sound = Guarded(Silent(runs.world.federation), runs.some.config.training)
     said = r"client 1: it did not answer.*contribution_source=remaining"
     with pytest.raises(UserError, match=said) as refusal:
         contribution_of(trained_of(runs.some), CLIENT, sound)

@@ -29,7 +29,7 @@ from ease.audit.strata import strata, stratified
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.data.membership import Holding
 from ease.errors import UserError
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import Engine, Federation
 from ease.measures.evaluate import common_size
 from ease.measures.ranks import FEW, Standing
@@ -61,7 +61,7 @@ def retrain_at_sites(plan: Plan, trained: Trained, engine: Engine, orders: Seque
     stops = {share: max(1, round(share * rounds)) for share in (*SHARES, 1.0)}
     for order in orders:
         journal = plan.store / f"journal-{order}"
-        sound = checked(engine, trained.training, journal, plan.key, everyone=True)
+        sound = Guarded(engine, trained.training, journal, plan.key, everyone=True)
         for number, step in enumerate(Retrain(order=order).unlearn(trained, plan.request, sound), 1):
             for share, last in stops.items():
                 if number == last:

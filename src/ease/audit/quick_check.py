@@ -20,7 +20,7 @@ from ease.audit.verdict import Judged
 from ease.config import Config
 from ease.data.partition import joint_embedding
 from ease.errors import UserError
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.methods.base import Unlearner, forget_holders
 from ease.requests.request import ClassRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import StoredAnswer, find_answer, trained_of
@@ -128,7 +128,7 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
         return found
     matches = held_out_like(world, request)
     trained = trained_of(run, request)
-    sound = checked(run.hosted(world).federation, world.config.training)
+    sound = Guarded(run.hosted(world).federation, world.config.training)
     start, before, after = (
         only(measure_scores(trained, state, request, sound, forget_holders(request, sound)), matches)
         for state in (trained.initial, trained.start, answer)

@@ -28,7 +28,7 @@ from ease.audit.records import AuditRecord, Costs
 from ease.audit.shadow_runs import SHARES, Plan, attacker_of, make_shadows, plan_of, remove_scratch, train_share
 from ease.audit.subjects import Subjects
 from ease.errors import UserError
-from ease.federation.check import checked
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import Engine
 from ease.measures.nearest import near_duplicates
 from ease.measures.ranks import FEW
@@ -174,7 +174,7 @@ class Audit:
     @cached_property
     def instruments(self) -> Instruments | AtSites:
         if self.apart:
-            sound = checked(self.engine, self.trained.training, everyone=True)
+            sound = Guarded(self.engine, self.trained.training, everyone=True)
             there = instruments_for(self.world, self.request)
             return there(self.world, self.request, self.trained, self.retrained, sound, self.config)
         kind = OneByOne if self.subjects.candidates.members < FEW else Instruments

@@ -16,7 +16,7 @@ from ease.federation.client_pool import Asked, SharedPool, all_answers, can_shar
 from ease.federation.local import measure_together, measures_together, work
 from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import Composite, objective
-from ease.federation.protocol import Federation, LocalJob, Update, own_jobs
+from ease.federation.protocol import Capabilities, Federation, LocalJob, Update, own_jobs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
@@ -43,6 +43,10 @@ class _Desk:
     abandoned: bool = False
     _awake: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     _asleep: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
     @property
     def clients(self) -> Sequence[int]:

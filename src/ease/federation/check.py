@@ -1,21 +1,18 @@
-"""Between the server and clients that fail or lie: only sound answers pass, and whoever has none is named.
+"""Protection against clients that fail or lie: only sound answers pass, and the other clients are named.
 
-`Checked` looks at every answer before it is kept; `Quorum` hands on the sound ones, and stops where they are too few.
+`Checked` checks every answer before it is journaled. `Quorum` passes sound answers on and stops if there are too few.
 """
 
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
 from ease.errors import ClientError, Diverged, TooFew, UserError
 from ease.federation.expected import answer_fault
-from ease.federation.fedavg import TrainingConfig
-from ease.federation.journal import Journal
 from ease.federation.local import promoted
 from ease.federation.objectives import objective
-from ease.federation.protocol import NOT_FINITE, Federation, LocalJob, Update, Wrapped, own_jobs
+from ease.federation.protocol import NOT_FINITE, Federation, LocalJob, Middleware, Update, own_jobs
 from ease.params import Params
 
 ATTEMPTS = 2
@@ -25,21 +22,7 @@ NAMED = 3
 """Clients that an error names one by one."""
 
 
-def checked(
-    engine: Federation, training: TrainingConfig, journal: Path | None = None, key: str = "", everyone: bool = False
-) -> "Quorum":
-    """An engine whose answers are checked, kept in a folder under a key where one is given, and counted.
-
-    With `everyone` all who are asked must answer, whatever share of them the training goes on with.
-    """
-    # An engine that keeps the deadline itself says in time who is late; waiting twice would ask those again.
-    sound: Federation = Checked(engine, None if getattr(engine, "punctual", False) else training.deadline)
-    # A process that has gone comes back: what only it can tell is waited for, and its request stays open until then.
-    patient = getattr(engine, "remote", False)
-    return Quorum(sound if journal is None else Journal(sound, journal, key), training.quorum, patient, everyone)
-
-
-class Checked(Wrapped):
+class Checked(Middleware):
     """A federation that gives one answer for each client that was asked: a sound one, or why there is none.
 
     A client fails by a `ClientError`, by a refusal or by silence. Any other exception is a fault of this program and
@@ -54,17 +37,17 @@ class Checked(Wrapped):
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         # An answer names its sender by itself. Asked alone, no client can speak for another; engines that must have
         # all at once are believed where each client has one answer.
-        jobs, together = own_jobs(self.inner, job, clients), dict[int, list[Update]]()
-        if getattr(self.inner, "together", False):
-            together = self._together(params, job, clients)
+        jobs, found = own_jobs(self.inner, job, clients), dict[int, list[Update]]()
+        if self.inner.capabilities.concurrent:
+            found = self._all(params, job, clients)
         for client in clients:
-            answers = together.get(client, [])
+            answers = found.get(client, [])
             update = answers[0] if len(answers) == 1 else self._alone(params, job, client)
             yield update if update.refused else self._judged(update, params, jobs[client])
-        for stranger in sorted(together.keys() - set(clients)):
+        for stranger in sorted(found.keys() - set(clients)):
             yield refusal(stranger, "it was not asked")
 
-    def _together(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, list[Update]]:
+    def _all(self, params: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, list[Update]]:
         """The answers to one message to all, by client; after a client's error, the answers before it."""
         found: dict[int, list[Update]] = {}
         try:
@@ -101,17 +84,20 @@ class Checked(Wrapped):
         return update if reason is None else refusal(update.client, reason)
 
 
-class Quorum(Wrapped):
+class Quorum(Middleware):
     """A federation that hands on sound answers alone; with too few of them it raises an error that names the rest."""
 
-    def __init__(self, inner: Federation, share: float, patient: bool = False, everyone: bool = False):
+    def __init__(
+        self, inner: Federation, share: float, patient: bool, everyone: bool, left_out: MutableMapping[int, str]
+    ):
         super().__init__(inner)
         self.share = share
         self.patient = patient
-        """Whether jobs on what is to be forgotten need the answers of all who are asked."""
+        """Whether jobs on forget pairs need the answers of all clients that are asked."""
         self.everyone = everyone
         """Whether every job does."""
-        self._refused: dict[int, str] = {}
+        self.left_out = left_out
+        """Client -> why it was left out; added to at the end of each call."""
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         sound, refused = 0, {}
@@ -121,17 +107,12 @@ class Quorum(Wrapped):
             else:
                 sound += 1
                 yield update
-        self._refused |= refused
+        self.left_out.update(refused)
         patient = self.patient or objective(job.objective).all_forget
         everyone = self.everyone or (patient and (bool(job.replays) or job.data == "forget"))
         needed = len(clients) if everyone else math.ceil(self.share * len(clients))
         if sound < needed:
             raise too_few(job, sound, len(clients), needed, refused, everyone)
-
-    def left_out(self) -> dict[int, str]:
-        """Client -> why it was left out, since this was last asked for."""
-        refused, self._refused = self._refused, {}
-        return dict(sorted(refused.items()))
 
 
 def each_reason(reasons: Mapping[int, str]) -> str:

@@ -4,10 +4,10 @@ A job names its heavy parts by the hash of their bytes, so that each travels onc
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 import torch
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, create_model
 from torch import Tensor
 
 from ease.config import Config
@@ -23,13 +23,11 @@ from ease.federation.container import (
     unpack,
 )
 from ease.federation.lock import LockMessage
-from ease.federation.protocol import LocalJob, Optimiser, Precision, Replay, Update
+from ease.federation.protocol import LocalJob, Replay, RoundNumber, Update
 from ease.federation.sparse import Sparse
 from ease.params import Block, Params
-from ease.requests.request import Request
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Round = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Part = Literal["state", "lock", "reference", "base"]
 INBOX = "inbox/"
 UNKNOWN = "0" * 64
@@ -59,36 +57,31 @@ class SparseHeader(Config):
 
 
 class ReplayHeader(Config):
-    round: Round
+    round: RoundNumber
     state: Hash
     weight: float
     group: int = Field(ge=0)
 
 
-class JobHeader(Config):
-    """A job without its tensors, which are parts of their own."""
+class TensorsHeader(Config):
+    """What a job's header says about tensors, which are parts of their own."""
 
     kind: Literal["job"] = "job"
     state: Hash
-    round: Round
-    seed: int
-    stream: str
-    optimiser: Optimiser
-    epochs: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
-    temperature: float = Field(gt=0)
-    request: Request | None
-    data: Literal["all", "retain", "forget"]
-    objective: str
-    settings: dict[str, int | float]
     lock: Hash | None
     reference: Hash | None
-    clip: float | None
-    radius: float | None
     sparse: SparseHeader | None
-    replays: tuple[ReplayHeader, ...] = ()
-    keep: bool = False
-    precision: Precision = "float32"
+    replays: tuple[ReplayHeader, ...]
+
+
+TENSOR_FIELDS = frozenset(TensorsHeader.model_fields) | {"inbox"}
+PLAIN_FIELDS = {
+    name: kind for name, kind in get_type_hints(LocalJob, include_extras=True).items() if name not in TENSOR_FIELDS
+}
+"""Fields of a job without tensors, and their types. They travel as they are."""
+JobHeader = create_model(
+    "JobHeader", __base__=TensorsHeader, **{name: (kind, ...) for name, kind in PLAIN_FIELDS.items()}
+)  # type: ignore[call-overload]
 
 
 # --- states ---
@@ -193,7 +186,7 @@ def decode_job(
 ) -> tuple[LocalJob, Params]:
     """The job and the state it starts from. `parts` may hold more than the job names, as a client that keeps them.
 
-    Replayed rounds whose states did not come stay names: a client looks for them among what it keeps.
+    Replayed rounds whose states were not sent keep their hashes.
     """
     header, tensors = unpack(data, JobHeader, what, limits)
     state = decode_state(_part(header.state, parts, "state", what), f"{what}: state", limits)
@@ -206,39 +199,21 @@ def decode_job(
         base = decode_state(_part(header.sparse.base, parts, "base", what), f"{what}: base", limits)
         require(set(header.sparse.blocks) <= set(base.blocks), what, "its adapter has layers that its base has not")
         sparse = Sparse(base, header.sparse.blocks, header.sparse.density, header.sparse.seed)
-    job = LocalJob(
-        round=header.round,
-        seed=header.seed,
-        stream=header.stream,
-        optimiser=header.optimiser,
-        epochs=header.epochs,
-        batch_size=header.batch_size,
-        temperature=header.temperature,
-        request=header.request,
-        data=header.data,
-        objective=header.objective,
-        settings=header.settings,
-        lock=lock,
-        reference=reference,
-        clip=header.clip,
-        radius=header.radius,
-        sparse=sparse,
-        replays=tuple(
-            Replay(
-                each.round,
-                decode_state(_part(each.state, parts, "replayed state", what), f"{what}: replayed state", limits)
-                if each.state in parts
-                else each.state,
-                each.weight,
-                each.group,
-            )
-            for each in header.replays
-        ),
-        keep=header.keep,
-        precision=header.precision,
-        inbox=_inbox(tensors, what),
+    replays = tuple(
+        Replay(each.round, _replayed_state(each.state, parts, what, limits), each.weight, each.group)
+        for each in header.replays
     )
-    return job, state
+    plain = {name: getattr(header, name) for name in PLAIN_FIELDS}
+    inbox = _inbox(tensors, what)
+    return LocalJob(lock=lock, reference=reference, sparse=sparse, replays=replays, inbox=inbox, **plain), state
+
+
+def _replayed_state(name: str, parts: Mapping[str, bytes], what: str, limits: Limits) -> Params | str:
+    """The state of this hash if it was sent, else the hash, by which a client finds what it keeps."""
+    if name not in parts:
+        return name
+    role = "replayed state"
+    return decode_state(_part(name, parts, role, what), f"{what}: {role}", limits)
 
 
 def _letters(job: LocalJob) -> dict[str, Tensor]:
@@ -260,7 +235,7 @@ def _inbox(tensors: Mapping[str, Tensor], what: str) -> dict[int, bytes]:
     return found
 
 
-def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[str]) -> JobHeader:
+def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[str]) -> TensorsHeader:
     sparse = None
     if job.sparse is not None:
         sparse = SparseHeader(
@@ -268,28 +243,14 @@ def _job_header(job: LocalJob, hashes: Mapping[Part, str], replayed: Sequence[st
         )
     return JobHeader(
         state=hashes["state"],
-        round=job.round,
-        seed=job.seed,
-        stream=job.stream,
-        optimiser=job.optimiser,
-        epochs=job.epochs,
-        batch_size=job.batch_size,
-        temperature=job.temperature,
-        request=job.request,
-        data=job.data,
-        objective=job.objective,
-        settings=dict(job.settings),
         lock=None if job.lock is None else hashes["lock"],
         reference=None if job.reference is None else hashes["reference"],
-        clip=job.clip,
-        radius=job.radius,
         sparse=sparse,
         replays=tuple(
             ReplayHeader(round=each.round, state=name, weight=each.weight, group=each.group)
             for each, name in zip(job.replays, replayed, strict=True)
         ),
-        keep=job.keep,
-        precision=job.precision,
+        **{name: getattr(job, name) for name in PLAIN_FIELDS},
     )
 
 

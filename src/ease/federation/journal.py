@@ -13,7 +13,7 @@ import torch
 
 from ease.errors import UserError
 from ease.federation.codec import decode_update, encode_update
-from ease.federation.protocol import Federation, LocalJob, Update, Wrapped
+from ease.federation.protocol import Federation, LocalJob, Middleware, Update
 from ease.params import Params
 from ease.storage import read_json, read_sealed, write_json, write_sealed
 
@@ -22,7 +22,7 @@ REFUSED = ".refused"
 """Who was left out and why, so that a method that goes on does so without the same clients."""
 
 
-class Journal(Wrapped):
+class Journal(Middleware):
     """A federation that answers from its folder where it can, and asks the one it wraps where it cannot."""
 
     def __init__(self, inner: Federation, folder: Path, key: str = ""):

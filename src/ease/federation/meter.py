@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ease.federation.codec import Part, encode_part, job_length, part_length, parts_of, update_length
 from ease.federation.lock import LockMessage
 from ease.federation.objectives import objective
-from ease.federation.protocol import Federation, LocalJob, Update, Wrapped, own_jobs
+from ease.federation.protocol import Federation, LocalJob, Middleware, Update, own_jobs
 from ease.params import Params
 
 
@@ -26,12 +26,12 @@ class Cost:
     client_seconds: float = 0.0
 
 
-class Metered(Wrapped):
+class Metered(Middleware):
     """A federation that adds up the encoded length of every message of the one it wraps."""
 
-    def __init__(self, inner: Federation, known: Sequence[Params] = ()):
+    def __init__(self, inner: Federation, known: Sequence[Params] = (), cost: Cost | None = None):
         super().__init__(inner)
-        self.cost = Cost()
+        self.cost = Cost() if cost is None else cost
         self._known = {_fingerprint(each) for each in known}
         """States that clients have from the training; the rounds of it that they replay began from such."""
         self._kept: dict[int, dict[Part, bytes]] = {}

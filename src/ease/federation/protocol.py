@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 from torch import Tensor
@@ -28,6 +28,7 @@ class Optimiser(Config):
 
 
 Precision = Literal["auto", "float32", "bfloat16"]
+RoundNumber = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,24 @@ class Replay:
 
 @dataclass(frozen=True)
 class LocalJob:
-    """What a client is asked to do, as data: it can be sent, stored and compared."""
+    """What a client is asked to do, as data: it can be sent, stored and compared.
 
-    round: int
+    A field that is added here travels by itself; only fields with tensors need a line in `codec.py`.
+    """
+
+    round: RoundNumber
     seed: int
     stream: str
     """Names the random stream, so training, probes and recovery never share numbers."""
     optimiser: Optimiser
-    epochs: int
-    batch_size: int
-    temperature: float
+    epochs: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(gt=0)]
     request: Request | None = None
     data: Literal["all", "retain", "forget"] = "all"
     objective: str = "align"
     """Name of the local objective, see `objectives.py`."""
-    settings: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, int | float] = field(default_factory=dict)
     """Numbers the objective needs, by name."""
     lock: LockMessage | None = None
     reference: Params | None = None
@@ -150,8 +154,23 @@ class Update:
         return self.delta
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do by itself, so that middleware adapts to it."""
+
+    concurrent: bool = False
+    """Asking all clients at once is faster than asking one after the other."""
+    keeps_deadline: bool = False
+    """It stops waiting for clients at the deadline and reports who was late."""
+    remote: bool = False
+    """Clients are processes of their own. One that is gone can come back, and its data are nowhere else."""
+
+
 class Federation(Protocol):
     """Runs a job on clients. In-process, metered, journaled or over a network: the caller cannot tell."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     @property
     def clients(self) -> Sequence[int]: ...
@@ -167,15 +186,18 @@ class Federation(Protocol):
 
 
 class Engine(Federation, Protocol):
-    """A federation that does the work itself: what wraps or extends it stands on `perform`."""
+    """A federation that does the work itself."""
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
-        """Do jobs that are each client's own already."""
+        """Do jobs that were narrowed to each client's own part before."""
         ...
 
 
-class Wrapped:
-    """A federation that is another one, but for what a subclass changes."""
+class Middleware:
+    """A federation that passes calls on to another one; subclasses change what they need."""
+
+    capabilities = Capabilities()
+    """Middleware promises nothing about what it wraps."""
 
     def __init__(self, inner: Federation):
         self.inner = inner

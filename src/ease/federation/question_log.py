@@ -81,14 +81,12 @@ def _of_job(job: bytes) -> dict[str, Any]:
         return {}
     try:
         _, _, length, _ = PREFIX.unpack_from(job)
-        header = JobHeader.model_validate_json(job[PREFIX.size : PREFIX.size + length])
+        header = JobHeader.model_validate_json(job[PREFIX.size : PREFIX.size + length]).model_dump()
     except ValueError:
         return {}
-    named = header.request
+    named = header["request"]
     return {
-        "objective": header.objective,
-        "round": header.round,
-        "data": header.data,
-        "replays": len(header.replays),
-        "named_pairs": len(named.ids) if named is not None and named.scope == "sample" else None,
+        **{name: header[name] for name in ("objective", "round", "data")},
+        "replays": len(header["replays"]),
+        "named_pairs": len(named["ids"]) if named is not None and named["scope"] == "sample" else None,
     }

@@ -19,7 +19,7 @@ from ease.federation.check import refusal
 from ease.federation.codec import decode_update, encode_job
 from ease.federation.container import LIMITS
 from ease.federation.node import pairs_hash
-from ease.federation.protocol import LocalJob, Update, own_jobs
+from ease.federation.protocol import Capabilities, LocalJob, Update, own_jobs
 from ease.federation.wire import (
     JOB,
     Answer,
@@ -120,10 +120,7 @@ class Remote:
     """Seconds that each client has for each message; absent: as long as it takes."""
     held_out: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """Client -> ids of its pairs that it never trains on."""
-    remote = True
-    together = True
-    punctual = True
-    """It keeps the deadline itself."""
+    capabilities = Capabilities(concurrent=True, keeps_deadline=True, remote=True)
     sent: int = 0
     received: int = 0
     """Bytes of whole messages, as they went over the line."""

@@ -10,14 +10,13 @@ from ease.federation.local import work
 from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import Composite, objective
 from ease.federation.projectors import projects_alone
-from ease.federation.protocol import LocalJob, Update, own_jobs
+from ease.federation.protocol import Capabilities, LocalJob, Update, own_jobs
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
 
 class Sequential:
-    together = False
-    """Whether asking all clients at once is faster than asking one after the other."""
+    capabilities = Capabilities()
 
     def __init__(self, model: DualEncoder, clients: Mapping[int, ClientData]):
         self.model = model

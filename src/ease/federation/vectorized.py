@@ -12,7 +12,7 @@ from ease.federation.client import ClientData
 from ease.federation.client_pool import Pool, answers_together, can_share
 from ease.federation.local import measure_together, measures_together
 from ease.federation.microbatching import GroupSize
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.protocol import Capabilities, LocalJob, Update
 from ease.federation.sequential import Sequential
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -21,7 +21,7 @@ from ease.params import Params
 class Vectorized(Sequential):
     """Jobs that cannot share a pass are done one client after the other."""
 
-    together = True
+    capabilities = Capabilities(concurrent=True)
 
     def __init__(self, model: DualEncoder, pool: Pool):
         super().__init__(model, pool.clients)

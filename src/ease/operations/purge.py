@@ -22,11 +22,11 @@ from ease.config import Config, validate
 from ease.data.features import cached_files
 from ease.data.membership import Membership
 from ease.errors import UserError
-from ease.federation.check import checked
 from ease.federation.engines import remote_engine
 from ease.federation.fedavg import Round, average
 from ease.federation.flower import rewritten_database
 from ease.federation.history import AVERAGED, ROUNDS, History
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import Replay, Update
 from ease.federation.purging import bury
 from ease.federation.wire import Dropped
@@ -305,7 +305,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     now = {client: len(ids) for client, ids in world.federation.held.items()}
     lost = read_lost_sites(run.folder).clients
     held, trained, training = run.held(run.head), trained_of(run), run.config.training
-    sound = checked(world.federation, training, staged.folder / "journal", digest(release.model_dump(mode="json")))
+    sound = Guarded(world.federation, training, staged.folder / "journal", digest(release.model_dump(mode="json")))
     for number in range(1, release.after_round + 1):
         old, record = history.start(number), history.record(number)
         if history.start_path(number) in (history.initial_path, history.state_path(number - 1)):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ease.errors import UserError
-from ease.federation.check import checked
 from ease.federation.fedavg import fedavg
 from ease.federation.history import History
-from ease.federation.meter import Metered
+from ease.federation.middleware import Guarded
 from ease.federation.protocol import Federation
 from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.params import Params
@@ -143,8 +142,8 @@ def _follow(
         remove_leftovers(stored.folder)
     resumed = any((stored.folder / "journal").glob("*.update"))
     forget_peak_memory(world.server.device)
-    sound = checked(world.federation, world.config.training, stored.folder / "journal", key)
-    metered = Metered(sound, known)
+    training, journal = world.config.training, stored.folder / "journal"
+    federation = Guarded(world.federation, training, journal, key, metered=True, known=known)
     sets = evaluation_sets(world, request)
     rounds: list[RoundRecord] = []
     seconds: dict[str, float] = {}
@@ -152,11 +151,11 @@ def _follow(
     last: Step | None = None
     kept: tuple[Path, ...] = ()
     down = up = 0
-    for step in _undone_if_refused(steps(metered), stored.folder if fresh else None):
+    for step in _undone_if_refused(steps(federation), stored.folder if fresh else None):
         if last is None:
             write_json(begun, settings)
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
-        last = step = _with_left_out(step, sound.left_out())
+        last = step = _with_left_out(step, federation.left_out())
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
         rounds.append(RoundRecord.of(len(rounds), step.phase, step.loss, metrics, step.notes))
         if step.bases is not None:
@@ -167,14 +166,14 @@ def _follow(
             step.base.save(stored.base_path)
             kept = (*kept, stored.base_path)
         if step.round is not None and history is not None:
-            history.append(step.round, metered.cost.bytes_down - down, metered.cost.bytes_up - up)
-        down, up = metered.cost.bytes_down, metered.cost.bytes_up
+            history.append(step.round, federation.cost.bytes_down - down, federation.cost.bytes_up - up)
+        down, up = federation.cost.bytes_down, federation.cost.bytes_up
         yield step, metrics
         started = time.perf_counter()
     if last is None:
         raise UserError(f"{stored.folder}: the method yielded no state")
     last.state.save(stored.model_path)
-    cost = {f"cost/{key}": value for key, value in asdict(metered.cost).items()}
+    cost = {f"cost/{key}": value for key, value in asdict(federation.cost).items()}
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
     total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.server.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}

@@ -13,10 +13,9 @@ import torch
 from ease.config import to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
-from ease.federation.check import checked
 from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
-from ease.federation.meter import Cost, Metered
+from ease.federation.middleware import Guarded
 from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params
@@ -275,11 +274,11 @@ class Run:
         if Run.load(self.folder).config != self.config or not self._tells_config():
             self._write_config()
         here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
-        sound = checked(here.federation, config.training)
-        metered = Metered(sound)
+        federation = Guarded(here.federation, config.training, metered=True)
+        down = up = 0
         for finished in train(
             state,
-            metered,
+            federation,
             config.training,
             config.seed,
             config.model.temperature,
@@ -287,9 +286,10 @@ class Run:
             held=() if held is None else (held,),
             keep=config.training.history == "client",
         ):
-            cost, metered.cost = metered.cost, Cost()
-            finished = replace(finished, rejected=sound.left_out() | finished.rejected)
-            history.append(finished, cost.bytes_down, cost.bytes_up, start)
+            cost = federation.cost
+            finished = replace(finished, rejected=federation.left_out() | finished.rejected)
+            history.append(finished, cost.bytes_down - down, cost.bytes_up - up, start)
+            down, up = cost.bytes_down, cost.bytes_up
             yield finished
             start = history.state_path(finished.number)
 

@@ -13,7 +13,7 @@ from ease.errors import UserError
 from ease.federation.client import ClientData
 from ease.federation.fedavg import average, fedavg
 from ease.federation.history import History
-from ease.federation.protocol import LocalJob, Update, Wrapped
+from ease.federation.protocol import LocalJob, Middleware, Update
 from ease.federation.sequential import Sequential
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import COUNT, contribution_of, evenly_chosen, forget_counts
@@ -199,7 +199,7 @@ def test_only_class_requests_ask_clients_how_many_pairs_they_hold(learnt, few, k
         [(client, COUNT) for client in range(4)] if kind == "class" else []
     )
 
-    class Silent(Wrapped):
+    class Silent(Middleware):
         def run(self, params, job, clients):
             return super().run(params, job, [client for client in clients if client != 2])
 
@@ -256,7 +256,7 @@ def test_a_client_left_with_one_pair_does_not_count(learnt) -> None:
 def test_a_client_that_does_not_replay_counts_as_if_it_had_left(learnt, few) -> None:
     """Nobody knows what it would have sent without its pairs, so all of its updates go."""
 
-    class Silent(Wrapped):
+    class Silent(Middleware):
         def run(self, params, job, clients):
             return super().run(params, job, [client for client in clients if client != 1])
 
@@ -272,7 +272,7 @@ def test_a_client_that_does_not_replay_counts_as_if_it_had_left(learnt, few) -> 
 def test_a_report_is_shortened_to_what_its_client_can_have_sent(learnt, few) -> None:
     """A client that reports a sum of any size moves the model by at most three times its updates."""
 
-    class Loud(Wrapped):
+    class Loud(Middleware):
         def run(self, params, job, clients):
             for update in super().run(params, job, clients):
                 if update.client == 1 and job.objective == "replay":

@@ -6,7 +6,7 @@ import pytest
 
 from ease.errors import UserError
 from ease.federation.history import History
-from ease.federation.protocol import Wrapped
+from ease.federation.protocol import Middleware
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import contribution_of
 from ease.methods.ease.missing_updates import (
@@ -92,7 +92,7 @@ def test_a_client_that_is_absent_is_named_with_what_else_can_be_done(learnt, som
 
 
 def test_a_client_that_does_not_answer_is_named(learnt, some) -> None:
-    class Silent(Wrapped):
+    class Silent(Middleware):
         def run(self, params, job, clients):
             return super().run(params, job, [client for client in clients if client != 3])
 
@@ -101,7 +101,7 @@ def test_a_client_that_does_not_answer_is_named(learnt, some) -> None:
 
 
 def test_no_client_can_report_more_than_a_multiple_of_its_mean_length(learnt, some) -> None:
-    class Loud(Wrapped):
+    class Loud(Middleware):
         def run(self, params, job, clients):
             for update in super().run(params, job, clients):
                 values = {n: v * 1e4 if n.endswith("scale") else v for n, v in update.values.items()}

@@ -179,7 +179,7 @@ def search(
     check_sought(words)
     places, whose = gallery(world, among)
     query = encode_text(source, words)[0]
-    scores = _pictures(world, source.state, places) @ query
+    scores = pictures(world, source.state, places) @ query
     pairs = world.evaluator.pairs
     order = scores.argsort(descending=True, stable=True)[:count].tolist()
     return [
@@ -217,7 +217,7 @@ def gallery(world: World, among: str = "all") -> tuple[np.ndarray, list[str]]:
     return np.array([place for place, _ in found], dtype=np.int64), [each for _, each in found]
 
 
-def _pictures(world: World, state: Params, places: np.ndarray) -> Tensor:
+def pictures(world: World, state: Params, places: np.ndarray) -> Tensor:
     """Embeddings of pictures from their cached activations, on the CPU."""
     seen, tensors = world.evaluator, dict(state.to(world.evaluator.device).tensors)
     parts = [places[start : start + 4 * AT_ONCE] for start in range(0, len(places), 4 * AT_ONCE)]

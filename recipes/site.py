@@ -8,7 +8,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+LINK = re.compile(r"(\]\()([^)\s]+)((?: \"\w+\")?\))")
 FETCHED = re.compile(r"<script src=\"?https://unpkg\.com/iframe-worker/shim\"?></script>")
 """What the theme would fetch to search without a server, and with a network."""
 DIALOG = re.compile(r"(<div class=\"md-search\"[^>]* role=\"dialog\")")

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 NAMES = re.findall(r"`(ease\.[\w.]+)`", (ROOT / "docs" / "notation.md").read_text())
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)\s]+)(?: \"\w+\")?\)")
 
 every_page = pytest.mark.parametrize("page", [pytest.param(path, id=path.name) for path in PAGES])
 

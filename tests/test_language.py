@@ -19,7 +19,7 @@ def recipe(name: str) -> ModuleType:
     return module
 
 
-LANGUAGE, NUMBERS = recipe("language"), recipe("numbers")
+LANGUAGE, NUMBERS = recipe("language"), recipe("quoted_numbers")
 
 
 @pytest.mark.parametrize("path", LANGUAGE.pages(), ids=lambda path: str(path.relative_to(ROOT)))

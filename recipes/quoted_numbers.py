@@ -1,7 +1,7 @@
 """Writes the tables of the README and the landing pages from docs/numbers.toml, and checks the numbers they quote.
 
-python recipes/numbers.py            # write the tables
-python recipes/numbers.py --check    # exit with 1 if a page differs from the file
+python recipes/quoted_numbers.py            # write the tables
+python recipes/quoted_numbers.py --check    # exit with 1 if a page differs from the file
 """
 
 import argparse
@@ -38,7 +38,7 @@ def written(text: str) -> str:
 def problems(text: str) -> list[str]:
     """What a page says that the file does not."""
     quoted = known()["quoted"]
-    found = [] if written(text) == text else ["a table differs from docs/numbers.toml; run python recipes/numbers.py"]
+    found = [] if written(text) == text else ["a table differs from docs/numbers.toml; run python recipes/quoted_numbers.py"]
     for value, key in QUOTED.findall(text):
         if key not in quoted:
             found.append(f"{key}: no such number in docs/numbers.toml")

@@ -38,7 +38,8 @@ def written(text: str) -> str:
 def problems(text: str) -> list[str]:
     """What a page says that the file does not."""
     quoted = known()["quoted"]
-    found = [] if written(text) == text else ["a table differs from docs/numbers.toml; run python recipes/quoted_numbers.py"]
+    stale = "a table differs from docs/numbers.toml; run python recipes/quoted_numbers.py"
+    found = [] if written(text) == text else [stale]
     for value, key in QUOTED.findall(text):
         if key not in quoted:
             found.append(f"{key}: no such number in docs/numbers.toml")

@@ -1,4 +1,4 @@
-"""The tutorial of five hospitals works as printed: every command of docs/hospitals.md, in order, with real processes."""
+"""The tutorial of five hospitals works as printed: each command of docs/hospitals.md, in order, with real processes."""
 
 import os
 import re

@@ -47,7 +47,7 @@ def test_constructions_are_found(text: str, names: list[str]) -> None:
 
 
 def test_long_sentences_are_counted() -> None:
-    found = LANGUAGE.findings(f"Short. {'word ' * 31}end. Short again.")
+    found = LANGUAGE.findings(f"Short. {'Word ' * 31}end. Short again.")
     assert (found.sentences, len(found.long)) == (3, 1)
 
 

@@ -99,7 +99,7 @@ def stream(
         print(f"round {record['round']}", flush=True)
     run, ledger = Run.load(out / "run"), Ledger(out / "run")
     policy = load_policy(
-        run.folder, ["hold.retain_points=100", *policy_settings]
+        run.folder, ["hold.retain_points=100", "release=at_once", *policy_settings]
     )  # falls are measured here, not judged
     asked = requests_in_turn(world, count, wanted.share, config.seed)
     for number in range(0, count, at_once):

@@ -30,7 +30,7 @@ from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.data.membership import Holding
 from ease.errors import UserError
 from ease.federation.middleware import Guarded
-from ease.federation.protocol import Engine, Federation
+from ease.federation.protocol import Engine, Federation, LocalJob
 from ease.measures.evaluate import common_size
 from ease.measures.ranks import FEW, Standing
 from ease.measures.retrieval import GalleryRecall, chance_recall
@@ -87,6 +87,44 @@ class SiteLook:
 
     def standing(self, kind: str) -> Standing:
         return Standing(self.all(kind, "rank"), self.all(kind, "margin"))
+
+
+def _job(world: World, request: Request, retained: int) -> LocalJob:
+    """What clients are asked to measure: at most so many `retained` pairs each, beside all others."""
+    config = world.config
+    return config.training.job(
+        0,
+        config.seed,
+        config.model.temperature,
+        "audit",
+        request=request,
+        objective=AUDIT,
+        settings={RETAINED: float(retained)},
+    )
+
+
+def _able(world: World) -> dict[int, Holding]:
+    """Clients that hold out enough to measure anything."""
+    return {each.client: each for each in holdings_now(world) if len(each.validation_ids) >= FEWEST_UNSEEN}
+
+
+def retained_recalls(
+    world: World, request: Request, states: Sequence[Params], federation: Federation
+) -> tuple[float | None, ...]:
+    """Recall@1 of retained pairs in percent under some states, as clients measure it among pairs that they hold out.
+
+    None if no client can measure any.
+    """
+    able = sorted(_able(world))
+    if not able:
+        return (None,) * len(states)
+    job = _job(world, request, max(1, MOST_RETAINED // len(able)))
+    found = list[float | None]()
+    for state in states:
+        ranks = [answer.values["retain/rank"] for answer in federation.run(state, job, able) if answer.values]
+        told = torch.cat(ranks) if ranks else torch.zeros(0)
+        found.append(100 * float((told < 1.5).double().mean()) if len(told) else None)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -162,16 +200,7 @@ class AtSites(Compared):
         return self._look(self.trained.initial)
 
     def _look(self, state: Params) -> SiteLook:
-        config = self.world.config
-        job = config.training.job(
-            0,
-            config.seed,
-            config.model.temperature,
-            "audit",
-            request=self.request,
-            objective=AUDIT,
-            settings={RETAINED: float(self._retained)},
-        )
+        job = _job(self.world, self.request, self._retained)
         told = {
             answer.client: {name: values.double().numpy() for name, values in answer.values.items()}
             for answer in self.federation.run(state, job, sorted(self._counts))
@@ -190,7 +219,7 @@ class AtSites(Compared):
     @cached_property
     def _asked(self) -> dict[int, Holding]:
         """Clients that hold out enough to measure anything."""
-        return {each.client: each for each in holdings_now(self.world) if len(each.validation_ids) >= FEWEST_UNSEEN}
+        return _able(self.world)
 
     @property
     def _retained(self) -> int:

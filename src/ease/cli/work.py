@@ -11,18 +11,24 @@ from ease.cli.options import By, Quiet, Result, Run, Settings, command
 def work(
     run: Run,
     together: Annotated[bool, typer.Option("--together", help="Answer all waiting requests by one excision.")] = False,
+    audit: Annotated[
+        bool | None,
+        typer.Option("--audit/--no-audit", help="Audit each result before its release. By default as the policy says."),
+    ] = None,
     by: By = None,
     settings: Settings = None,
     quiet: Quiet = False,
 ) -> Result:
     """Answer approved requests and release the results.
 
-    Requests are answered one after the other. If the policy says so, released requests are then purged. Settings are
-    those of policy.toml, such as hold.retain_points and purge.after_days.
+    Requests are answered one after the other. By default each result is audited, and it is released if the verdict is
+    passed. Otherwise it is held until a person approves it. A run that is too small for an audit with default settings
+    releases at once; --audit then makes a smaller audit. If the policy says so, released requests are purged. Settings
+    are those of policy.toml, such as release, hold.retain_points and purge.after_days.
 
-    Example: `ease work runs/first --together --set hold.retain_points=1`
+    Example: `ease work runs/first --audit --set hold.retain_points=1`
     """
     from ease.commands.requests import work_run
     from ease.operations.ledger.policy import load_policy
 
-    return work_run(run, load_policy(run, tuple(settings or ())), by, together, quiet)
+    return work_run(run, load_policy(run, tuple(settings or ())), by, together, audit, quiet)

@@ -81,6 +81,8 @@ class EntrySummary:
         for name, recipients in (("told", entry.notified), ("still to be told", self.to_notify)):
             if recipients:
                 yield labelled(name, ", ".join(recipients))
+        if entry.outcome.verdict:
+            yield labelled("verdict", entry.outcome.verdict)
         if self.impact is not None:
             yield from _impact(self.impact, self.names)
         rows = [
@@ -189,6 +191,9 @@ class WorkSummary:
         yield table("Worked on", columns, rows, text_columns=3)
         for id, names in self.to_notify.items():
             yield labelled(f"{id}: to be told (ease request notify)", ", ".join(names), "yellow")
+        for each in self.finished:
+            if each.state == "done" and each.outcome.verdict:
+                yield labelled(f"verdict on {', '.join(each.ids)}", each.outcome.verdict)
         if self.purged:
             yield from PurgeSummary(self.purged).render()
 
@@ -310,7 +315,9 @@ def cancel_request(folder: Path, id: str, by: str | None, key: Path | None, reas
     return shown_entry(run, id)
 
 
-def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet: bool) -> WorkSummary:
+def work_run(
+    folder: Path, policy: Policy, by: str | None, together: bool, audited: bool | None, quiet: bool
+) -> WorkSummary:
     """Answer what waits, with a bar over the rounds of each answer."""
     run = Run.load(folder)
     tell_threads(run)
@@ -324,7 +331,7 @@ def work_run(folder: Path, policy: Policy, by: str | None, together: bool, quiet
                 tell_left_out(f"{request_id(request)}, {step.phase}", step.notes.get("rejected", {}), quiet)
             bar.end()
 
-    finished = tuple(work(run, policy, someone(by), together, follow))
+    finished = tuple(work(run, policy, someone(by), together, follow, audited))
     days, ledger, known = policy.purge.after_days, Ledger(folder), read_recipients(folder)
     done = [id for each in finished if each.state == "done" for id in each.ids] if known.exports else []
     told = {id: names for id in done if (names := tuple(to_notify(known, ledger.entry(id))))}

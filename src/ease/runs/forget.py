@@ -54,7 +54,7 @@ def forget(
             shutil.rmtree(stored.folder / "journal", ignore_errors=True)  # of a process killed at its very end
         else:
             exact = trainer_of(run.config.model) == "sums"
-            answering = method.unlearn if exact or _trains_on(world, request) else _unchanged
+            answering = method.unlearn if exact or trains_on(world, request) else _unchanged
             steps = partial(answering, trained, request)
             settings = {
                 "request": request.model_dump(mode="json"),
@@ -67,7 +67,7 @@ def forget(
             yield from _follow(*begun, digest(settings), made)
 
 
-def _trains_on(world: World, request: Request) -> bool:
+def trains_on(world: World, request: Request) -> bool:
     """Whether some client trains on a pair that a request names."""
     holdings = world.server.membership.clients
     held = held_without(holdings, world.gone)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, field_validator
@@ -71,6 +72,10 @@ class Policy(Config):
 
     time_zone: str = "UTC"
     """The time zone in which the day of a deadline ends, such as Europe/Berlin."""
+    release: Literal["after_audit", "at_once"] = "after_audit"
+    """`after_audit`: audit each answer, release it if the verdict is passed, and else hold it for a person. Where no
+    audit with default settings can be made, the answer is released at once. `at_once`: release without an audit."""
+
     hold: HoldPolicy = HoldPolicy()
     retrain: RetrainPolicy = RetrainPolicy()
     purge: PurgePolicy = PurgePolicy()

@@ -60,6 +60,10 @@ class Outcome(Config):
     retain_after: float | None = None
     """Recall@1 of retained pairs in percent after the request."""
     seconds: float | None = None
+    passed: bool | None = None
+    """The verdict of its audit; null: it cannot be told, or there was no audit."""
+    verdict: str = ""
+    """The verdict in words, or why there was no audit; empty before it was audited."""
 
 
 NOTHING = Outcome()

@@ -12,12 +12,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ease.audit.at_sites import retained_recalls
+from ease.audit.records import current_audit
 from ease.config import Config
 from ease.errors import Busy, Unwritable, UserError
+from ease.federation.middleware import Guarded
 from ease.methods import make_method
 from ease.methods.base import Step, Unlearner
+from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
 from ease.operations.ledger.impact import impact_of, method_for
+from ease.operations.ledger.judging import audit_answer, audit_settings
 from ease.operations.ledger.policy import Policy
 from ease.operations.ledger.records import NOTHING, Entry, Outcome, Plan
 from ease.operations.ledger.states import State
@@ -26,9 +31,10 @@ from ease.requests.request import Request, combined, remaining
 from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import StoredAnswer, answer_of, open_world, release, start_hash, trained_of
 from ease.runs.evaluation import evaluation_sets, measure
-from ease.runs.forget import forget
+from ease.runs.forget import forget, trains_on
 from ease.runs.records import Metrics
 from ease.runs.run import Run
+from ease.runs.world import World
 from ease.storage import exclusive, sha256
 
 LOCK = ".work.lock"
@@ -50,8 +56,12 @@ class Finished(Config):
     outcome: Outcome
 
 
-def work(run: Run, policy: Policy, by: str, together: bool, follow: Follow) -> Iterator[Finished]:
+def work(
+    run: Run, policy: Policy, by: str, together: bool, follow: Follow, audited: bool | None = None
+) -> Iterator[Finished]:
     """Answer everything that waits, in turn; a request that has to wait longer is tried once.
+
+    `audited` says whether answers are audited before their release; None: as the policy says.
 
     Several processes may do so at the same time. Each takes its next request between two requests of another.
     """
@@ -64,7 +74,7 @@ def work(run: Run, policy: Policy, by: str, together: bool, follow: Follow) -> I
             if not entries:
                 return
             passed += [entry.id for entry in entries]
-            finished = list(Batch(run, ledger, policy, by, follow, entries).answer())
+            finished = list(Batch(run, ledger, policy, by, follow, entries, audited).answer())
         yield from finished
 
 
@@ -93,6 +103,8 @@ class Batch:
     follow: Follow
     entries: list[Entry]
     """Those that are not finished yet."""
+    audited: bool | None = None
+    """Whether answers are audited before their release; None: as the policy says."""
 
     def answer(self) -> Iterator[Finished]:
         """Take every request to the end of its turn."""
@@ -105,7 +117,7 @@ class Batch:
                 plan = yield from self._planned()
                 self.ledger.plan([entry.id for entry in self.entries], plan)
             waived = {entry.waived for entry in self.entries}
-            state, why, outcome = _answered(self.run, plan, self.policy, waived, self.follow)
+            state, why, outcome = _answered(self.run, plan, self.policy, waived, self.follow, self.audited)
             yield self._finish(self.entries, state, why, outcome)
         except (Busy, Unwritable) as fault:  # the machine's, so the request comes first again
             self._give_back(plan, "approved", fault)
@@ -154,7 +166,9 @@ class Batch:
         return Finished(ids=ids, state=state, why=why, outcome=outcome)
 
 
-def _answered(run: Run, plan: Plan, policy: Policy, waived: set[str], follow: Follow) -> tuple[State, str, Outcome]:
+def _answered(
+    run: Run, plan: Plan, policy: Policy, waived: set[str], follow: Follow, audited: bool | None
+) -> tuple[State, str, Outcome]:
     """Compute an answer and release it, or say why it is held; what is done already is not done again.
 
     The log has the release before the ledger says `done`: if the process dies in between, both are completed here.
@@ -168,25 +182,70 @@ def _answered(run: Run, plan: Plan, policy: Policy, waived: set[str], follow: Fo
         if stored.done and stored.record().trained_sha256 != start_hash(run):
             shutil.rmtree(stored.folder)  # it began from a model that another release has replaced
         follow(forget(run, world, request, method), request, method)
-    before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
     record, model = stored.record(), sha256(stored.model_path)
+    before, after = _retained(run, world, request, stored, closed is not None)
     outcome = Outcome(
         answer=name,
         model_sha256=model,
-        retain_before=before.get(RETAINED),
-        retain_after=record.metrics.get(RETAINED),
+        retain_before=before,
+        retain_after=after,
         seconds=record.metrics.get("cost/seconds"),
     )
-    fall = before.get(RETAINED, 0.0) - record.metrics.get(RETAINED, 0.0)
+    fall = 0.0 if before is None or after is None else before - after
     if closed is None and fall > policy.hold.retain_points and model not in waived:
         why = (
             f"recall@1 of retained pairs fell by {fall:.1f} points, and {policy.hold.retain_points:g} are allowed; "
             "look at the model, then approve or cancel the request"
         )
         return "held", why, outcome
+    wanted = policy.release == "after_audit" if audited is None else audited
+    # Retraining is what others are compared with, and pairs outside training changed no model.
+    if closed is None and wanted and not isinstance(method, Retrain) and trains_on(world, request):
+        outcome = _audited(run, world, stored, request, method, follow, outcome, bool(audited))
+        if outcome.passed is not True and (audited or stored.audit_path.is_file()) and model not in waived:
+            return "held", f"{outcome.verdict} Read the audit, then approve or cancel the request", outcome
     release(run, name)  # has no effect on one that is released
     attest(run)
     place, made = next(
         (place, each) for place, each in enumerate(run.head.releases, start=1) if each.request == request
     )
+    found = current_audit(stored)
+    if found is not None:
+        outcome = outcome.model_copy(update={"passed": found.verdict.passed, "verdict": found.verdict.words})
     return "done", "", outcome.model_copy(update={"release": place, "trained_again": bool(made.rounds)})
+
+
+def _retained(
+    run: Run, world: World, request: Request, stored: StoredAnswer, closed: bool
+) -> tuple[float | None, float | None]:
+    """Recall@1 of retained pairs before and after an answer. Where pairs lie at sites, sites measure it."""
+    trained = trained_of(run, request)
+    if not run.config.partition.apart:
+        before = measure(world, trained.start, evaluation_sets(world, request))
+        return before.get(RETAINED), stored.record().metrics.get(RETAINED)
+    if closed:
+        return None, None
+    everyone = Guarded(run.hosted(world).federation, run.config.training)
+    before_after = retained_recalls(world, request, (trained.start, stored.model()), everyone)
+    return before_after[0], before_after[1]
+
+
+def _audited(
+    run: Run,
+    world: World,
+    stored: StoredAnswer,
+    request: Request,
+    method: Unlearner,
+    follow: Follow,
+    outcome: Outcome,
+    asked_for: bool,
+) -> Outcome:
+    """The outcome with the verdict on an answer, or with why there is none."""
+    settings = audit_settings(run, world, request, method, asked_for)
+    if isinstance(settings, str):
+        return outcome.model_copy(update={"verdict": f"No audit: {settings}."})
+    for asked, again, steps in audit_answer(run, world, stored, request, method, settings):
+        follow(steps, asked, again)
+    found = current_audit(stored)
+    assert found is not None  # it was kept just now
+    return outcome.model_copy(update={"passed": found.verdict.passed, "verdict": found.verdict.words})

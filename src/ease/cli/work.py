@@ -22,8 +22,8 @@ def work(
     """Answer approved requests and release the results.
 
     Requests are answered one after the other. By default each result is audited, and it is released if the verdict is
-    passed. Otherwise it is held until a person approves it. A run that is too small for an audit with default settings
-    releases at once; --audit then makes a smaller audit. If the policy says so, released requests are purged. Settings
+    passed. Otherwise it is held until a person approves it. A run that is too small for a full audit releases at
+    once; --audit then makes a smaller audit. If the policy says so, released requests are purged. Settings
     are those of policy.toml, such as release, hold.retain_points and purge.after_days.
 
     Example: `ease work runs/first --audit --set hold.retain_points=1`

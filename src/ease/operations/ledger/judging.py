@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ease.audit.config import AuditConfig
 from ease.audit.exact import judge_identity
-from ease.audit.preflight import SMALLEST_POOL
+from ease.audit.preflight import USUAL_POOL
 from ease.audit.records import current_audit
 from ease.audit.runner import Audit, Together, check_audited, check_possible
 from ease.errors import UserError
@@ -24,25 +24,18 @@ from ease.trainers import trainer_of
 def audit_settings(run: Run, world: World, request: Request, method: Unlearner, asked_for: bool) -> AuditConfig | str:
     """Return the settings of the audit that a request gets, or why it gets none.
 
-    Without being `asked_for`, only an audit with the default settings is made: small runs would need a smaller pool,
-    and such an audit says less.
+    Without being `asked_for`, an audit needs the full pool: an audit of a small run says less and often cannot tell.
     """
     usual = AuditConfig()
     if trainer_of(run.config.model) == "sums":
         return usual
-    spare = len(world.evaluator.spare) + len(world.evaluator.test)
-    smaller = (max(SMALLEST_POOL, spare // 2), SMALLEST_POOL) if asked_for else ()
-    why = ""
-    for pool in (usual.pool, *smaller):
-        settings = usual.model_copy(update={"pool": pool})
-        try:
-            check_audited("this answer", method)
-            check_possible(run, world, request, settings)
-        except UserError as error:
-            why = why or str(error)
-        else:
-            return settings
-    return why
+    settings = usual if asked_for or run.config.partition.apart else usual.model_copy(update={"pool": USUAL_POOL})
+    try:
+        check_audited("this answer", method)
+        check_possible(run, world, request, settings)
+    except UserError as error:
+        return str(error)
+    return settings
 
 
 def audit_answer(

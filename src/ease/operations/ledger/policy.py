@@ -74,7 +74,7 @@ class Policy(Config):
     """The time zone in which the day of a deadline ends, such as Europe/Berlin."""
     release: Literal["after_audit", "at_once"] = "after_audit"
     """`after_audit`: audit each answer, release it if the verdict is passed, and else hold it for a person. Where no
-    audit with a full pool of unseen pairs can be made, the answer is released at once. `at_once`: release without an audit."""
+    audit with a full pool of unseen pairs can be made, the answer is released at once. `at_once`: release unaudited."""
 
     hold: HoldPolicy = HoldPolicy()
     retrain: RetrainPolicy = RetrainPolicy()

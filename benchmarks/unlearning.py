@@ -152,7 +152,7 @@ def section(found: dict[str, Any], threads: int, rounds: int) -> str:
     base = statistics.median(found["public_retrain"]["seconds"])
     reference = found["ours_retrain"]["recall"]
     lines = [
-        f"Generated scenes, projectors alone, 10 clients, {rounds} rounds, client 3 leaves; {threads} threads, "
+        f"Generated scenes, only projectors, 10 clients, {rounds} rounds, client 3 leaves; {threads} threads, "
         f"medians of {len(found['ours_ease']['seconds'])} in turns. Public recipes have the stored training in memory; "
         "ours read it from disk, check every answer and average in double precision. Retraining is the same work for "
         f"both: the weights lie {found['apart']:.0e} of the way apart. Gaps: R@1 in points to that retraining. "
@@ -173,7 +173,7 @@ def section(found: dict[str, Any], threads: int, rounds: int) -> str:
             ]
             gaps.append(" / ".join(f"{gap:+.1f}" for gap in both))
         lines.append("| " + " | ".join([title, *told, shares, *gaps]) + " |")
-    lines += ["", "Where two figures stand in a cell, the first is the public recipe's and the second ours."]
+    lines += ["", "If a cell has two figures, the first belongs to the public recipe and the second to ours."]
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from ease.console import labelled, megabytes, status
 from ease.operations.recipients import record_recipient
 from ease.runs.export import Format, export
 from ease.runs.run import Run
+from ease.show.model_card import model_card
 from ease.storage import sha256
 
 
@@ -55,7 +56,7 @@ def export_run(
     tell_unfinished(run)
     out = out or folder / "exports" / (request or "trained") / form
     with status("exporting", quiet):
-        files = tuple(export(run, request, form, out))
+        files = tuple(export(run, request, form, out, model_card(run, request)))
     if recipient is not None:
         hashes = {path.relative_to(out).as_posix(): sha256(path) for path in files}
         record_recipient(run, recipient, someone(by), form, request, hashes)

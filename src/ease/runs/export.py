@@ -41,8 +41,10 @@ class Manifest(Config):
 Format = Literal["peft", "safetensors", "onnx"]
 
 
-def export(run: Run, request: str | None, form: Format, out: Path) -> list[Path]:
+def export(run: Run, request: str | None, form: Format, out: Path, card: str = "") -> list[Path]:
     """Write the trained model, or the one a request left, into a folder; returns the files.
+
+    The README begins with `card`, a model card in Markdown.
 
     All files are made in a folder of their own first, so a failed or killed export leaves none of them behind, and
     none is put in the place of a file that no earlier export wrote.
@@ -54,6 +56,9 @@ def export(run: Run, request: str | None, form: Format, out: Path) -> list[Path]
     remove_leftovers_of(out / MANIFEST)
     try:
         files = [path.relative_to(staged) for path in writers[form](source, staged)]
+        if card:
+            usage = (staged / "README.md").read_text()
+            write_atomic(staged / "README.md", f"{card}\n#{usage}".encode())  # its heading becomes a section
         _move(staged, out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

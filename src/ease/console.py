@@ -1,10 +1,12 @@
 """What people see: progress with time left, tables, and one-line errors."""
 
+import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from io import StringIO
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -254,6 +256,12 @@ def show(shown: Shown, on: Console = screen) -> None:
     """Print a summary; its strings are shown as they are, and not broken: half a path cannot be copied."""
     for part in shown.render():
         on.print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text), markup=False)
+
+
+def log_event(event: str, **values: Any) -> None:
+    """Print one line of JSON with the date on the error stream, for programs that collect logs."""
+    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **values}
+    print(json.dumps(line, default=str), file=sys.stderr, flush=True)
 
 
 def labelled(label: str, text: str, style: str = "dim") -> Text:

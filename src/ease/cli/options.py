@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
 
@@ -67,6 +68,16 @@ RequestName = Annotated[
 ]
 By = Annotated[str | None, typer.Option(help="Who does this. By default the user of this machine.")]
 Key = Annotated[Path | None, typer.Option(help="Your private key (`ease keys new`), which signs this step.")]
+
+
+class Log(StrEnum):
+    text = "text"
+    json = "json"
+
+
+LogFormat = Annotated[
+    Log, typer.Option("--log-format", help="Print progress as text, or each event as a line of JSON with its date.")
+]
 Processes = Annotated[int | None, typer.Option(min=1, help="Runs at the same time. By default one per core.")]
 CheckQuick = Annotated[
     bool, typer.Option("--quick", help="Check hashes and recorded figures only, without measuring again.")

@@ -43,7 +43,7 @@ PANELS: dict[str, dict[str, str]] = {
     "Use": {
         "export": "Write a model in a format that other tools read.",
         "search": "Find pictures by words.",
-        "serve": "Serve a model over HTTP.",
+        "serve": "Serve a model and the queue of requests over HTTP.",
     },
     "Research": {
         "compare": "Find out which kind of model suits your data.",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Json, Quiet, command
+from ease.cli.options import By, Json, Key, Log, LogFormat, Quiet, command
 
 
 @command
@@ -22,18 +22,27 @@ def serve(
     keyless: Annotated[
         bool, typer.Option("--no-key", help="Answer every user of this machine, without a key.")
     ] = False,
+    allow_decisions: Annotated[
+        bool, typer.Option("--allow-decisions", help="Let the queue page approve and refuse requests.")
+    ] = False,
+    by: By = None,
+    key: Key = None,
+    log_format: LogFormat = Log.text,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Serve a model over HTTP.
+    """Serve a model and the queue of requests over HTTP.
 
-    It serves a page to search by words, /search, /encode, /health and /openapi.json until Ctrl-C.
+    It serves a page to search by words, /search, /encode, /health, /metrics and /openapi.json until Ctrl-C. Of a run
+    on this machine it also serves /queue, which shows requests and, with --allow-decisions, decides on them.
 
     A run is served as its last release left it, so forgotten pairs are never found. The server listens on this machine
     only, and answers clients that send the key it prints. It needs the extra `serve`.
 
     Example: `ease serve runs/first --request client-3`
     """
-    from ease.commands.serve import serve_model
+    from ease.commands.serve import Deciding, serve_model
 
-    serve_model(folder, request, host, port, public, keyless, as_json, quiet)
+    deciding = Deciding(by, key) if allow_decisions else None
+    log = log_format is Log.json
+    serve_model(folder, request, host, port, public, keyless, deciding, as_json, quiet, log)

@@ -233,6 +233,8 @@ class ServeOutput(Facts):
     """To be sent as `Authorization: Bearer KEY`; none with `--no-key`."""
     page: str
     """The address to open in a browser."""
+    queue: str | None
+    """The address of the page of requests; null for exports, and where others can reach the server."""
 
 
 class AuditOutput(AuditRecord):

@@ -11,8 +11,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ease.console import labelled, show, status
+from ease.commands.requests import someone
+from ease.console import labelled, log_event, show, status
 from ease.errors import UserError
+from ease.operations.ledger.people import person
+from ease.operations.ledger.policy import load_policy
 from ease.operations.serving.messages import Facts
 from ease.operations.serving.served import open_served
 
@@ -24,6 +27,13 @@ class ServeSummary:
     address: str
     key: str | None
     facts: Facts
+    has_queue: bool = False
+
+    @property
+    def queue(self) -> str | None:
+        """The page of requests; none for an export, and where others can reach the server."""
+        key = "" if self.key is None else f"?key={self.key}"
+        return f"{self.address}/queue{key}" if self.has_queue else None
 
     @property
     def page(self) -> str:
@@ -31,21 +41,42 @@ class ServeSummary:
         return f"{self.address}/" if self.key is None else f"{self.address}/?key={self.key}"
 
     def as_json(self) -> dict[str, Any]:
-        return {"address": self.address, "key": self.key, "page": self.page, **self.facts.model_dump()}
+        own = {"address": self.address, "key": self.key, "page": self.page, "queue": self.queue}
+        return {**own, **self.facts.model_dump()}
 
     def render(self) -> Iterator[RenderableType]:
         yield self.facts.in_words()
         yield labelled("page", self.page)
+        if self.queue is not None:
+            yield labelled("queue", self.queue)
         header = "" if self.key is None else f' -H "Authorization: Bearer {self.key}"'
         yield labelled("try it", f'curl{header} "{self.address}/search?words=a+dog"')
         yield "Ctrl-C stops it."
 
 
+@dataclass(frozen=True)
+class Deciding:
+    """Who decides on requests from the queue page."""
+
+    by: str | None
+    key: Path | None
+
+
 def serve_model(
-    folder: Path, request: str | None, host: str, port: int, public: bool, keyless: bool, as_json: bool, quiet: bool
+    folder: Path,
+    request: str | None,
+    host: str,
+    port: int,
+    public: bool,
+    keyless: bool,
+    deciding: Deciding | None,
+    as_json: bool,
+    quiet: bool,
+    log: bool = False,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM; `log` prints a JSON line for each answer on the error stream."""
     _check_installed()
+    from ease.operations.serving.queue import Queue
     from ease.operations.serving.server import Server, is_loopback, new_key
 
     if not is_loopback(host) and not public:
@@ -58,8 +89,16 @@ def serve_model(
     with status("opening the model", quiet):
         served = open_served(folder, request)
         served.encode_text(["a word"])  # some encoders are loaded when first used, and nobody should wait for that
+    # Names and reasons of people are shown on the machine that holds them, and nowhere else.
+    has_queue = (folder / "run.json").is_file() and is_loopback(host)
+    if deciding is not None and not has_queue:
+        raise UserError("--allow-decisions: the queue is only served from a run on its own machine")
+    decider = None
+    if deciding is not None:
+        decider = person(load_policy(folder).approval, someone(deciding.by), deciding.key)
+    queue = Queue.of(folder, decider) if has_queue else None
     try:
-        server = Server(served, host, port, None if keyless else new_key())
+        server = Server(served, host, port, None if keyless else new_key(), queue, _log_answer if log else None)
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another port, "
@@ -68,7 +107,7 @@ def serve_model(
     # A shell that starts this in the background has SIGINT ignored; uvicorn raises both again once it has stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    started = ServeSummary(server.address, server.key, served.facts())
+    started = ServeSummary(server.address, server.key, served.facts(), queue is not None)
     if as_json:
         print(json.dumps(started.as_json()), flush=True)
     else:
@@ -77,6 +116,10 @@ def serve_model(
     server.run()
 
 
+def _log_answer(path: str, status: int, seconds: float) -> None:
+    log_event("answered", path=path, status=status, seconds=round(seconds, 4))
+
+
 def _check_installed() -> None:
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise UserError('ease serve needs the serve extra: pip install "ease-unlearning[serve]"')

@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ease.audit.records import current_audit
+from ease.audit.verdict import Verdict
 from ease.operations.ledger.deadlines import day_in, due
 from ease.operations.ledger.policy import OfficePolicy, Policy
 from ease.operations.ledger.records import Consent, Entry, Event, now, stamp
@@ -93,7 +94,7 @@ def register(run: Run, policy: Policy) -> Register:
                 "answer": entry.outcome.answer or "",
                 "release": "" if entry.outcome.release is None else str(entry.outcome.release),
                 "model_sha256": entry.outcome.model_sha256 or "",
-                "verdict": verdict_words(run, entry),
+                "verdict": _verdict_words(run, entry),
                 "notified": ", ".join(entry.notified),
                 "to_notify": ", ".join(to_notify(recipients, entry)),
             }
@@ -104,13 +105,18 @@ def register(run: Run, policy: Policy) -> Register:
     )
 
 
-def verdict_words(run: Run, entry: Entry) -> str:
-    """Return what the audit of a request's answer found; empty if it has no current audit."""
+def verdict_of_answer(run: Run, entry: Entry) -> Verdict | None:
+    """Return the verdict on a request's answer; None if it has no current audit."""
     if entry.outcome.answer is None:
-        return ""
+        return None
     stored = StoredAnswer(run.folder / "requests" / entry.outcome.answer)
     audit = current_audit(stored) if stored.done and stored.model_path.is_file() else None
-    return "" if audit is None else audit.verdict.words
+    return None if audit is None else audit.verdict
+
+
+def _verdict_words(run: Run, entry: Entry) -> str:
+    verdict = verdict_of_answer(run, entry)
+    return "" if verdict is None else verdict.words
 
 
 def _closed(steps: Sequence[Event], zone: str) -> str:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ease.config import Config, validate
 from ease.errors import UserError
@@ -25,6 +26,8 @@ from ease.operations.serving.messages import (
     SearchResponse,
     openapi,
 )
+from ease.operations.serving.metrics import CONTENT_TYPE, Metrics
+from ease.operations.serving.queue import Queue
 from ease.operations.serving.served import Changing, Found, Served, as_json
 from ease.runs.using import Hit
 from ease.show.found import found_sheet
@@ -48,21 +51,32 @@ ON_PAGE = 12
 class SearchService:
     """Answers questions about a model. The model works on one at a time, so the largest one bounds the memory."""
 
-    def __init__(self, served: Served, pictures: bool) -> None:
+    def __init__(
+        self,
+        served: Served,
+        pictures: bool,
+        queue: Queue | None = None,
+        log: Callable[[str, int, float], None] | None = None,
+    ) -> None:
         self._served = served
         self._pictures = pictures
         """Whether pictures of the data may be shown."""
+        self._queue = queue
+        """Of a run that is served on its own machine."""
+        self._metrics = Metrics(None if queue is None else queue.folder, log)
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._held = 0
 
-    def application(self) -> Starlette:
+    def application(self) -> ASGIApp:
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
             Route("/search", self.search, methods=["GET", "POST"]),
             Route("/encode", self.encode, methods=["GET", "POST"]),
+            *(self._queue.routes() if self._queue else []),
         ]
 
         def nowhere(request: Request, error: HTTPException) -> Response:
@@ -72,12 +86,15 @@ class SearchService:
         handlers: dict[Any, Any] = {404: nowhere, 405: _wrong_method, HTTPException: refused, **FAILURES}
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return app
+        return self._metrics.counted(app)
 
     async def health(self, request: Request) -> Response:
         # Without a turn: a long question must not make the server look dead.
         facts = await asyncio.to_thread(self._served.facts)
         return _json(Health(**facts.model_dump()))
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.page), media_type=CONTENT_TYPE)
 
     async def description(self, request: Request) -> Response:
         return JSONResponse(openapi())
@@ -173,7 +190,15 @@ class SearchService:
                 problem, status = str(error), 400
         facts = self._served.facts().in_words()
         choices = {"among": ("all", "train", "test"), "chosen": query.get("among", "all")}
-        top = render("ask.html", words=words, longest=LONGEST_TEXT, problem=problem, facts=facts, **choices)
+        top = render(
+            "ask.html",
+            queue=self._queue is not None,
+            words=words,
+            longest=LONGEST_TEXT,
+            problem=problem,
+            facts=facts,
+            **choices,
+        )
         title, hits = (f"Search: “{words}”", found.hits) if found else ("Search", {})
         pixels = found.pixels if found and self._pictures else None
         return HTMLResponse(found_sheet(title, hits, pixels, self._served.compares, top), status)

@@ -29,6 +29,8 @@ HEADERS = {
     # One request per connection, so that a connection's deadline is the request's.
     "Connection": "close",
 }
+ENTRANCES = ("/", "/queue")
+"""Pages that a person opens from a link or by typing."""
 KEYLESS = ("/health", "/openapi.json")
 """Paths that hold nothing private."""
 
@@ -42,7 +44,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)  # a page with scripts names them in a policy of its own
             await send(message)
 
         request = Request(scope)
@@ -60,10 +64,10 @@ class Guard:
         self._check_origin(request)
         request.state.query = fields = _fields(query)
         path = request.scope["path"]
-        if path == "/" and self._key is not None and "key" in fields:
+        if path in ENTRANCES and self._key is not None and "key" in fields:
             self._check_key(fields["key"])
             # The redirect removes the key from the address, so that no history keeps it.
-            answer = Response(status_code=303, headers={"Location": "/"})
+            answer = Response(status_code=303, headers={"Location": path})
             answer.set_cookie(self._cookie, self._key, httponly=True, samesite="strict")
             return answer
         if path not in KEYLESS:
@@ -76,7 +80,7 @@ class Guard:
             raise HTTPException(403, f"open it as {self._address}")
         foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         origin = request.headers.get("origin")
-        if (foreign and request.scope["path"] != "/") or (
+        if (foreign and not (request.method == "GET" and request.scope["path"] in ENTRANCES)) or (
             origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}")
         ):
             raise HTTPException(403, "pages of other sites are not answered")

@@ -122,6 +122,7 @@ def openapi() -> dict[str, Any]:
     paths = {
         "/": {"get": _operation("The page to search by words.", {"text/html": {}}, parameters=page)},
         "/health": {"get": _operation("Which model is served.", _json(Health), security=[])},
+        "/metrics": {"get": _operation("Measurements for Prometheus.", {"text/plain": {}})},
         "/openapi.json": {"get": _operation("This description.", {"application/json": {}}, security=[])},
         "/search": {
             "get": _operation("Find pictures by words.", _json(SearchResponse), parameters=list(_parameters(search))),

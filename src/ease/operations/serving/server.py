@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import socket
+from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any
 
@@ -11,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ease.operations.serving.app import SearchService
 from ease.operations.serving.guard import Guard
+from ease.operations.serving.queue import Queue
 from ease.operations.serving.served import Served
 
 MOST_CONNECTIONS = 512
@@ -86,7 +88,15 @@ class BoundedProtocol(H11Protocol):
 class Server:
     """A model behind a listening socket; it answers from `run` until `stop`, Ctrl-C or SIGTERM."""
 
-    def __init__(self, served: Served, host: str, port: int, key: str | None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        host: str,
+        port: int,
+        key: str | None,
+        queue: Queue | None = None,
+        log: Callable[[str, int, float], None] | None = None,
+    ) -> None:
         self.key = key
         # No second server may listen at the same port: it would take this one's visitors.
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -95,7 +105,7 @@ class Server:
         # A browser on this machine may call it by these names; any other is a page that pretends to be from here.
         here = frozenset(f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]"))
         app = Guard(
-            SearchService(served, pictures=is_loopback(host)).application(),
+            SearchService(served, is_loopback(host), queue, log).application(),
             self.address,
             hosts=here if is_loopback(host) else None,
             key=key,

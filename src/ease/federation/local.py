@@ -107,8 +107,9 @@ def draws_of(client: ClientData, job: LocalJob) -> Draws:
     if len(positions) < minimised.fewest:
         return Draws(0, ())
     rng = generator(job.seed, job.stream, job.round, client.shard.client)
-    drawn = (minimised.draw(client, chosen, job, rng) for chosen in batches(positions, job, rng))
-    return Draws(len(positions), tuple(each for each in drawn if each is not None))
+    drawn = [minimised.draw(client, chosen, job, rng) for chosen in batches(positions, job, rng)]
+    draws = minimised.rearrange([each for each in drawn if each is not None], client, job)
+    return Draws(len(positions), tuple(draws))
 
 
 def loss_named(name: str) -> Loss:

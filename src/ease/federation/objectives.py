@@ -4,7 +4,7 @@ An objective is a loss of embeddings, a loss of states, a measurement, or a comp
 registers its own objectives beside itself, and jobs name them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -41,6 +41,7 @@ class Draw:
 
 DrawFunction = Callable[[ClientData, np.ndarray, LocalJob, np.random.Generator], Draw | None]
 """Returns None if nothing of the batch is left to learn from."""
+RearrangeFunction = Callable[[Sequence[Draw], ClientData, LocalJob], Iterable[Draw]]
 LossFunction = Callable[[Tensor, Tensor, Draw, LocalJob], Tensor]
 StackedLossFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], Tensor]
 SlopesFunction = Callable[[Tensor, Tensor, Tensor | None, LocalJob], tuple[Tensor, Tensor, Tensor]]
@@ -69,6 +70,11 @@ def trained(state: Params, job: LocalJob, client: int, pairs: int) -> Expected:
 def selected_positions(client: ClientData, job: LocalJob) -> np.ndarray:
     """Positions of the training pairs that the job names."""
     return client.select(job)
+
+
+def as_drawn(draws: Sequence[Draw], client: ClientData, job: LocalJob) -> Sequence[Draw]:
+    """The batches as they were drawn."""
+    return draws
 
 
 def unchanged(update: Update, job: LocalJob) -> Update:
@@ -109,6 +115,8 @@ class Loss(Objective):
     trains: ClassVar[bool] = True
     draw: DrawFunction
     """Chooses a batch around some positions."""
+    rearrange: RearrangeFunction = as_drawn
+    """Distributes the drawn pairs over other batches."""
     positions: PositionsFunction = selected_positions
     """What batches are drawn from."""
     fewest: int = MINIMUM_PAIRS

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ease.federation.client import ClientData
+from ease.federation.local import draws_of
 from ease.federation.objectives import embed_states
 from ease.federation.protocol import Replay, Update
 from ease.federation.sequential import Sequential
@@ -36,20 +37,30 @@ def replayed(learnt, client: int, number: int, request, data: ClientData | None 
 
 
 def naive(learnt, client: int, number: int, forgotten: set[str]) -> Params:
-    """Plain SGD, one batch at a time: shuffle, split, draw captions, leave out who is forgotten, and step."""
+    """Plain SGD, one batch at a time: shuffle, split, draw captions, leave out who is forgotten, and step.
+
+    If those who are left make fewer batches, they fill these in the same order.
+    """
     training, data = learnt.trained.training, learnt.world.federation.data[client]
     rng = generator(learnt.trained.seed, "train", number, client)
     start = learnt.trained.history.start(number)
     tensors = {name: tensor.clone() for name, tensor in start.tensors.items()}
-    pairs = len(data.train)
-    count = max(1, min(round(pairs / training.batch_size), pairs // 2))
+    pairs, ids = len(data.train), data.shard.train_ids
+    left = sum(pair_id not in forgotten for pair_id in ids)
+    count, fewer = (max(1, min(round(each / training.batch_size), each // 2)) for each in (pairs, left))
     for _ in range(training.local_epochs):
+        drawn = []
         for batch in np.array_split(rng.permutation(np.arange(pairs)), count):
             captions = rng.integers(data.train.captions, size=len(batch))
-            left = [(p, c) for p, c in zip(batch, captions, strict=True) if data.shard.train_ids[p] not in forgotten]
-            if len(left) < 2:
+            drawn.append([(p, c) for p, c in zip(batch, captions, strict=True) if ids[p] not in forgotten])
+        if fewer < count:
+            order = [each for batch in drawn for each in batch]
+            sizes = [left // fewer + (number < left % fewer) for number in range(fewer)]
+            drawn = [[order.pop(0) for _ in range(size)] for size in sizes]
+        for batch in drawn:
+            if len(batch) < 2:
                 continue
-            rows, chosen = (np.array(each) for each in zip(*left, strict=True))
+            rows, chosen = (np.array(each) for each in zip(*batch, strict=True))
             leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
             image, text = embed_states(learnt.world.server.model, leaves, data.train.batch(rows, chosen))
             info_nce(image, text, learnt.trained.temperature).backward()
@@ -77,7 +88,7 @@ def test_without_forget_pairs_a_replay_in_a_cohort_is_the_training(learnt, cohor
         assert (update.change - change).norm() < 40 * torch.finfo(torch.float32).eps * change.norm()
 
 
-@pytest.mark.parametrize("forget", [1, 10, 30])
+@pytest.mark.parametrize("forget", [1, 10, 30, -3])
 def test_a_replay_is_training_on_the_same_batches_without_the_forget_pairs(learnt, forget: int) -> None:
     ids = learnt.world.shards[1].train_ids
     gone = ids[:forget]
@@ -87,10 +98,18 @@ def test_a_replay_is_training_on_the_same_batches_without_the_forget_pairs(learn
     assert (update.change - learnt.trained.history.update(3, 1).change).norm() > 1e-3
 
 
-def test_batches_with_fewer_than_two_pairs_left_are_skipped(learnt) -> None:
-    """Three pairs are kept, in three batches: some hold one of them or none, and never all are skipped here."""
-    ids = learnt.world.shards[1].train_ids
-    close(replayed(learnt, 1, 2, SampleRequest(ids=ids[3:])).change, naive(learnt, 1, 2, set(ids[3:])))
+def test_a_replay_takes_as_many_steps_as_retraining_would(learnt) -> None:
+    """Every step moves by the mean over its batch, so a step too many trains the pairs that are left too much."""
+    data, training = learnt.world.federation.data[1], learnt.trained.training
+    for forget in (1, 10, 30, len(data.train) - 3):
+        request = SampleRequest(ids=data.shard.train_ids[:forget])
+        again, retrained = (
+            draws_of(data, learnt.trained.training_job(2, request=request, objective=objective, data="retain"))
+            for objective in (ROUND, "align")
+        )
+        assert len(again.draws) == len(retrained.draws)
+        seen = np.concatenate([draw.rows for draw in again.draws])
+        assert sorted(seen) == sorted([*range(forget, len(data.train))] * training.local_epochs)
 
 
 def test_a_client_that_keeps_one_pair_abstains(learnt) -> None:

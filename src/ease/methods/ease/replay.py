@@ -1,6 +1,6 @@
 """Replay: a client repeats its local training of earlier rounds, batch for batch, without the pairs to be forgotten."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -47,12 +47,26 @@ def places(client: ClientData, job: LocalJob) -> np.ndarray:
     return stood
 
 
-def draw_kept(client: ClientData, stood: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw | None:
-    """The batch as it was, captions too, less what is forgotten or gone; None if too little of it is left."""
+def draw_kept(client: ClientData, stood: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+    """The batch as it was, captions too, less what is forgotten or gone."""
     captions = rng.integers(client.train.captions, size=len(stood))
     kept = stood != LEFT_OUT
-    rows = stood[kept]
-    return Draw(rows, captions[kept]) if len(rows) >= MINIMUM_PAIRS else None
+    return Draw(stood[kept], captions[kept])
+
+
+def refilled(draws: Sequence[Draw], client: ClientData, job: LocalJob) -> Iterator[Draw]:
+    """As many batches per epoch as retraining takes, with the pairs in the same order.
+
+    A step moves the model by the mean over its batch. With a step too many, retained pairs are trained too much.
+    """
+    count, fewer = len(draws) // job.epochs, job.batch_count(len(kept_rows(client, job)))
+    for first in range(0, len(draws), count):
+        epoch = draws[first : first + count]
+        if fewer < count:
+            rows, captions = (np.concatenate(part) for part in zip(*((d.rows, d.captions) for d in epoch), strict=True))
+            parts = zip(np.array_split(rows, fewer), np.array_split(captions, fewer), strict=True)
+            epoch = [Draw(*part) for part in parts]
+        yield from (draw for draw in epoch if len(draw.rows) >= MINIMUM_PAIRS)
 
 
 def replay_parts(state: Params, job: LocalJob) -> dict[str, Assigned]:
@@ -105,7 +119,7 @@ def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Pa
     return Params(tensors, like.blocks)
 
 
-register(ROUND, replace(ALIGN, draw=draw_kept, positions=places))
+register(ROUND, replace(ALIGN, draw=draw_kept, rearrange=refilled, positions=places))
 register(
     REPLAY,
     Composite(

@@ -60,7 +60,7 @@ def words(assignments: tuple[str, ...], *more: str) -> list[str]:
 # --- answers ---
 
 
-@pytest.mark.parametrize("name", ["bases.safetensors", "held.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("name", ["bases.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "flipped", "of another"])
 def test_a_locked_continuation_needs_every_file_of_the_answer(world, run: Run, name: str, damage: str) -> None:
     """Without its directions it would train free, and say that it had been asked to."""
@@ -76,7 +76,7 @@ def test_a_locked_continuation_needs_every_file_of_the_answer(world, run: Run, n
     assert not (path.parent / "after-1-locked").exists()
 
 
-@pytest.mark.parametrize("name", ["bases.safetensors", "held.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("name", ["bases.safetensors", "model.safetensors"])
 def test_more_rounds_after_a_release_need_every_file_of_the_answer(world, run: Run, small_config, name: str) -> None:
     release(run, "client-1")
     path = answer_of(run, CLIENT, Ease()).folder / name

@@ -21,7 +21,7 @@ from ease.config import Config
 from ease.data.partition import joint_embedding
 from ease.errors import UserError
 from ease.federation.middleware import Guarded
-from ease.methods.base import Unlearner, forget_holders
+from ease.methods.base import Trained, Unlearner, forget_holders
 from ease.requests.request import ClassRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import StoredAnswer, find_answer, trained_of
 from ease.runs.concepts import held_out_matches
@@ -29,7 +29,7 @@ from ease.runs.records import MethodRecord, read_record, write_record
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
-from ease.storage import remove_leftovers, sha256
+from ease.storage import remove_leftovers
 
 CONFIDENCE = 0.98
 """Of the gap's interval. With 95 % retrained models were suspected in 19 of 286 looks, which may be chance or more than
@@ -120,14 +120,21 @@ def quick_check(run: Run, world: World, name: str) -> QuickCheck:
     return check_answer(run, world, *find_answer(run, name))
 
 
-def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request, method: Unlearner) -> QuickCheck:
+def check_answer(
+    run: Run,
+    world: World,
+    stored: StoredAnswer,
+    request: Request,
+    method: Unlearner,
+    trained: Trained | None = None,
+) -> QuickCheck:
     """Look at an answer and keep what was found; what is kept already is not looked at again."""
     answer = stored.model()
     found = current_check(stored)
     if found is not None:
         return found
     matches = held_out_like(world, request)
-    trained = trained_of(run, request)
+    trained = trained or trained_of(run, request)
     sound = Guarded(run.hosted(world).federation, world.config.training)
     start, before, after = (
         only(measure_scores(trained, state, request, sound, forget_holders(request, sound)), matches)
@@ -138,7 +145,7 @@ def check_answer(run: Run, world: World, stored: StoredAnswer, request: Request,
     found = QuickCheck(
         request=request,
         method=method.model_dump(mode="json"),
-        model_sha256=sha256(stored.model_path),
+        model_sha256=stored.model_sha256,
         forget_pairs=sum(len(values["forget"]) for values in concerned.values()),
         held_out_pairs=sum(len(values["held_out"]) for values in concerned.values()),
         compared_with=compared_with(request, matches),
@@ -156,7 +163,7 @@ def current_check(stored: StoredAnswer) -> QuickCheck | None:
     if not stored.quick_path.is_file():
         return None
     found = read_record(QuickCheck, stored.quick_path)
-    return found if found.model_sha256 == sha256(stored.model_path) else None
+    return found if found.model_sha256 == stored.model_sha256 else None
 
 
 Matches = Mapping[int, np.ndarray]

@@ -41,7 +41,7 @@ from ease.runs.records import write_record
 from ease.runs.run import Run, check_answer_file
 from ease.runs.workers import default_processes, spread
 from ease.runs.world import World
-from ease.storage import remove_leftovers, sha256
+from ease.storage import remove_leftovers
 
 WORKER_BYTES = 4 * 2**30
 """Room on a GPU for one process that trains shadows of a small model."""
@@ -143,8 +143,8 @@ class Audit:
         record = AuditRecord(
             request=self.request,
             method=self.method.model_dump(mode="json"),
-            model_sha256=sha256(self.stored.model_path),
-            retrain_sha256=sha256(self.reference.model_path),
+            model_sha256=self.stored.model_sha256,
+            retrain_sha256=self.reference.model_sha256,
             settings=self.config.model_copy(update={"workers": None, "pool": self.pool}),
             verdict=found.verdict,
             gallery=self.instruments.gallery(),

@@ -19,6 +19,7 @@ from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
 from ease.requests.request import ClientRequest, Request, in_words
 from ease.runs.answers import (
+    Snapshot,
     StoredAnswer,
     answer_of,
     check_method,
@@ -27,7 +28,6 @@ from ease.runs.answers import (
     find_answer,
     open_world,
     release,
-    trained_of,
     usual_method,
 )
 from ease.runs.evaluation import evaluation_sets, measure
@@ -158,7 +158,7 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bo
     """Answer a request on a finished run, by its usual method where none is given."""
     run = Run.load(folder)
     method = method or usual_method(run)
-    trained_of(run)  # refuses a run without a finished round before the long work begins
+    snapshot = Snapshot.of(run)  # refuses a run without a finished round before the long work begins
     check_method(run, method)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
     check_wanted(run, wanted)
@@ -169,28 +169,29 @@ def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bo
         resolved = parse_request(world, wanted)
         request = resolved.request
         if request in world.gone:  # answered once more, by another method: from where the first answer began
-            world = open_world(run, request)
+            world, snapshot = open_world(run, request), Snapshot.of(run, request)
         check_request(world, request)
         check_named(run, request)
         world = world.erasing(request)
         seen = look(run, world, resolved, method)
     tell(seen, quiet)
-    answer(run, world, request, method, quiet)
+    answer(run, world, request, method, quiet, snapshot)
     stored = answer_of(run, request, method)
     prospects = "" if isinstance(method, Retrain) else audit_prospects(world, request)
     with status("a quick look", quiet):
-        return _summary(run, world, stored, request, method, prospects, seen.answered)
+        return _summary(snapshot, world, stored, request, method, prospects, seen.answered)
 
 
 def summary_of(folder: Path, name: str) -> ForgetSummary:
     """An answer that was given before, as it was shown then."""
     run = Run.load(folder)
     stored, request, method = find_answer(run, name)
-    return _summary(run, open_world(run, request), stored, request, method, "", when_answered(stored))
+    snapshot, world = Snapshot.of(run, request), open_world(run, request)
+    return _summary(snapshot, world, stored, request, method, "", when_answered(stored))
 
 
 def _summary(
-    run: Run,
+    snapshot: Snapshot,
     world: World,
     stored: StoredAnswer,
     request: Request,
@@ -198,8 +199,8 @@ def _summary(
     prospects: str,
     answered: str,
 ) -> ForgetSummary:
-    before = measure(world, trained_of(run, request).start, evaluation_sets(world, request))
-    check, why = _looked_at(run, world, stored, request, method)
+    before = measure(world, snapshot.trained.start, evaluation_sets(world, request))
+    check, why = _looked_at(snapshot, world, stored, request, method)
     return ForgetSummary(
         stored.folder,
         request,
@@ -214,16 +215,17 @@ def _summary(
 
 
 def _looked_at(
-    run: Run, world: World, stored: StoredAnswer, request: Request, method: Unlearner
+    snapshot: Snapshot, world: World, stored: StoredAnswer, request: Request, method: Unlearner
 ) -> tuple[QuickCheck | None, str]:
     """A quick look at an answer, or why there is none: the answer stands without it.
 
     An exact answer is the retrained model, so that a look could find nothing but chance.
     """
+    run = snapshot.run
     if trainer_of(run.config.model) == "sums":
         return None, ""
     try:
-        return check_answer(run, world, stored, request, method), ""
+        return check_answer(run, world, stored, request, method, snapshot.trained), ""
     except UserError as error:
         return None, str(error)
 
@@ -252,12 +254,14 @@ def release_run(folder: Path, name: str) -> ReleaseSummary:
     return ReleaseSummary(made)
 
 
-def answer(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> None:
+def answer(
+    run: Run, world: World, request: Request, method: Unlearner, quiet: bool, snapshot: Snapshot | None = None
+) -> None:
     """Run a method on a request, with a bar over its rounds."""
     total = method.rounds(run.training, request)
     # What was answered before comes at once: a bar would stay where it began.
     with rounds_bar(f"{method.name:9}", total, 0, quiet or answer_of(run, request, method).done) as bar:
-        for step, metrics in forget(run, world, request, method):
+        for step, metrics in forget(run, world, request, method, snapshot=snapshot):
             bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
             tell_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
         bar.end()

@@ -89,7 +89,7 @@ class Step:
     loss: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     bases: dict[str, Basis] | None = None
-    """Directions to keep locked in later training, on the step whose state says where they are held."""
+    """On the last step: directions to keep locked in later training, at this step's state."""
     base: UnlearningBase | None = None
     """On the last step: what the next answer starts from."""
     round: Round | None = None

@@ -394,7 +394,7 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
         for name in (
             "model.safetensors",
             BASE,
-            *(("bases.safetensors", "held.safetensors") if older != locking else ()),
+            *(("bases.safetensors",) if older != locking else ()),
         ):
             if (folder / "requests" / older.answer / name).is_file():
                 yield Line(what=f"requests/{older.answer}/{name}", why="an older release, which held the pairs")

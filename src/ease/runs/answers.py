@@ -1,10 +1,10 @@
-"""Answers to requests as they are kept in a run, and the trained model that they began from."""
+"""Stored results of requests, and the run as a request finds it."""
 
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ease.errors import UserError
+from ease.errors import Busy, UserError
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import ROUNDS
 from ease.methods import make_method
@@ -16,7 +16,7 @@ from ease.requests.tombstones import Tombstones, read_tombstones
 from ease.runs.head import Head, Release, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import request_id
-from ease.runs.run import Run, check_answer_file, check_released_model
+from ease.runs.run import Run, check_answer_file, released_model
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256
 from ease.trainers import trainer_of
@@ -26,7 +26,7 @@ BASE = "base.safetensors"
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """One method's answer to one request, in its own folder. It is complete once `record.json` exists."""
+    """One method's result for one request, in its own folder. It is complete once `record.json` exists."""
 
     folder: Path
 
@@ -40,32 +40,27 @@ class StoredAnswer:
 
     @property
     def audit_path(self) -> Path:
-        """What `ease audit` found."""
+        """Path of the audit's record."""
         return self.folder / "audit.json"
 
     @property
     def quick_path(self) -> Path:
-        """What a quick look found."""
+        """Path of the quick check's record."""
         return self.folder / "quick.json"
 
     @property
     def bases_path(self) -> Path:
-        """Directions that later training must keep locked."""
+        """Path of the directions that later training keeps locked."""
         return self.folder / "bases.safetensors"
 
     @property
-    def held_path(self) -> Path:
-        """The state at which they are held."""
-        return self.folder / "held.safetensors"
-
-    @property
     def base_path(self) -> Path:
-        """What the next answer builds on."""
+        """Path of the state that the next answer builds on."""
         return self.folder / BASE
 
     @property
     def rounds_path(self) -> Path:
-        """Rounds of a training from the start that later requests can go on from."""
+        """Folder of the rounds of a training from the start that later requests continue."""
         return self.folder / ROUNDS
 
     @property
@@ -73,11 +68,19 @@ class StoredAnswer:
         return self.record_path.is_file()
 
     def model(self) -> Params:
-        check_answer_file(self.record(), self.model_path)
-        return Params.load(self.model_path)
+        """The model, checked against the hash in its record."""
+        record = self.record()
+        if not self.model_path.is_file():
+            check_answer_file(record, self.model_path)
+        return Params.load(self.model_path, record.files.get(self.model_path.name), f"restore it, or {record.remedy}")
+
+    @property
+    def model_sha256(self) -> str:
+        """The recorded hash of the model."""
+        return self.record().files[self.model_path.name]
 
     def base(self) -> UnlearningBase | None:
-        """None: its method leaves nothing for the next one to build on."""
+        """The state that the next request builds on, or None if the method leaves none."""
         record = self.record()
         if BASE not in record.files:
             return None
@@ -114,24 +117,53 @@ def _before(run: Run, request: Request | None) -> tuple[Head, TrainingConfig]:
     return head, training
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A run as a request finds it. A command reads it once and uses it from its checks to its summary."""
+
+    run: Run
+    request: Request | None
+    head: Head
+    """Releases before the request."""
+    trained: Trained
+    """The training and the model that a method starts from."""
+    start_sha256: str
+    """Hash of that model."""
+
+    @classmethod
+    def of(cls, run: Run, request: Request | None = None) -> "Snapshot":
+        """The run now, or, for a closed request, as it was before the request was answered."""
+        head, training = _before(run, request)
+        history = run.history_of(head)
+        release = head.follows(training.rounds)
+        lock = run.held(head)
+        if release is None:
+            start, base, start_sha256 = None, None, history.state_sha256(training.rounds)
+        else:
+            start = released_model(run, release) if lock is None else lock.state
+            base = StoredAnswer(run.model_path(release).parent).base()
+            start_sha256 = release.model_sha256
+        trained = Trained(
+            history,
+            training,
+            run.config.model.temperature,
+            run.config.seed,
+            answered=start,
+            gone=head.gone,
+            locked={} if lock is None else lock.bases,
+            base=base,
+        )
+        return cls(run, request, head, trained, start_sha256)
+
+    def check_unchanged(self) -> None:
+        """Refuse a run that another process trained further or released in since; the caller holds the run's lock."""
+        if _before(self.run, self.request) != (self.head, self.trained.training):
+            raise Busy(f"{self.run.folder}: another process has changed this run; run the same command again")
+
+
 def trained_of(run: Run, request: Request | None = None) -> Trained:
-    """What a method starts from: the finished training, or the last release; for a request that is closed already,
-    what was there before it."""
-    head, training = _before(run, request)
-    release = head.follows(training.rounds)
-    start = None if release is None else Params.load(check_released_model(run, release))
-    held = run.held(head)
-    answer = None if release is None else StoredAnswer(run.model_path(release).parent)
-    return Trained(
-        run.history_of(head),
-        training,
-        run.config.model.temperature,
-        run.config.seed,
-        answered=start,
-        gone=head.gone,
-        locked={} if held is None else held.bases,
-        base=None if answer is None else answer.base(),
-    )
+    """The training that a method starts from; for a closed request, as it was before the request was answered."""
+    return Snapshot.of(run, request).trained
 
 
 def check_method(run: Run, method: Unlearner) -> None:
@@ -156,11 +188,11 @@ def usual_method(run: Run) -> Unlearner:
 
 
 def start_hash(run: Run, request: Request | None = None) -> str:
-    """Names the state that an answer begins from."""
+    """Hash of the model that a request starts from."""
     head, training = _before(run, request)
     release = head.follows(training.rounds)
     if release is not None:
-        check_released_model(run, release)
+        released_model(run, release)
         return release.model_sha256
     return run.history_of(head).state_sha256(training.rounds)
 

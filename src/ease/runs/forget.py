@@ -18,20 +18,19 @@ from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.params import Params
 from ease.requests.request import Request, held_without, named_in
 from ease.runs.answers import (
+    Snapshot,
     StoredAnswer,
     answer_of,
     check_current,
     check_method,
     continuation,
     find_answer,
-    start_hash,
-    trained_of,
 )
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.memory import forget_peak_memory, peak_memory
 from ease.runs.records import AnswerRecord, RoundRecord, write_record
 from ease.runs.resolve import check_request
-from ease.runs.run import Run, load_held
+from ease.runs.run import Run, load_directions
 from ease.runs.world import World
 from ease.storage import digest, read_json, remove_leftovers, sha256, write_json
 from ease.subspace import ServerLock, save_bases
@@ -39,16 +38,25 @@ from ease.trainers import trainer_of
 
 
 def forget(
-    run: Run, world: World, request: Request, method: Unlearner, observe: bool = True
+    run: Run,
+    world: World,
+    request: Request,
+    method: Unlearner,
+    observe: bool = True,
+    snapshot: Snapshot | None = None,
 ) -> Iterator[tuple[Step, dict[str, float]]]:
-    """Run a method to its end, yielding each step with its recalls; a killed run goes on where it was."""
+    """Run a method to its end and yield each step with its recalls; a killed run is resumed.
+
+    `snapshot` is the run as the caller has read it for this request.
+    """
     run.check_frozen(world.server.backbone, world.server.device)
     check_request(world, request)
     check_method(run, method)
     world = world.erasing(request)
-    trained = trained_of(run, request)
-    stored = answer_of(run, request, method)
+    snapshot = snapshot or Snapshot.of(run, request)
+    trained, stored = snapshot.trained, answer_of(run, request, method)
     with run.locked():
+        snapshot.check_unchanged()
         if stored.done:
             check_current(run, stored)
             shutil.rmtree(stored.folder / "journal", ignore_errors=True)  # of a process killed at its very end
@@ -59,7 +67,7 @@ def forget(
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
-                "trained_sha256": start_hash(run, request),
+                "trained_sha256": snapshot.start_sha256,
             }
             known = (trained.start,)  # every client was sent the trained model
             begun = run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known
@@ -83,21 +91,22 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
     """Train on with what is retained after a request, its directions locked or free, to see whether it comes back."""
     check_trains_on(run, f"--after {after}")
     stored, request, method = find_answer(run, after)
-    trained = trained_of(run, request)
+    snapshot = Snapshot.of(run, request)
     with run.locked():
+        snapshot.check_unchanged()
         continued = continuation(stored, rounds, locked)
         if not continued.done:
-            kept = load_held(stored.folder) if locked else None
-            held = () if kept is None else (kept,)
-            steps = partial(continue_training, trained, stored.model(), held, rounds=rounds)
+            directions, model = load_directions(stored.folder) if locked else {}, stored.model()
+            held = (ServerLock(directions, model),) if directions else ()
+            steps = partial(continue_training, snapshot.trained, model, held, rounds=rounds)
             settings = {
                 "request": request.model_dump(mode="json"),
                 "method": method.model_dump(mode="json"),
-                "trained_sha256": start_hash(run, request),
+                "trained_sha256": snapshot.start_sha256,
                 "locked": bool(held),
             }
             closed = world if request in world.gone else world.without(request)
-            key = digest(settings, sha256(stored.model_path))
+            key = digest(settings, stored.record().files[stored.model_path.name])
             yield from _follow(run.hosted(closed), continued, request, steps, settings, run.config.seed, True, key=key)
 
 
@@ -149,7 +158,7 @@ def _follow(
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     last: Step | None = None
-    kept: tuple[Path, ...] = ()
+    files: dict[str, str] = {}
     down = up = 0
     for step in _undone_if_refused(steps(federation), stored.folder if fresh else None):
         if last is None:
@@ -158,13 +167,9 @@ def _follow(
         last = step = _with_left_out(step, federation.left_out())
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
         rounds.append(RoundRecord.of(len(rounds), step.phase, step.loss, metrics, step.notes))
-        if step.bases is not None:
-            step.state.save(stored.held_path)
-            save_bases(stored.bases_path, step.bases)
-            kept = (stored.held_path, stored.bases_path)
         if step.base is not None:
             step.base.save(stored.base_path)
-            kept = (*kept, stored.base_path)
+            files[stored.base_path.name] = sha256(stored.base_path)
         if step.round is not None and history is not None:
             history.append(step.round, federation.cost.bytes_down - down, federation.cost.bytes_up - up)
         down, up = federation.cost.bytes_down, federation.cost.bytes_up
@@ -172,12 +177,14 @@ def _follow(
         started = time.perf_counter()
     if last is None:
         raise UserError(f"{stored.folder}: the method yielded no state")
-    last.state.save(stored.model_path)
+    files[stored.model_path.name] = last.state.save(stored.model_path)
+    if last.bases is not None:
+        save_bases(stored.bases_path, last.bases)
+        files[stored.bases_path.name] = sha256(stored.bases_path)
     cost = {f"cost/{key}": value for key, value in asdict(federation.cost).items()}
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
     total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.server.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
-    files = {path.name: sha256(path) for path in (stored.model_path, *kept)}
     record = AnswerRecord(**settings, seed=seed, resumed=resumed, files=files, rounds=tuple(rounds), metrics=metrics)
     write_record(stored.record_path, record)
     shutil.rmtree(stored.folder / "journal", ignore_errors=True)

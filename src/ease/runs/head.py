@@ -1,5 +1,6 @@
-"""Where a run goes on from: the releases that closed requests made, one after the other."""
+"""The releases of a run: results that became its model, one for each closed request."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -8,22 +9,22 @@ from pydantic import Field
 from ease.config import Config, validate
 from ease.federation.history import ROUNDS
 from ease.requests.request import Request
-from ease.storage import SMALL_JSON, read_json, write_json
+from ease.storage import SMALL_JSON, identity, read_json, write_json
 
 
 class Release(Config):
-    """An answer that became the run's model. From then on its request is closed and its pairs are gone."""
+    """A result that became the run's model. Its request is closed and its pairs are gone."""
 
     request: Request
     answer: str
     """REQUEST/METHOD in the run."""
     model_sha256: str
     after_round: int
-    """How many rounds had been trained by then."""
+    """Number of rounds that had been trained."""
     purged: bool = False
-    """Whether what was there before it is gone for good."""
+    """Whether everything before it was deleted."""
     rounds: str = Field("", pattern=r"^$|^requests/[^./\\][^/\\]*/[^./\\][^/\\]*/rounds$")
-    """Where the rounds lie if the answer is a training from the start that later requests go on from; else nothing."""
+    """Folder of the rounds if the result is a training from the start that later requests continue; else empty."""
 
 
 class Head(Config):
@@ -33,7 +34,7 @@ class Head(Config):
     releases: tuple[Release, ...] = ()
 
     def before(self, request: Request) -> "Head":
-        """As it was when a request was answered: without its own release and those that came later."""
+        """The head at the time when a request was answered, without its own release and later ones."""
         place = next((n for n, each in enumerate(self.releases) if each.request == request), len(self.releases))
         return Head(releases=self.releases[:place])
 
@@ -43,22 +44,27 @@ class Head(Config):
 
     @property
     def renewed(self) -> int:
-        """How many releases there are up to the last training from the start: what they closed was never in it."""
+        """Number of releases up to the last training from the start, which never saw their pairs."""
         return max((n for n, each in enumerate(self.releases, start=1) if each.rounds), default=0)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where the rounds of each training from the start lie; the last is what the run goes on from."""
+        """Folders of the rounds of each training from the start; the run continues from the last one."""
         return (ROUNDS, *(each.rounds for each in self.releases if each.rounds))
 
     def follows(self, rounds: int) -> Release | None:
-        """The release that came after so many rounds and before the next one, if there was one: the last of them."""
+        """The last release after this number of rounds, or None."""
         return next((each for each in reversed(self.releases) if each.after_round == rounds), None)
 
 
 def read_head(path: Path) -> Head:
-    """The stored head; a run that released nothing goes on from its training."""
-    return validate(Head, read_json(path, most=SMALL_JSON), str(path)) if path.is_file() else Head()
+    """The stored head, or one without releases; the file is read again only after it was replaced."""
+    return _read_head(path, *identity(path)) if path.is_file() else Head()
+
+
+@lru_cache(maxsize=16)
+def _read_head(path: Path, *identity: int) -> Head:
+    return validate(Head, read_json(path, most=SMALL_JSON), str(path))
 
 
 def write_head(path: Path, head: Head) -> None:

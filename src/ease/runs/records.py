@@ -1,5 +1,6 @@
-"""What the commands write as JSON, and read again: one model for each file, used on both sides."""
+"""Records that commands write as JSON and read again: one model for each file."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -8,16 +9,16 @@ from pydantic import AfterValidator, Field, model_validator
 from ease.config import Config, validate
 from ease.errors import UserError
 from ease.requests.request import Request
-from ease.storage import read_json, write_json
+from ease.storage import identity, read_json, write_json
 
 Metrics = dict[str, float]
 
 
 class Record(Config):
-    """A whole file. Its `format` is raised whenever older files can no longer be read."""
+    """A JSON file. Its `format` increases when older files can no longer be read."""
 
     remedy: ClassVar[str]
-    """What to do about a file that cannot be read."""
+    """What to do if a file cannot be read."""
     format: int
 
 
@@ -29,7 +30,15 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(kind: type[R], path: Path) -> R:
-    """The record in a file; of another format or damaged, one line names the file, the field and the remedy."""
+    """The record in a file; a damaged file or another format is refused in one line.
+
+    A file is parsed again only after it was replaced.
+    """
+    return _read_record(kind, path, *(identity(path) if path.is_file() else ()))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=32)
+def _read_record(kind: type[Record], path: Path, *identity: int) -> Record:
     try:
         found = read_json(path)
     except UserError as error:

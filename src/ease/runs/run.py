@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ease.storage import (
     SMALL_JSON,
     check_writable,
     exclusive,
+    identity,
     read_json,
     read_tensors,
     remove_leftovers,
@@ -35,7 +37,7 @@ from ease.storage import (
     write_json,
     write_tensors,
 )
-from ease.subspace import ServerLock, load_bases
+from ease.subspace import Basis, ServerLock, load_bases
 from ease.trainers import train
 
 PURGING = ".purge"
@@ -172,15 +174,15 @@ class Run:
             yield from self._train(world)
 
     def known(self, releases: int | None = None) -> tuple[Membership, np.ndarray] | None:
-        """Who holds what and the centres of the pseudo-classes, now or when so many requests were closed; None before
-        the run was trained."""
+        """Who holds which pair and the centres of the pseudo-classes, now or after this number of releases.
+
+        None before the run was trained. The files are read again only after they were replaced.
+        """
         if not self._membership_path.is_file():
             return None
-        membership = validate(Membership, read_json(self._membership_path), str(self._membership_path))
-        tensors = read_tensors(self._classes_path)
-        if "centroids" not in tensors:
-            raise UserError(f"{self._classes_path}: holds no centroids; restore it or train again")
-        return membership if releases is None else membership.before(releases), tensors["centroids"].numpy()
+        membership = _membership(self._membership_path, *identity(self._membership_path))
+        centroids = _centroids(self._classes_path, *identity(self._classes_path))
+        return membership if releases is None else membership.before(releases), centroids
 
     def _remember(self, world: World) -> None:
         """Store what no one may have to find out again: data may change or vanish after the training."""
@@ -228,7 +230,7 @@ class Run:
         path = self.folder / "world.json"
         if not path.is_file():
             return
-        told, adapter = read_json(path, most=SMALL_JSON), self.config.model.adapter
+        told, adapter = _frozen(path, *identity(path)), self.config.model.adapter
         # A backbone's weights may be rounded for a device; then nothing can be said.
         if told.get("device") == device.type and told.get("backbone") != backbone.fingerprint:
             raise UserError(
@@ -240,7 +242,7 @@ class Run:
     def threads_note(self) -> str:
         """One line where more or fewer threads are at work now than when the run was begun; else nothing."""
         path, now = self.folder / "world.json", torch.get_num_threads()
-        begun = read_json(path).get("threads", now) if path.is_file() else now
+        begun = _frozen(path, *identity(path)).get("threads", now) if path.is_file() else now
         if begun == now:
             return ""
         return (
@@ -263,8 +265,11 @@ class Run:
         history.verify()
         self.check_released()
         release, held = head.follows(done), self.held(head)
-        start = history.state_path(done) if release is None else check_released_model(self, release)
-        state = Params.load(start)
+        start = history.state_path(done) if release is None else self.model_path(release)
+        if release is None:
+            state = history.state(done)
+        else:
+            state = released_model(self, release) if held is None else held.state
         if _layout(state) != _layout(world.server.initial()):
             raise UserError(
                 f"{start}: made by another model than config.toml names; restore it or train again elsewhere"
@@ -294,19 +299,19 @@ class Run:
             start = history.state_path(finished.number)
 
     def held(self, head: Head) -> ServerLock | None:
-        """Directions that released answers keep down: each answer's hold those of all before it, at its own state.
+        """The directions that releases lock, at the model that the run continues from, or None.
 
-        An answer of a method that tells of none leaves those before it, where its model has them. A training from the
-        start never saw what they were of.
+        Each release's directions include those of all releases before it. A release without directions leaves the
+        earlier ones locked. A training from the start never saw what they were of.
         """
-        telling = [release for release in head.releases[head.renewed :] if self.tells_directions(release)]
-        found = load_held(self.model_path(telling[-1]).parent) if telling else None
-        if found is None or telling[-1] == head.releases[-1]:
-            return found
-        return ServerLock(found.bases, Params.load(check_released_model(self, head.releases[-1])))
+        locking = [release for release in head.releases[head.renewed :] if self.tells_directions(release)]
+        if not locking:
+            return None
+        bases = load_directions(self.model_path(locking[-1]).parent)
+        return ServerLock(bases, released_model(self, head.releases[-1]))
 
     def tells_directions(self, release: Release) -> bool:
-        """Whether a released answer has directions to lock, by its record."""
+        """Whether a release has directions to lock."""
         record = read_record(AnswerRecord, self.model_path(release).parent / "record.json")
         return "bases.safetensors" in record.files
 
@@ -328,31 +333,51 @@ def _frozen_parts(world: World) -> dict[str, str | int | None]:
     }
 
 
-def load_held(folder: Path) -> ServerLock | None:
-    """The directions an answer keeps down, and the state it keeps them at; None if its record tells of none."""
+def load_directions(folder: Path) -> dict[str, Basis]:
+    """The directions that later training keeps locked; none if the result's record lists none."""
     record = read_record(AnswerRecord, folder / "record.json")
-    bases, held = folder / "bases.safetensors", folder / "held.safetensors"
-    if bases.name not in record.files:
-        return None
-    for path in (bases, held):
-        check_answer_file(record, path)
-    return ServerLock(load_bases(bases), Params.load(held))
+    path = folder / "bases.safetensors"
+    if path.name not in record.files:
+        return {}
+    check_answer_file(record, path)
+    return load_bases(path)
 
 
 def check_answer_file(record: AnswerRecord, path: Path) -> None:
-    """Refuse a file of an answer that is not the one its record tells of."""
+    """Refuse a file of a result that is not the one in its record."""
     if not path.is_file():
         raise UserError(f"{path}: missing, and the record beside it tells of it; restore it, or {record.remedy}")
     if sha256(path) != record.files.get(path.name):
         raise UserError(f"{path}: damaged (its hash is not the recorded one); restore it, or {record.remedy}")
 
 
-def check_released_model(run: Run, release: Release) -> Path:
-    """The file of the model that a run goes on from, refused if it is another one."""
+def released_model(run: Run, release: Release) -> Params:
+    """The released model; any other file in its place is refused."""
     path = run.model_path(release)
-    if not path.is_file() or sha256(path) != release.model_sha256:
-        raise UserError(f"{path}: not the model that was released; restore it")
-    return path
+    try:
+        return Params.load(path, release.model_sha256)
+    except UserError as error:
+        raise UserError(f"{path}: not the model that was released; restore it") from error
+
+
+@lru_cache(maxsize=4)
+def _membership(path: Path, *identity: int) -> Membership:
+    return validate(Membership, read_json(path), str(path))
+
+
+@lru_cache(maxsize=4)
+def _centroids(path: Path, *identity: int) -> np.ndarray:
+    tensors = read_tensors(path)
+    if "centroids" not in tensors:
+        raise UserError(f"{path}: holds no centroids; restore it or train again")
+    return tensors["centroids"].numpy()
+
+
+@lru_cache(maxsize=4)
+def _frozen(path: Path, *identity: int) -> dict[str, str | int | None]:
+    """What was frozen under the training, see `_frozen_parts`."""
+    stored: dict[str, str | int | None] = read_json(path, most=SMALL_JSON)
+    return stored
 
 
 def _layout(state: Params) -> tuple[Any, ...]:

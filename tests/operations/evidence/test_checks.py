@@ -93,7 +93,6 @@ def test_it_says_what_is_on_record_and_no_more(run: Run, certificate: Path) -> N
     assert found.models.retrain == sha256(run.folder / "requests/client-1/retrain/model.safetensors")
     assert set(found.files) == {
         "model.safetensors",
-        "held.safetensors",
         "bases.safetensors",
         "record.json",
         "audit.json",
@@ -219,7 +218,7 @@ def test_nothing_may_follow_or_go(certificate: Path, more: bytes) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model.safetensors", "record.json", "audit.json", "bases.safetensors", "held.safetensors"],
+    ["model.safetensors", "record.json", "audit.json", "bases.safetensors"],
 )
 def test_a_changed_or_missing_file_is_named(
     run: Run, certificate: Path, name: str, flipped: Callable[[Path, int, int], bytes]

@@ -141,7 +141,7 @@ def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> d
 
 def files_of(stored: StoredAnswer) -> dict[str, Path]:
     """All files that an answer may have, by name: what a record or a certificate says is never a path."""
-    kept = (stored.model_path, stored.bases_path, stored.held_path, stored.base_path)
+    kept = (stored.model_path, stored.bases_path, stored.base_path)
     paths = (stored.record_path, stored.audit_path, *kept)
     return {path.name: path for path in paths}
 

@@ -11,6 +11,7 @@ import torch
 from ease.audit.shadow_runs import plan_of, remove_scratch
 from ease.errors import UserError
 from ease.federation.history import History
+from ease.federation.protocol import Middleware
 from ease.methods import make_method
 from ease.methods.ease.method import Ease
 from ease.params import Params
@@ -106,12 +107,12 @@ def test_a_flipped_request_file_is_named(world, run: Run) -> None:
 # --- the journal ---
 
 
-class Unplugged:
-    """Answers so many times and then the plug is pulled."""
+class Unplugged(Middleware):
+    """A federation whose server is killed after a number of answers."""
 
     def __init__(self, inner, answers: int) -> None:
-        self.inner, self.left = inner, answers
-        self.clients, self.held = inner.clients, inner.held
+        super().__init__(inner)
+        self.left = answers
 
     def run(self, params, job, clients) -> Iterator:
         for client in clients:

@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ease.errors import UserError, did_you_mean
 
 LARGEST_TOML = 1 << 20
-"""Bytes of the largest configuration that is parsed."""
+"""Bytes of the largest configuration file that is parsed."""
 LARGEST_NUMBER = 1 << 63
-"""Whole numbers from here on fit no array, no file and no random stream."""
+"""Integers from here on do not fit into 64 bits."""
 
 HALF = re.compile("[\ud800-\udfff]")
 
 
 class Config(BaseModel):
-    """Base of every configuration value: immutable, no unknown keys, every field described under its name."""
+    """Base class of configuration values: immutable, without unknown keys, fields documented by their docstrings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -46,7 +46,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def override(table: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Apply `section.key=value` assignments; values are read as TOML, bare words as text."""
+    """The table after `section.key=value` assignments. Values are parsed as TOML, bare words as text."""
     changes = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
@@ -60,7 +60,7 @@ def override(table: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any
 
 
 def assign(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Set values by their names, such as `section.key`."""
+    """The table with values set by names such as `section.key`."""
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for name, value in changes.items():
         *sections, key = name.split(".")
@@ -74,7 +74,7 @@ def assign(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
-    """Build a config value; the first mistake becomes one line that names file, field and remedy."""
+    """Validate a table; the first error becomes one line that names file, field and remedy."""
     try:
         _check_values(table, source)
         return kind.model_validate(table)
@@ -98,7 +98,7 @@ def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
 
 
 def _check_values(table: Any, source: str) -> None:
-    """Refuse what would fail later, far from here: whole numbers that overflow, and text that no file can hold."""
+    """Refuse values that would fail later: integers beyond 64 bits and text that no file can contain."""
     waiting: list[tuple[str, Any]] = [("", table)]
     while waiting:
         name, value = waiting.pop()
@@ -133,7 +133,7 @@ def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[st
 
 
 def _elsewhere(kind: type[BaseModel], key: str) -> str:
-    """The section that has such a key, where there is one: `rounds` is `training.rounds`."""
+    """A hint at the section that has a key, such as `training.rounds` for `rounds`."""
     for name, field in kind.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel) and key in section.model_fields:
@@ -142,12 +142,12 @@ def _elsewhere(kind: type[BaseModel], key: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """The complete configuration as TOML a person can read and diff; absent optional values are left out."""
+    """The complete configuration as TOML; absent optional values are left out."""
     return tomli_w.dumps(_present(config.model_dump(mode="json")), indent=2)
 
 
 def _present(value: Any) -> Any:
-    """The same without what is None, at any depth: TOML has no word for it."""
+    """The value without None at any depth, because TOML has no null."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value

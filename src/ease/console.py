@@ -1,4 +1,4 @@
-"""What people see: progress with time left, tables, and one-line errors."""
+"""Terminal output: progress with time left, tables and one-line errors."""
 
 import json
 import re
@@ -30,30 +30,30 @@ from ease.errors import UserError
 
 SECONDS_BEFORE_PROGRESS = 2.0
 ESTIMATE_SECONDS = 3600.0
-"""How far back the time left is reckoned from: a single round may take minutes."""
+"""Window of the estimate of the time left; a single round may take minutes."""
 
 NARROW = 100
-"""Columns of a screen on which a whole progress line would be cut."""
+"""Columns below which a full progress line does not fit."""
 
 STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves a cursor, breaks a line, turns the direction of writing or is half a character."""
+"""Control characters, line separators, direction marks and lone surrogates."""
 
 Item = TypeVar("Item")
 
 
 class Shown(Protocol):
-    """What a command ends with, as people read it."""
+    """A summary that can be printed."""
 
     def render(self) -> Iterator[RenderableType]: ...
 
 
 def plain(text: str) -> str:
-    """Text that steers no terminal: what is not meant to be seen is shown as its code, such as \\x1b."""
+    """The text with control characters replaced by their escape codes, such as \\x1b."""
     return STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Screen(Console):
-    """A terminal on which names and captions of strangers are letters alone, wherever they are printed."""
+    """A console that escapes control characters in everything it prints."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -64,7 +64,7 @@ class Screen(Console):
 
 
 def stream(stderr: bool) -> Console:
-    """Standard output or error. In a notebook plain lines, as in a log file.
+    """The console of standard output or standard error. In a notebook it prints plain lines, as in a log file.
 
     Rich would make an output of its own of every line there, and Jupyter forces colour, which looks like a terminal.
     """
@@ -77,7 +77,7 @@ errors = stream(stderr=True)
 
 
 class RoundProgress:
-    """Rounds as they finish; `step` counts one and shows the latest figures, `end` says that no more were needed."""
+    """Progress over rounds: `step` counts one and shows its figures, `end` marks the rest as not needed."""
 
     def __init__(self, show: Callable[[str], None], end: Callable[[], None] = lambda: None):
         self._show = show
@@ -123,14 +123,14 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first
 
 
 def tell_left_out(when: str, clients: Mapping[Any, str], quiet: bool) -> None:
-    """Name the clients that a round went on without, above the bar."""
+    """Print the clients that a round left out, above the progress bar."""
     for client, reason in {} if quiet else clients.items():
         errors.print(f"{when}: without client {client}: {reason}", soft_wrap=True, markup=False, highlight=False)
 
 
 @contextmanager
 def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar over many small pieces of work; yields the function that counts finished ones."""
+    """Show a bar over many small tasks; yields the function that counts finished ones."""
     if quiet:
         yield lambda ticks: None
     elif errors.is_terminal:
@@ -151,7 +151,7 @@ def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[
 
 
 def _columns() -> list[ProgressColumn]:
-    """On a narrow screen the figures at the end count for more than a long bar and the time that is over."""
+    """The columns of a progress bar; on a narrow screen the figures get the space."""
     narrow = errors.width < NARROW
     return [
         TextColumn("{task.description}", markup=False),
@@ -165,7 +165,7 @@ def _columns() -> list[ProgressColumn]:
 
 
 def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
-    """Pass items through; work of more than two seconds shows a bar with the time left, if a person is watching."""
+    """Pass items through and show a bar on a terminal if they take more than two seconds."""
     if not errors.is_terminal:
         yield from items
         return
@@ -193,7 +193,7 @@ def table(
     text_columns: int = 1,
     fold: bool = False,
 ) -> Table:
-    """A table whose first columns are text and whose others are numbers.
+    """A table with text in the first columns and numbers in the others.
 
     Where it is too wide, text is broken; with `fold` the first column is, and numbers stay whole.
     Strings are shown as they are, brackets too: labels and paths are the user's. What has a style is a Text.
@@ -218,19 +218,19 @@ def megabytes(count: float) -> str:
 
 
 def disk(count: float) -> str:
-    """Room on a disk, as people say it."""
+    """A size on disk, rounded for people."""
     return megabytes(count) if count < 1e9 else f"{count / 1e9:.0f} GB"
 
 
 def duration(seconds: float) -> str:
-    """A rough time, as people say it."""
+    """A duration, rounded for people."""
     if seconds < 120:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def status(text: str, quiet: bool) -> AbstractContextManager[object]:
-    """A spinner while something takes a moment."""
+    """A spinner for the time of a block."""
     return nullcontext() if quiet else errors.status(escape(plain(text)))
 
 
@@ -240,20 +240,20 @@ def as_text(shown: Shown) -> str:
 
 
 def as_html(shown: Shown) -> str:
-    """A summary as HTML for a notebook, whose own style would break lines and pull those of a table apart."""
+    """A summary as HTML for a notebook, with fixed line breaks."""
     form = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
     return _recorded(shown).export_html(inline_styles=True, code_format=form)
 
 
 def _recorded(shown: Shown) -> Console:
-    """A console that keeps what it is told, and shows none of it, in a notebook either."""
+    """A console that records a summary without printing it."""
     recorder = Screen(width=100, record=True, file=StringIO(), force_jupyter=False)
     show(shown, recorder)
     return recorder
 
 
 def show(shown: Shown, on: Console = screen) -> None:
-    """Print a summary; its strings are shown as they are, and not broken: half a path cannot be copied."""
+    """Print a summary. Strings are not wrapped, so that paths can be copied."""
     for part in shown.render():
         on.print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text), markup=False)
 
@@ -265,5 +265,5 @@ def log_event(event: str, **values: Any) -> None:
 
 
 def labelled(label: str, text: str, style: str = "dim") -> Text:
-    """A line that begins with a word in another style."""
+    """A line with a styled label."""
     return Text.assemble((f"{plain(label)}:", style), f" {plain(text)}")

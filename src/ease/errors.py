@@ -1,42 +1,42 @@
-"""Errors that a user can mend, and which the command line turns into one clear line."""
+"""User errors, which the command line prints as one line."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known word that was perhaps meant, as a remark in brackets; nothing where none is near."""
+    """A hint at the most similar known word, or nothing if none is similar."""
     near = get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 class UserError(Exception):
-    """A mistake the user can mend; the message names the file or field and the remedy."""
+    """An error that the user can fix. The message names the file or field and the remedy."""
 
 
 class Missing(UserError):
-    """A file that is not there, which for a cache is no fault."""
+    """A missing file. For a cache it is not an error."""
 
 
 class Diverged(UserError):
-    """Training or unlearning ended in no usable model: for a grid of many answers a finding, and no reason to stop."""
+    """Training or unlearning diverged. Experiments with many results record it and continue."""
 
 
 class TooFew(UserError):
-    """A round to which too few clients gave a sound answer."""
+    """Too few clients answered a round correctly."""
 
 
 class Busy(UserError):
-    """Another process is at work here: the same command works once it has ended."""
+    """Another process holds the lock or has changed the run. Running the same command later works."""
 
 
 class Unwritable(UserError):
-    """A file that the disk did not take: the same command works once it does."""
+    """A file could not be written. The same command works once it can."""
 
 
 class ClientError(UserError):
-    """A client cannot do its job, because of its own files or of what it was sent; the others can go on without it."""
+    """A client cannot do its job, because of its files or of what it was sent. The others can continue without it."""
 
 
 class Disconnected(UserError):
-    """The server's own line to all clients is gone, for which no client is to blame."""
+    """The server lost its connection to all clients, which is not a client's fault."""

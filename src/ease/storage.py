@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and carry their own hash: atomic writes, checked reads, the cache folder.
+"""Atomic writes and checked reads of files that carry their own hash, locks, and the cache folder.
 
 A file is sealed: somewhere near its beginning (of an array: at its end) stands `sha256:` and the hash of the whole file
 with zeros in the place of the hash. So one rule covers JSON, tensors, answers of clients and arrays, no second file has
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import torch  # a second of a process that only wants to read a picture or a line
 
 LEFTOVER = ".partial-"
-"""How the names of unfinished files begin; a killed process may leave some behind."""
+"""Prefix of unfinished files; a killed process may leave some."""
 LARGEST_JSON = 1 << 28
-"""Bytes of the largest JSON file that is parsed; parsed it takes about ten times as much memory."""
+"""Bytes of the largest JSON file that is parsed. Parsing takes about ten times as much memory."""
 SMALL_JSON = 1 << 24
-"""The same for settings and markers, which a person could have written."""
+"""Bytes of the largest settings or marker file that is parsed."""
 TENSOR_ERRORS = (
     SafetensorError,
     ValueError,
@@ -48,24 +48,24 @@ TENSOR_ERRORS = (
     OverflowError,
     AttributeError,
 )
-"""What a safetensors file whose header lies makes its reader raise."""
+"""Errors of the safetensors reader for a wrong header."""
 SEAL = re.compile(rb"sha256:[0-9a-f]{64}")
 BLANK = b"sha256:" + b"0" * 64
-"""A seal before the hash is known; the hash is that of the file with this in its place."""
+"""The seal while the hash is computed."""
 PIECE = 1 << 24
 """Bytes of an array that one thread hashes at a time."""
 RESTORE = "restore it, or delete it and make it again"
 
 
 def cache_folder() -> Path:
-    """Where derived files live that can always be made again (`EASE_CACHE`, else the user's cache)."""
+    """The folder of derived files that can always be made again (`EASE_CACHE`, else the user's cache)."""
     folder = Path(os.environ.get("EASE_CACHE") or Path.home() / ".cache" / "ease")
     _make_folder(folder, "name another folder in EASE_CACHE")
     return folder
 
 
 def _make_folder(folder: Path, remedy: str = "", durable: bool = True) -> None:
-    """Make a folder and those above it, for this user alone: they hold pictures, captions and what models learnt."""
+    """Create a folder and its parents, readable by this user only: they hold pictures, captions and models."""
     try:
         if folder.is_dir():  # nearly always; those above it need not be looked at then
             return
@@ -102,7 +102,7 @@ def write_atomic(path: Path, content: bytes | Iterable[bytes], durable: bool = T
 
 @contextmanager
 def whole_or_none(*paths: Path) -> Iterator[None]:
-    """Write new files that are of use only together: if one cannot be written, none of them stays."""
+    """Delete all of these files if the block fails: they are useful only together."""
     try:
         yield
     except BaseException:
@@ -113,7 +113,7 @@ def whole_or_none(*paths: Path) -> Iterator[None]:
 
 
 def replace_file(source: Path, target: Path) -> None:
-    """Put one file in the place of another, or of none, for good."""
+    """Move a file to a path, durably, replacing what is there."""
     _make_folder(target.parent)
     with _refusal_to_write(target):
         os.replace(source, target)
@@ -122,9 +122,9 @@ def replace_file(source: Path, target: Path) -> None:
 
 @contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """An empty file of this process alone, in the folder of the file it is to become; it goes unless it was renamed.
+    """An empty temporary file beside its target; it is deleted unless it was renamed.
 
-    Process numbers would not do for its name: containers and machines that share a folder have equal ones.
+    Its name is random: containers that share a folder may have equal process numbers.
     """
     temporary = path.parent / f"{LEFTOVER}{path.name[:100]}-{uuid.uuid4().hex}"
     with _refusal_to_write(path):
@@ -137,7 +137,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
-    """Delete unfinished files of killed processes; whoever asks for age 0 must be the only writer."""
+    """Delete unfinished files of killed processes. Callers with age 0 must be the only writer."""
     for path in folder.glob(f"{LEFTOVER}*"):
         with suppress(FileNotFoundError):  # its writer finished just now
             if time.time() - path.stat().st_mtime >= older_than_seconds:
@@ -145,13 +145,13 @@ def remove_leftovers(folder: Path, older_than_seconds: float = 0) -> None:
 
 
 def remove_leftovers_of(path: Path) -> None:
-    """Delete unfinished versions of one file that killed processes left; whoever asks must be its only writer."""
+    """Delete unfinished versions of one file that killed processes left. Callers must be its only writer."""
     for each in path.parent.glob(f"{LEFTOVER}{glob.escape(path.name[:100])}-*"):
         each.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder outlast a power cut."""
+    """Flush a folder's directory entries to disk."""
     if os.name == "nt":  # Windows opens no folders; it writes the names of files by itself
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -162,7 +162,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read, and nothing else: a pipe or a device may never answer or never end."""
+    """Open a regular file for reading. Pipes and devices are refused, because they may never end."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
@@ -178,7 +178,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The bytes of a regular file of at most so many; larger ones are refused before they are read."""
+    """The bytes of a regular file; one with more than `most` bytes is refused before it is read."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(most + 1) if size <= most else b""
@@ -188,12 +188,12 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def _seal(content: bytes) -> bytes:
-    """The same with its hash in place of the first blank seal."""
+    """The content with its hash in the first blank seal."""
     return content.replace(BLANK, b"sha256:" + hashlib.sha256(content).hexdigest().encode(), 1)
 
 
 def _check_seal(path: Path, content: bytes) -> None:
-    """Refuse a file that is not what was written, to the last bit."""
+    """Refuse content that does not match its seal."""
     found = SEAL.search(content)
     if found is None:
         raise UserError(f"{path}: damaged, or written by an earlier version: it has no seal; {RESTORE}")
@@ -218,19 +218,19 @@ def _content(path: Path, most: int | None = None) -> bytes:
 
 
 def write_sealed(path: Path, content: bytes, durable: bool = True) -> None:
-    """Write bytes of any form behind a seal of their own line."""
+    """Write bytes after a first line with their seal."""
     write_atomic(path, _seal(BLANK + b"\n" + content), durable)
 
 
 def read_sealed(path: Path) -> bytes:
-    """What `write_sealed` wrote."""
+    """The bytes that `write_sealed` wrote."""
     content = _content(path)
     _check_seal(path, content)
     return content[len(BLANK) + 1 :]
 
 
 def write_json(path: Path, value: Any, durable: bool = True, sealed: bool = True) -> None:
-    """Write JSON; sealed, it is an object whose first key is `seal`."""
+    """Write JSON. A sealed object has `seal` as its first key."""
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
     if not sealed:
         write_atomic(path, text.encode(), durable)
@@ -240,7 +240,7 @@ def write_json(path: Path, value: Any, durable: bool = True, sealed: bool = True
 
 
 def read_json(path: Path, sealed: bool = True, most: int = LARGEST_JSON) -> Any:
-    """Read JSON of at most so many bytes; of a sealed object the seal is checked and left out."""
+    """Read JSON of at most `most` bytes. The seal of a sealed object is checked and left out."""
     content = _content(path, most)
     try:
         value = json.loads(content)
@@ -265,9 +265,9 @@ def write_tensors(
     durable: bool = True,
     sealed: bool = True,
 ) -> None:
-    """Write named tensors as safetensors; the seal and the `note` travel as JSON in the header.
+    """Write named tensors as safetensors. The header contains the seal and the `note` as JSON.
 
-    One header key only: several would be stored in random order and equal contents would differ in bytes.
+    They share one header key, because several keys are written in random order.
     """
     write_atomic(path, tensor_bytes(tensors, note, sealed), durable)
 
@@ -275,7 +275,7 @@ def write_tensors(
 def tensor_bytes(
     tensors: "dict[str, torch.Tensor]", note: Mapping[str, Any] | None = None, sealed: bool = True
 ) -> bytes:
-    """What `write_tensors` writes."""
+    """The bytes that `write_tensors` writes."""
     from safetensors.torch import save
 
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -287,7 +287,7 @@ def tensor_bytes(
 
 
 def tensors_in(data: bytes) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-    """The tensors and the note of what `tensor_bytes` gave, of bytes whose hash was checked."""
+    """The tensors and the note in bytes of `tensor_bytes`; the caller has checked the hash."""
     from safetensors.torch import load
 
     return load(data), _note_in(data)
@@ -332,7 +332,7 @@ def _read_tensors(
 
 
 def read_some(path: Path, names: Iterable[str]) -> "dict[str, torch.Tensor]":
-    """Some tensors of a sealed file, and no more of it in memory; the seal is checked once for all readings."""
+    """Read some tensors of a sealed file without loading the rest. The seal is checked at the first reading only."""
     _check_once(path, *identity(path))
     try:
         open_regular(path).close()
@@ -343,7 +343,7 @@ def read_some(path: Path, names: Iterable[str]) -> "dict[str, torch.Tensor]":
 
 
 def identity(path: Path) -> tuple[int, int, int]:
-    """What changes whenever a file is written: by this, whoever keeps what was read of it knows that it still holds."""
+    """Inode, size and modification time of a file: the key of caches of its content."""
     try:
         found = path.stat()
     except OSError as error:
@@ -358,7 +358,7 @@ def _check_once(path: Path, *identity: int) -> None:
 
 @contextmanager
 def new_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
-    """Fill a memory-mapped .npy array of any size; the file appears under its name only when complete and sealed."""
+    """Yield a memory-mapped .npy array to fill. The file gets its name once it is complete and sealed."""
     _make_folder(path.parent)
     remove_leftovers(path.parent, older_than_seconds=86400)  # another process may be writing here now
     with _unfinished(path) as temporary:
@@ -378,7 +378,7 @@ def new_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.nda
 
 
 def _reserve(path: Path) -> None:
-    """Take the disk space of a sparse file now: a full disk met through a memory map would kill the process."""
+    """Allocate the disk space of a sparse file, because a full disk behind a memory map would kill the process."""
     if hasattr(os, "posix_fallocate"):  # not on macOS and Windows
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -393,7 +393,7 @@ def _refusal_to_write(path: Path) -> Iterator[None]:
 
 
 def write_remedy(error: OSError) -> str:
-    """What to do about a file that the disk did not take."""
+    """The remedy for a file that could not be written."""
     match error.errno:
         case errno.EROFS:
             return "this disk is read-only: choose a folder on another one"
@@ -407,7 +407,7 @@ def write_remedy(error: OSError) -> str:
 
 
 def check_writable(folder: Path, choose: str) -> None:
-    """Refuse a folder that cannot be written to, or not be made, before long work is done for it."""
+    """Refuse a folder that cannot be created or written to, before long work begins."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir():
         raise UserError(f"{folder}: {there} is a file; {choose}")
@@ -417,7 +417,7 @@ def check_writable(folder: Path, choose: str) -> None:
 
 @contextmanager
 def exclusive(path: Path, busy: str, wait_seconds: float = 0) -> Iterator[None]:
-    """Hold a lock file while the context lasts; if another process holds it for longer, a user error says `busy`.
+    """Hold a lock file during the block; raise `Busy` if another process keeps it.
 
     The system drops the lock when its process ends, however it ends, so a killed run never locks anyone out.
     """
@@ -437,7 +437,7 @@ def exclusive(path: Path, busy: str, wait_seconds: float = 0) -> Iterator[None]:
 
 
 def map_array(path: Path) -> np.ndarray:
-    """Memory-map an array that `new_array` wrote; all of it is read once to check its seal."""
+    """Memory-map an array that `new_array` wrote, after checking its seal."""
     _, size, _ = identity(path)
     length = size - len(BLANK)
     try:
@@ -453,7 +453,7 @@ def map_array(path: Path) -> np.ndarray:
 
 
 def _hash_in_pieces(path: Path, length: int) -> str:
-    """The hash of the hashes of a file's pieces, so that all cores share the work on a large one."""
+    """The hash of the hashes of a file's pieces, which all cores compute together."""
 
     def hashed(start: int) -> bytes:
         with path.open("rb") as file:
@@ -468,12 +468,12 @@ def _hash_in_pieces(path: Path, length: int) -> str:
 
 
 def digest(*parts: Any) -> str:
-    """A short hash of JSON-able values, for cache keys and config identity."""
+    """A short hash of JSON values, for cache keys and identities."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sha256(path: Path) -> str:
-    """Hash of a whole file, however large."""
+    """SHA-256 of a file of any size."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

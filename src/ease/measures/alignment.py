@@ -1,4 +1,4 @@
-"""How close each forgotten pair is to where retraining would have left it."""
+"""Distance of forgotten pairs from where retraining leaves them."""
 
 from torch import Tensor
 
@@ -14,6 +14,6 @@ def pair_similarity(image: Tensor, text: Tensor) -> Tensor:
 def alignment_residual(unlearned: Tensor, trained: Tensor, retrained: Tensor) -> float:
     """rho: median over forget pairs of |s - s_retrained| / (|s_trained - s_retrained| + epsilon).
 
-    0 means every pair lies where retraining leaves it, 1 that it lies as far away as before unlearning.
+    0 means that every pair is where retraining leaves it, 1 that it is as far away as before unlearning.
     """
     return float(((unlearned - retrained).abs() / ((trained - retrained).abs() + EPSILON)).median())

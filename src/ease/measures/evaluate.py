@@ -1,4 +1,4 @@
-"""Embeds pairs under a state and measures recall on galleries of one fixed size."""
+"""Embeddings of pairs under a state, and recall on galleries of one size."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ def embed_pairs(
     device: torch.device | str,
     captions: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Unit-norm embeddings of pairs, of all or so many captions: image [n, d] and text [n, captions, d], on the CPU."""
+    """Unit-norm embeddings of pairs on the CPU: image [n, d] and text [n, captions, d]."""
     images, texts = [], []
     tensors = dict(params.to(device).tensors)
     for start in range(0, len(positions), CHUNK_PAIRS):
@@ -50,7 +50,7 @@ def recalls(
     device: torch.device | str,
     draws: int = 5,
 ) -> dict[str, GalleryRecall]:
-    """Recall of each named set of positions, all on galleries of the same size, drawn the same way for every state."""
+    """Recall of each set of positions on galleries of one size, which are the same for every state."""
     size = common_size(sets, size)
     results = {}
     for name, positions in sets.items():
@@ -64,7 +64,7 @@ def recalls(
 
 
 def common_size(sets: Mapping[str, np.ndarray], size: int) -> int:
-    """The largest gallery that every set can fill, up to `size`: recall on unequal galleries cannot be compared.
+    """The largest gallery size up to `size` that every set can fill, so that recalls can be compared.
 
     Where that would be less than `LEAST_GALLERY`, test pairs, if they are among the sets, fill the smaller ones up.
     """

@@ -1,4 +1,4 @@
-"""Retained pairs that resemble forget pairs: the hardest to keep, and, where they are copies, impossible to forget."""
+"""Retained pairs that resemble forget pairs, and duplicates of them."""
 
 import numpy as np
 
@@ -14,14 +14,14 @@ PAIRS_AT_ONCE = 4096
 
 
 def nearest_forget(activations: Activations, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
-    """Cosine of each retained pair to the forget pair that is nearest to it in the joint frozen space."""
+    """The cosine of each retained pair to its nearest forget pair in the joint frozen space."""
     some = _joint(activations, forget).T
     starts = range(0, len(retain), PAIRS_AT_ONCE)
     return np.concatenate([(_joint(activations, retain[n : n + PAIRS_AT_ONCE]) @ some).max(axis=1) for n in starts])
 
 
 def near_forget(nearest: np.ndarray, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
-    """The retained pairs nearest to forget pairs, as many as there are forget pairs, or some more of a few."""
+    """The retained pairs nearest to forget pairs, about as many as there are forget pairs."""
     return np.sort(retain[nearest.argsort(kind="stable")[::-1][: max(len(forget), FEWEST_NEAR)]])
 
 
@@ -33,14 +33,14 @@ def alike(
     other_classes: np.ndarray,
     count: int,
 ) -> np.ndarray:
-    """So many of `others` for each pair [n, count]: those of its class first, the nearest of them first."""
+    """The `count` most similar of `others` for each pair [n, count], first those of its class."""
     cosines = _joint(activations, positions) @ _joint(activations, others).T
     foreign = classes[:, None] != other_classes[None]
     return others[np.lexsort((-cosines, foreign), axis=1)[:, :count]]
 
 
 def near_duplicates(nearest: np.ndarray) -> int:
-    """How many retained pairs show and say nearly what a forget pair does."""
+    """The number of retained pairs that nearly duplicate a forget pair."""
     return int((nearest >= SAME_CONTENT).sum())
 
 

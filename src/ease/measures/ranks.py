@@ -1,4 +1,4 @@
-"""Where single pairs stand in a real gallery: unseen pairs of their own kind, each pair in a gallery of its own."""
+"""Ranks of single pairs, each in its own gallery of similar unseen pairs."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ FEW = 8
 
 @dataclass(frozen=True)
 class Standing:
-    """Of each pair [n] under one model."""
+    """Ranks and margins of pairs [n] under one model."""
 
     rank: np.ndarray
     """In its gallery, 1 is found at once: the geometric mean over its picture and its captions as queries."""
@@ -21,9 +21,9 @@ class Standing:
 
 
 def standing(image: Tensor, text: Tensor) -> Standing:
-    """Of the first pair of each gallery, image [n, size, d] and text [n, size, captions, d].
+    """Ranks of the first pair of each gallery, image [n, size, d] and text [n, size, captions, d].
 
-    A picture finds a pair by the best of its captions. Ties count half, so that a collapsed model has the middle rank.
+    A picture finds a pair by its best caption. Ties count half, so that a collapsed model has the middle rank.
     """
     image, text = image.double(), text.double()
     to_text = torch.einsum("nd,nscd->nsc", image[:, 0], text).amax(2)[:, None]

@@ -1,4 +1,4 @@
-"""Recall@k between images and captions, honest under ties, collapse and gallery size."""
+"""Recall@k between images and captions, unbiased under ties, collapse and gallery size."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ TOGETHER = 2**18  # scores of small galleries that are looked at at once, as loo
 
 @dataclass(frozen=True)
 class Recall:
-    """Recall@k in percent: a query hits when any of its positives is among the k nearest of the gallery.
+    """Recall@k in percent: a query hits if any of its positives is among the k nearest.
 
-    Tied items count as ranked at random, and the recall is the expected one. An erased model tends to collapse, and
-    there any fixed order of ties would decide the number: from 1/n up to 100 %.
+    Tied items count as ranked at random, and the recall is the expected one. An unlearned model may collapse, and
+    then a fixed order of ties would decide the number.
     """
 
     image_to_text: dict[int, float]
@@ -58,7 +58,7 @@ class GalleryRecall:
     """Recall@k in percent on galleries of one size, so that forget, retain and test sets can be compared.
 
     `intervals` has the keys `recall@1`, `recall@1/image_to_text`, `recall@1/text_to_image`, ... and `tie_rate`.
-    `whole` says that there were no more pairs than asked for: one gallery of all pairs, `size` of them, was used.
+    `whole` means that one gallery of all `size` pairs was used, because there were no more.
     """
 
     size: int
@@ -138,7 +138,7 @@ def first_recall(
 ) -> GalleryRecall:
     """Recall@k of single pairs, each the first of its own gallery: image [n, size, d], text [n, size, captions, d].
 
-    The interval is a bootstrap over pairs, and says nothing of a single one.
+    The interval is a bootstrap over pairs; for a single pair it means nothing.
     """
     found = [
         _pair_outcomes(*_checked(*gallery, ks), ks, chunk=256)[0].numpy() for gallery in zip(image, text, strict=True)
@@ -163,7 +163,7 @@ def _chance_levels(pairs: int, captions: int, ks: tuple[int, ...]) -> tuple[floa
 
 
 def _checked(image: Tensor, text: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The embeddings in fp64 on one device, or a refusal.
+    """The embeddings in fp64 on one device; wrong shapes are refused.
 
     Scores are multiplied in fp64 and rounded to fp32: equal embeddings then score exactly equal wherever they stand in
     a matrix and however it is chunked, which no fp32 kernel promises, and the tf32 and bf16 switches have no say.
@@ -296,7 +296,7 @@ def _bootstrap(totals: np.ndarray, counts: np.ndarray, rng: np.random.Generator)
 
 
 def _resampled(n: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """How often each of n pairs is drawn in each replicate, as rows [some, 1, n]: many at once, as loops are dear."""
+    """How often each of n pairs is drawn in each replicate, as rows [some, 1, n]."""
     rows = max(1, RESAMPLED // n)
     for first in range(0, REPLICATES, rows):
         some = min(rows, REPLICATES - first)

@@ -1,4 +1,4 @@
-"""What is to be forgotten: whole clients, pseudo-classes, or pairs by their ids, however those were found."""
+"""Requests: what is to be forgotten, by client, pseudo-class or pair id."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from ease.data.partition import Shard
 
 
 class ClientRequest(Config):
-    """The named clients withdraw: all their pairs are forgotten and they take no further part."""
+    """Clients withdraw: all their pairs are forgotten and they take no further part."""
 
     scope: Literal["client"] = "client"
     clients: tuple[int, ...]
 
 
 class ClassRequest(Config):
-    """Every pair of these pseudo-classes is forgotten, at every client."""
+    """All pairs of these pseudo-classes are forgotten, at every client."""
 
     scope: Literal["class"] = "class"
     classes: tuple[int, ...]
@@ -29,7 +29,7 @@ class ClassRequest(Config):
 
 
 class SampleRequest(Config):
-    """The pairs with these ids are forgotten, wherever they are."""
+    """The pairs with these ids are forgotten at every client."""
 
     scope: Literal["sample"] = "sample"
     ids: tuple[str, ...]
@@ -50,7 +50,7 @@ class SampleRequest(Config):
 
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """How the ids were found only where there is something to tell: a plain list stays what it was, to the byte."""
+        """Omit empty fields, so that plain lists keep their bytes."""
         usual = {name: field.default for name, field in type(self).model_fields.items() if name not in ("scope", "ids")}
         return {key: value for key, value in dump(self).items() if key not in usual or getattr(self, key) != usual[key]}
 
@@ -61,7 +61,7 @@ REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def in_words(request: Request, names: Mapping[int, str] | None = None) -> str:
-    """The request as a person would say it; clients by their `names`, where they have some."""
+    """The request in words, with clients by their `names`."""
     if isinstance(request, ClientRequest):
         return _named("client", request.clients, names)
     if isinstance(request, ClassRequest):
@@ -90,7 +90,7 @@ def _count(number: int, what: str) -> str:
 
 
 def forget_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
-    """Which training pairs of a client the request names: bool [pairs]."""
+    """Which training pairs of a client a request names: bool [pairs]."""
     if isinstance(request, ClientRequest):
         return np.full(len(shard.train_ids), shard.client in request.clients)
     if isinstance(request, ClassRequest):
@@ -100,12 +100,12 @@ def forget_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
 
 
 def leaving_clients(request: Request) -> frozenset[int]:
-    """Clients that withdraw, alone or among other things."""
+    """Clients that withdraw by a request."""
     return frozenset() if isinstance(request, ClassRequest) else frozenset(request.clients)
 
 
 def without(shards: Iterable[Shard], gone: Iterable[Request]) -> tuple[Shard, ...]:
-    """What the clients hold once requests are closed; a client that withdrew is not there any more."""
+    """The shards after requests are closed, without clients that withdrew."""
     for request in gone:
         leaving = leaving_clients(request)
         shards = [shard.keep(~forget_mask(request, shard)) for shard in shards if shard.client not in leaving]
@@ -117,7 +117,7 @@ def without(shards: Iterable[Shard], gone: Iterable[Request]) -> tuple[Shard, ..
 def redealt(
     shards: Iterable[Shard], dealt: Mapping[int, Shard | Holding], never: Sequence[Request]
 ) -> tuple[Shard, ...]:
-    """The same shards as a later training from the start found them: a pair's place counts what that training had.
+    """The shards as a later training from the start found them; places count its pairs only.
 
     `dealt` is what each client held at first, and `never` what was closed before that training.
     """
@@ -132,7 +132,7 @@ def redealt(
 
 
 def held_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> dict[int, frozenset[str]]:
-    """The same by ids alone: client -> those of its training pairs that no closed request names."""
+    """Client -> ids of its training pairs that no closed request names."""
     leaving = {client for request in gone for client in leaving_clients(request)}
     return {
         holding.client: frozenset(holding.train_ids).difference(*(named_in(request, (holding,)) for request in gone))
@@ -142,12 +142,12 @@ def held_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> dict[i
 
 
 def listed_ids(requests: Iterable[Request]) -> frozenset[str]:
-    """Ids that requests name one by one."""
+    """Ids that requests list."""
     return frozenset(each for request in requests if isinstance(request, SampleRequest) for each in request.ids)
 
 
 def held_out_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> tuple[Holding, ...]:
-    """The holdings without the held-out pairs that closed requests name."""
+    """The holdings without held-out pairs of closed requests."""
     named = listed_ids(gone)
 
     def left(holding: Holding) -> Holding:
@@ -162,20 +162,20 @@ def held_out_without(holdings: Iterable[Holding], gone: Sequence[Request]) -> tu
 
 
 def validation_mask(request: Request, shard: Shard | Holding) -> np.ndarray:
-    """Held-out pairs that resemble the forget pairs: those of the same client and, for a class request, class."""
+    """Which held-out pairs resemble the forget pairs: the same client's and, for a class request, the class's."""
     if isinstance(request, ClassRequest):
         return np.isin(shard.validation_classes, request.classes)
     return np.ones(len(shard.validation_classes), dtype=bool)
 
 
 def named_in(request: Request, holdings: Iterable[Holding]) -> list[str]:
-    """Ids of the training pairs that a request names, whoever holds them."""
+    """Ids of the training pairs that a request names, at all clients."""
     masks = [(holding.train_ids, forget_mask(request, holding)) for holding in holdings]
     return [pair_id for held, mask in masks for pair_id, named in zip(held, mask, strict=True) if named]
 
 
 def untrained_in(request: Request, members: Membership) -> dict[str, tuple[str, ...]]:
-    """Split -> ids that a request names and that no client trains on: those in its list, and held-out pairs of clients
+    """Split -> ids that a request names outside training: listed ids, and held-out pairs of clients
     that withdraw."""
     leaving = leaving_clients(request)
     named = {each for holding in members.clients if holding.client in leaving for each in holding.validation_ids}
@@ -185,13 +185,13 @@ def untrained_in(request: Request, members: Membership) -> dict[str, tuple[str, 
 
 
 def every_id(request: Request, members: Membership) -> frozenset[str]:
-    """Ids of all pairs that a request names, in whatever split."""
+    """Ids of all pairs that a request names, in all splits."""
     outside = untrained_in(request, members).values()
     return frozenset(named_in(request, members.clients)).union(*outside)
 
 
 def listed(request: Request, holdings: Iterable[Holding]) -> SampleRequest:
-    """The same pairs by their ids; what else was named is kept for people to read."""
+    """The request as a list of ids; how they were named is kept for people."""
     if isinstance(request, SampleRequest):
         return request if request.words or request.clients or request.classes else _with_singles(request)
     ids = tuple(sorted(named_in(request, holdings)))
@@ -205,7 +205,7 @@ def _with_singles(request: SampleRequest) -> SampleRequest:
 
 
 def combined(requests: Sequence[Request], holdings: Sequence[Holding]) -> Request:
-    """One request that names what several name together; those of several kinds become a list of pairs."""
+    """One request for everything that several name; different kinds become a list of pairs."""
     if len({each.scope for each in requests}) > 1:
         requests = [listed(each, holdings) for each in requests]
     first = requests[0]
@@ -230,9 +230,9 @@ def combined(requests: Sequence[Request], holdings: Sequence[Holding]) -> Reques
 
 
 def remaining(request: Request, holdings: Iterable[Holding], gone: Iterable[Request]) -> Request:
-    """What is left of a request once others are closed: only clients, classes and pairs that still hold something.
+    """The part of a request that is not closed yet: clients, classes and pairs that still have data.
 
-    An id that no client trains on is left unless a closed request lists it.
+    An id outside training is part of it unless a closed request lists it.
     """
     closed = list(gone)
     clients: set[int] = set()

@@ -1,4 +1,4 @@
-"""What was forgotten for good, by salted hashes: enough to know it when it comes back, and no more."""
+"""Tombstones: salted hashes of purged pairs, by which they are recognised if they return."""
 
 import hashlib
 import hmac
@@ -17,7 +17,7 @@ PREFIX = "gone-"
 
 
 class Tombstones(Config):
-    """Hashes of ids and contents of purged pairs. The salt is the run's own: no two runs can be joined by them."""
+    """Hashes of ids and contents of purged pairs. Each run has its own salt, so that runs cannot be linked."""
 
     format: Literal[1] = 1
     salt: str
@@ -27,15 +27,15 @@ class Tombstones(Config):
     """Of the words that purged requests searched for, which may be a person's name."""
 
     def mark(self, text: str) -> str:
-        """What stands for an id or a content once it is purged."""
+        """The mark that replaces a purged id or content."""
         return PREFIX + hmac.new(bytes.fromhex(self.salt), text.encode(), hashlib.sha256).hexdigest()[:24]
 
     def bars(self, pair_id: str, content: str = "") -> bool:
-        """Whether a pair was purged, by its id or by what it holds."""
+        """Whether a pair was purged, by its id or its content."""
         return self.mark(pair_id) in self.ids or (bool(content) and self.mark(content) in self.contents)
 
     def renamed(self, request: Request) -> Request:
-        """The same request, purged ids and words by their marks."""
+        """The request with purged ids and words replaced by their marks."""
         if not isinstance(request, SampleRequest):
             return request
 
@@ -46,7 +46,7 @@ class Tombstones(Config):
         return request.model_copy(update={"ids": ids, "words": said(request.words), "unless": said(request.unless)})
 
     def without_names(self, value: Any) -> Any:
-        """The same JSON, purged ids and words by their marks wherever a text is one of them."""
+        """The JSON value with purged ids and words replaced by their marks."""
         if isinstance(value, dict):
             return {self.without_names(key): self.without_names(each) for key, each in value.items()}
         if isinstance(value, list):
@@ -56,14 +56,14 @@ class Tombstones(Config):
         return value
 
     def marked(self, ids: Iterable[str]) -> tuple[str, ...]:
-        """The same ids, purged ones by their marks."""
+        """The ids with purged ones replaced by their marks."""
         return tuple(map(self._mark_of, ids))
 
     def _mark_of(self, pair_id: str) -> str:
         return self.mark(pair_id) if self.mark(pair_id) in self.ids else pair_id
 
     def over(self, membership: Membership, ids: Iterable[str], words: Iterable[str] = ()) -> "Tombstones":
-        """With more pairs, by their ids and by what the membership says they hold, and with more words."""
+        """The tombstones with further pairs and words."""
         named = set(ids) - self.ids  # what is a mark already stays one
         marks = self.ids | {self.mark(each) for each in named}
         contents = self.contents | {self.mark(membership.digests[each]) for each in named & membership.digests.keys()}
@@ -71,12 +71,12 @@ class Tombstones(Config):
         return self.model_copy(update={"ids": frozenset(marks), "contents": frozenset(contents), "words": said})
 
     def without(self, ids: Iterable[str], contents: Iterable[str]) -> "Tombstones":
-        """With some pairs allowed again."""
+        """The tombstones without some pairs, which are allowed again."""
         marks, held = {self.mark(each) for each in ids}, {self.mark(each) for each in contents}
         return self.model_copy(update={"ids": self.ids - marks, "contents": self.contents - held})
 
     def buried(self, membership: Membership) -> Membership:
-        """Who holds what, purged pairs by their marks: places and classes stay, for replays draw batches by them."""
+        """The membership with purged pairs as marks. Places and classes stay, because replays draw batches by them."""
 
         def marked(holding: Holding) -> Holding:
             changes = {name: self.marked(getattr(holding, name)) for name in ("train_ids", "validation_ids")}
@@ -89,7 +89,7 @@ class Tombstones(Config):
 
 
 def read_tombstones(folder: Path) -> Tombstones:
-    """Those of a run; of one that purged nothing, none, with a new salt."""
+    """The tombstones of a run; empty with a new salt if nothing was purged."""
     path = folder / NAME
     return validate(Tombstones, read_json(path), str(path)) if path.is_file() else Tombstones(salt=new_salt())
 

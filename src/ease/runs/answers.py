@@ -96,7 +96,7 @@ class StoredAnswer:
 
 
 def _before(run: Run, request: Request | None) -> tuple[Head, TrainingConfig]:
-    """The head and the training that a request begins from, or began from if it is closed already.
+    """The head and the training that a request starts from, or started from if it is closed.
 
     The last finished round is a usable model, so a training that stopped early does not keep requests waiting.
     """
@@ -167,7 +167,7 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
 
 
 def check_method(run: Run, method: Unlearner) -> None:
-    """Refuse a method that cannot answer requests of such a run, or settings of it that cannot."""
+    """Refuse a method, or settings of it, that cannot answer requests of this run."""
     trainer = trainer_of(run.config.model)
     if trainer not in method.trainers and trainer == "sums":
         raise UserError(
@@ -183,7 +183,7 @@ def check_method(run: Run, method: Unlearner) -> None:
 
 
 def usual_method(run: Run) -> Unlearner:
-    """The method by which requests of a run are answered where none is named."""
+    """The default method for requests of a run."""
     return make_method("exact" if trainer_of(run.config.model) == "sums" else "ease")
 
 
@@ -198,10 +198,10 @@ def start_hash(run: Run, request: Request | None = None) -> str:
 
 
 def open_world(run: Run, request: Request | None = None, stones: Tombstones | None = None) -> World:
-    """The world of a run as it is now, or as it was when a request that is closed since was answered.
+    """The world of a run now, or, for a closed request, as it was when the request was answered.
 
-    What some finished answer forgot may have vanished from disk. What `stones` bar is not read; by default those of
-    the run.
+    Pairs that a finished result forgot may be missing from disk. Pairs that `stones` bar are not read; by default
+    these are the run's tombstones.
     """
     head = run.head if request is None else run.head.before(request)
     known = run.known(len(head.releases))
@@ -215,15 +215,15 @@ def open_world(run: Run, request: Request | None = None, stones: Tombstones | No
 
 
 def _answered(run: Run) -> list[Request]:
-    """Every request that has a finished answer."""
+    """The requests that have a finished result."""
     stored = [StoredAnswer(path.parent) for path in sorted(run.folder.glob("requests/*/*/record.json"))]
     return [each.record().request for each in stored]
 
 
 def release(run: Run, name: str) -> Release:
-    """Make a finished answer the model that the run continues from: its request is closed, its pairs are gone.
+    """Make a finished result the run's model; its request is closed and its pairs are gone.
 
-    An answer that is released already is the release that it became, so a command that failed after it can be repeated.
+    Releasing it again has no effect, so a command that failed afterwards can be repeated.
     """
     stored, request, _ = find_answer(run, name)
     answer = stored.folder.relative_to(run.folder / "requests").as_posix()
@@ -254,9 +254,11 @@ def release(run: Run, name: str) -> Release:
 
 
 def settle_head(run: Run) -> Release | None:
-    """Before more rounds: what the one answered request left is what the run goes on from; more than one answer is
-    for a person to choose from, and training refuses until someone has. No one can choose an answer that a release
-    has overtaken."""
+    """Release the only result before more rounds are trained.
+
+    If there are several, training refuses until a person has chosen one. A result that another release has replaced
+    cannot be chosen.
+    """
     grows = (run.folder / "run.json").is_file() and run.history.rounds() < run.config.training.rounds
     answered = run.unreleased() if grows else []
     for name in answered:
@@ -268,7 +270,7 @@ def settle_head(run: Run) -> Release | None:
 
 
 def check_current(run: Run, stored: StoredAnswer) -> None:
-    """Refuse an answer that began from another model than the run has now."""
+    """Refuse a result that started from another model than the run has now."""
     record = stored.record()
     name = stored.folder.relative_to(run.folder / "requests").as_posix()
     if any(each.purged and each.answer == name for each in run.head.releases):
@@ -293,7 +295,7 @@ def check_current(run: Run, stored: StoredAnswer) -> None:
 
 
 def check_named(run: Run, request: Request) -> None:
-    """Refuse a name under which another request was answered: its folder holds what was done for that one."""
+    """Refuse a name that another answered request has."""
     if not isinstance(request, SampleRequest) or not request.name:
         return
     asked = read_tombstones(run.folder).renamed(request)
@@ -306,14 +308,14 @@ def check_named(run: Run, request: Request) -> None:
 
 
 def answer_of(run: Run, request: Request, method: Unlearner) -> StoredAnswer:
-    """Where a method's answer to a request lives; other settings of the method get another folder."""
+    """The place of a method's result for a request; other settings of the method get another folder."""
     settings = method.model_dump(mode="json")
     label = method.name if method == type(method)() else f"{method.name}-{digest(settings)[:8]}"
     return StoredAnswer(run.folder / "requests" / request_id(request) / label)
 
 
 def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
-    """The finished answer that `REQUEST` or `REQUEST/METHOD` names, e.g. `client-3` or `client-3/retrain`."""
+    """The finished result that `REQUEST` or `REQUEST/METHOD` names, such as `client-3` or `client-3/retrain`."""
     request_name, _, label = name.partition("/")
     if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
         raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
@@ -330,7 +332,7 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
 
 
 def finished_answers(run: Run) -> list[str]:
-    """The names of all finished answers."""
+    """The names of all finished results."""
     return sorted(
         path.parent.relative_to(run.folder / "requests").as_posix()
         for path in run.folder.glob("requests/*/*/record.json")
@@ -338,5 +340,5 @@ def finished_answers(run: Run) -> list[str]:
 
 
 def continuation(stored: StoredAnswer, rounds: int, locked: bool) -> StoredAnswer:
-    """Where further training after a request is kept."""
+    """The place of further training after a request."""
     return StoredAnswer(stored.folder / f"after-{rounds}-{'locked' if locked else 'free'}")

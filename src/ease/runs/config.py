@@ -1,4 +1,4 @@
-"""Everything that decides the bytes of a run, read from TOML and `--set`."""
+"""The configuration of a run, read from TOML and `--set`."""
 
 import os
 from pathlib import Path
@@ -19,12 +19,12 @@ from ease.trainers import trainer_of
 
 
 class RunConfig(Config):
-    """Everything that decides the bytes of a run."""
+    """The configuration of a run; it determines every byte of the result."""
 
     seed: int = Field(0, ge=0)
-    """Of every random number but those of generated data; the same one gives the same bytes."""
+    """Seed of all random numbers except those of generated data."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where to compute; `auto`: on a GPU where there is one."""
+    """Where to compute; `auto` uses a GPU if there is one."""
     engine: EngineKind = "auto"
     """`sequential` trains one client after the other, `vectorized` all clients of a round in one pass; `auto`:
     `vectorized` on a GPU and for projectors without adapters, else `sequential`. `nodes`: clients are processes on
@@ -41,7 +41,7 @@ class RunConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _one_round_of_sums(cls, table: Any) -> Any:
-        """A closed-form head is solved in one round, whatever the default is."""
+        """Default to one round for a closed-form head."""
         if not isinstance(table, dict) or not isinstance(table.get("model"), dict):
             return table
         training = table.get("training", {})
@@ -72,24 +72,24 @@ class RunConfig(Config):
 
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Within one process a run is what it was before there were nodes, to the byte."""
+        """Omit `federation` if it is not set, so that such configurations keep their bytes."""
         return {name: value for name, value in dump(self).items() if name != "federation" or value is not None}
 
     @property
     def remote(self) -> bool:
-        """Whether clients are processes of their own."""
+        """Whether clients are separate processes."""
         return self.engine in REMOTE
 
     @property
     def federation_folder(self) -> Path:
-        """Where the federation is met whose clients are processes of their own."""
+        """The folder of the federation, if clients are separate processes."""
         folder = os.environ.get("EASE_FEDERATION") or self.federation
         if folder is None:
             raise UserError(f'engine = "{self.engine}": name the folder of the federation, as federation = "FOLDER"')
         return Path(folder)
 
     def identity(self) -> str:
-        """Hash of the configuration, less the number of rounds, which may grow, and where and for whom to wait."""
+        """Hash of the configuration without rounds, federation, quorum and deadline, which may change."""
         values = self.model_dump(mode="json")
         values.pop("federation", None)
         for name in ("rounds", "quorum", "deadline"):
@@ -106,7 +106,7 @@ def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConf
 
 
 def anchor_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the paths of a configuration absolute; relative ones are meant from `folder`."""
+    """The table with absolute paths; relative ones start at `folder`."""
     anchored = dict(table)
     for section, keys in (("data", ("path", "test_path", "images")), ("model", ("adapter",))):
         values = table.get(section)

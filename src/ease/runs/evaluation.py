@@ -1,4 +1,4 @@
-"""What the evaluator measures: which pairs are to be forgotten, kept or were never seen, and recall on each."""
+"""Measurements of the evaluator: forget, retained and test pairs, and recall on each."""
 
 import numpy as np
 from torch import Tensor
@@ -17,8 +17,8 @@ from ease.seeding import generator
 def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
     """Positions of forget, retained and test pairs. For a class request, test pairs of that class are left out.
 
-    Forget pairs are those the request names, closed or not; retained ones are what the clients hold beside them.
-    Canaries are no data and count nowhere, but in a request that names nothing else.
+    Forget pairs are those that the request names, closed or not; retained pairs are all others of the clients.
+    Canaries are not data and count only in a request that names nothing else.
     """
     seen, test, data = world.evaluator.shards, world.evaluator.test, world.evaluator.data
     if not isinstance(request, ClientRequest) and request.classes:
@@ -32,7 +32,7 @@ def evaluation_sets(world: World, request: Request) -> dict[str, np.ndarray]:
 
 
 def galleries(world: World, positions: np.ndarray, size: int) -> np.ndarray:
-    """Each pair first, then the test pairs most like it, those of its pseudo-class before all others: [n, size]."""
+    """For each pair a gallery of itself and the most similar test pairs, first those of its pseudo-class: [n, size]."""
     seen = world.evaluator
     classes, test_classes = seen.classes_of(positions), seen.classes_of(seen.test)
     others = alike(seen.activations, positions, classes, seen.test, test_classes, size - 1)
@@ -49,9 +49,9 @@ def embed_galleries(world: World, state: Params, drawn: np.ndarray) -> tuple[Ten
 
 
 def recalls_of(world: World, state: Params, sets: dict[str, np.ndarray], draws: int) -> dict[str, GalleryRecall]:
-    """Recall of each set on galleries of one size. A few forget pairs are looked for among test pairs like them.
+    """Recall of each set on galleries of one size; a few forget pairs are searched among similar test pairs.
 
-    Among pairs drawn at random a single pair is found by its kind alone, whether or not the model has seen it.
+    Among random pairs a single pair is found by its kind, whether or not the model has seen it.
     """
     seen, size = world.evaluator, common_size(sets, world.config.gallery)
     found = recalls(seen.model, state, seen.activations, sets, size, seen.device, draws)
@@ -63,7 +63,7 @@ def recalls_of(world: World, state: Params, sets: dict[str, np.ndarray], draws: 
 
 
 def measure(world: World, state: Params, sets: dict[str, np.ndarray], draws: int = 5) -> dict[str, float]:
-    """Recall of forget, retained and test pairs on galleries of one size; a set that has vanished has none."""
+    """Recall of forget, retained and test pairs on galleries of one size; empty sets are left out."""
     there = {name: positions for name, positions in sets.items() if len(positions)}
     results = recalls_of(world, state, there, draws)
     metrics = {f"{name}/recall@{k}": result[f"recall@{k}"].mean for name, result in results.items() for k in (1, 5, 10)}
@@ -71,6 +71,6 @@ def measure(world: World, state: Params, sets: dict[str, np.ndarray], draws: int
 
 
 def similarities(world: World, state: Params, positions: np.ndarray) -> Tensor:
-    """Cosine of each pair under a state [n]."""
+    """The cosine of each pair under a state [n]."""
     seen = world.evaluator
     return pair_similarity(*embed_pairs(seen.model, state, seen.activations, positions, seen.device))

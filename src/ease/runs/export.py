@@ -1,4 +1,4 @@
-"""Taking a model out of a run: adapters for PEFT, plain safetensors, or both encoders as ONNX."""
+"""Export of a model: adapters for PEFT, plain safetensors, or both encoders as ONNX."""
 
 import logging
 import shutil
@@ -42,7 +42,7 @@ Format = Literal["peft", "safetensors", "onnx"]
 
 
 def export(run: Run, request: str | None, form: Format, out: Path, card: str = "") -> list[Path]:
-    """Write the trained model, or the one a request left, into a folder; returns the files.
+    """Write the trained or an unlearned model into a folder and return the files.
 
     The README begins with `card`, a model card in Markdown.
 
@@ -66,7 +66,7 @@ def export(run: Run, request: str | None, form: Format, out: Path, card: str = "
 
 
 def _check_place(run: Run, out: Path) -> None:
-    """Refuse to write among the run's own files."""
+    """Refuse a target folder among the run's own files."""
     own, place = run.folder.resolve(), out.resolve()
     if place.is_relative_to(own) and not place.is_relative_to(own / "exports"):
         raise UserError(f"--out {out}: lies in the run among its own files; choose a folder outside of it")
@@ -75,7 +75,7 @@ def _check_place(run: Run, out: Path) -> None:
 
 
 def _move(staged: Path, out: Path) -> None:
-    """Put staged files into a folder in which only an earlier export may have files of their names."""
+    """Move staged files into a folder; only files of an earlier export are replaced."""
     manifest, known = out / MANIFEST, dict[str, list[str]]()
     if manifest.is_file():
         known = validate(Manifest, read_json(manifest), str(manifest)).files
@@ -94,7 +94,7 @@ def _move(staged: Path, out: Path) -> None:
 
 
 def write_safetensors(source: Source, out: Path) -> list[Path]:
-    """A folder that runs by itself; in it also the state as `Params` reads it, and the shared A matrices."""
+    """Write a self-contained folder with the state as `Params` reads it and the shared A matrices."""
     about = {
         "model": source.config.model.model_dump(mode="json"),
         "backbone": source.backbone.fingerprint,
@@ -110,7 +110,7 @@ def write_safetensors(source: Source, out: Path) -> list[Path]:
 
 
 def write_peft(source: Source, out: Path) -> list[Path]:
-    """Adapters that PEFT puts on the stock model, projectors beside them, and a page on how to apply both."""
+    """Write adapters that PEFT puts on the stock model, the projectors, and a page on how to apply both."""
     settings = source.config.model
     checkpoint = checkpoint_of(settings.backbone)
     if checkpoint is None:
@@ -142,7 +142,7 @@ def write_peft(source: Source, out: Path) -> list[Path]:
 
 
 def write_onnx(source: Source, out: Path) -> list[Path]:
-    """`image.onnx` takes uint8 pixels [n, side, side, 3], `text.onnx` token ids [n, tokens]; any n."""
+    """Write `image.onnx` for uint8 pixels [n, side, side, 3] and `text.onnx` for token ids [n, tokens]."""
     if find_spec("onnxscript") is None:
         raise UserError('--format onnx needs the onnx extra: pip install "ease-unlearning[onnx]"')
     side = source.backbone.image_size
@@ -178,7 +178,7 @@ def write_onnx(source: Source, out: Path) -> list[Path]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """The exporter's notes on itself are of no use to the user."""
+    """Silence the exporter's own log messages."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

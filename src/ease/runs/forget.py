@@ -1,4 +1,4 @@
-"""Answering a request on a run: a method's rounds journaled, metered and measured, the result kept whole."""
+"""Run a method on a request: its rounds are journaled, metered and measured, and the result is stored."""
 
 import shutil
 import time
@@ -83,12 +83,12 @@ def trains_on(world: World, request: Request) -> bool:
 
 
 def _unchanged(trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-    """The answer to a request for pairs that no client trains on: the same model, from which later answers start."""
+    """The same model, for a request whose pairs no client trains on."""
     yield Step(trained.start, "nothing was trained on", base=trained.base)
 
 
 def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
-    """Train on with what is retained after a request, its directions locked or free, to see whether it comes back."""
+    """Train further on retained pairs after a request, with its directions locked or free."""
     check_trains_on(run, f"--after {after}")
     stored, request, method = find_answer(run, after)
     snapshot = Snapshot.of(run, request)
@@ -111,7 +111,7 @@ def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iter
 
 
 def check_trains_on(run: Run, option: str) -> None:
-    """Refuse more rounds of a head that is solved at once."""
+    """Refuse more rounds of a closed-form head."""
     if trainer_of(run.config.model) == "sums":
         raise UserError(
             f"{option}: a closed-form head is solved from its sums in one round, and more change nothing; leave it out"
@@ -121,7 +121,7 @@ def check_trains_on(run: Run, option: str) -> None:
 def continue_training(
     trained: Trained, state: Params, held: Sequence[ServerLock], federation: Federation, rounds: int
 ) -> Iterator[Step]:
-    """Plain FedAvg on what the clients still hold; what is held is taken back after every round."""
+    """Plain FedAvg on the retained pairs; locks are applied after every round."""
     recipe = trained.training.model_copy(update={"rounds": rounds})
     for finished in fedavg(state, federation, recipe, trained.seed, trained.temperature, stream="after", held=held):
         yield step_of(finished, "further training")
@@ -139,9 +139,9 @@ def _follow(
     key: str = "",
     history: History | None = None,
 ) -> Iterator[tuple[Step, dict[str, float]]]:
-    """Iterate a method's steps: journal the clients' answers, meter, measure; `record.json` last makes it count.
+    """Iterate a method's steps, journal, meter and measure them, and write `record.json` last.
 
-    Rounds that the method keeps go to `history`.
+    Rounds that the method keeps are stored in `history`.
     """
     begun = stored.folder / "request.json"
     if begun.is_file() and read_json(begun) != settings:
@@ -191,13 +191,13 @@ def _follow(
 
 
 def _with_left_out(step: Step, left_out: dict[int, str]) -> Step:
-    """The step with everyone named who was left out on the way to it."""
+    """The step with all clients that were left out in its notes."""
     rejected = left_out | step.notes.get("rejected", {})
     return replace(step, notes={**step.notes, "rejected": rejected}) if rejected else step
 
 
 def _undone_if_refused(steps: Iterator[Step], folder: Path | None) -> Iterator[Step]:
-    """The same steps; if the first is refused, the folder that the request began goes, and the run is as it was."""
+    """The steps; if the first one is refused, the folder of the request is deleted again."""
     begun = False
     try:
         for step in steps:

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work held."""
+"""Peak memory of a piece of work."""
 
 import sys
 from contextlib import suppress
@@ -8,7 +8,7 @@ import torch
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Start anew, so that the peak of earlier work in this process is not counted; Linux and CUDA only."""
+    """Reset the peak of this process (Linux and CUDA only)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -17,7 +17,7 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held since, on the GPU where it works there; 0 where the system does not tell."""
+    """Peak bytes of this process since the reset, on the GPU if it computes there; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""From what people name (clients, words, ids) to a request that this run can answer, or a refusal that says why."""
+"""Requests from the names, words and ids that people give, or a refusal that says why."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ COMMENT = re.compile(r"\t#.*|^# .*|^#$")
 
 
 def request_id(request: Request) -> str:
-    """A stable name: the same request always has the same one. It holds no words, which may be a person's name."""
+    """The stable name of a request. It contains no words, because they may be a person's name."""
     if isinstance(request, ClientRequest):
         return "client-" + "-".join(map(str, request.clients))
     if isinstance(request, ClassRequest):
@@ -38,7 +38,7 @@ def request_id(request: Request) -> str:
 
 
 def request_flags(request: Request) -> str:
-    """The request as `ease forget` takes it; the list of ids is a file that only its writer knows."""
+    """The request as options of `ease forget`; a list of ids stands as `ids.txt`."""
     if isinstance(request, ClientRequest):
         return " ".join(f"--client {number}" for number in request.clients)
     if isinstance(request, ClassRequest):
@@ -52,12 +52,12 @@ def request_flags(request: Request) -> str:
 
 
 def named_ids(membership: Membership, request: Request) -> list[str]:
-    """Ids of the training pairs that a request names, whoever holds them."""
+    """Ids of the training pairs that a request names, at all clients."""
     return named_in(request, membership.clients)
 
 
 def check_request(world: World, request: Request) -> None:
-    """Refuse a request that names nothing, something unknown, what is gone already, or everything."""
+    """Refuse a request that names nothing, unknown things, only forgotten pairs, or all pairs."""
     members = world.server.membership
     _check_known(members, len(world.server.centroids), request)
     if isinstance(request, SampleRequest):
@@ -92,7 +92,7 @@ def _check_known(members: Membership, classes: int, request: Request) -> None:
 
 
 def _those(members: Membership) -> str:
-    """The clients of a run, for a message."""
+    """The names of a run's clients, for a message."""
     names = [members.named(holding.client) for holding in members.clients]
     if all(holding.name is None for holding in members.clients):
         return f"clients {names[0]} to {names[-1]}"
@@ -100,7 +100,7 @@ def _those(members: Membership) -> str:
 
 
 def find_clients(members: Membership, named: Sequence[str | int], option: str = "--client") -> tuple[int, ...]:
-    """Clients by the names of their sites or by their numbers, each once and with all that it added later."""
+    """Clients by site names or numbers, each once, with the clients that hold its later pairs."""
     by_name = {holding.name: holding.client for holding in members.clients if holding.name is not None}
     found = set[int]()
     for name in named:
@@ -116,13 +116,13 @@ def find_clients(members: Membership, named: Sequence[str | int], option: str = 
 
 
 def _is_number(text: str) -> bool:
-    """Whether it may be the number of a client or a class; Python converts no text of thousands of digits."""
+    """Whether a text is a number of at most 18 digits."""
     return text.isdecimal() and len(text) < 19
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be forgotten, as a person names it; several kinds of things together are one request."""
+    """What a person asks to forget; several kinds of things make one request."""
 
     clients: Sequence[str | int] = ()
     classes: Sequence[str] = ()
@@ -138,7 +138,7 @@ class Wanted:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of pseudo-classes."""
+        """Numbers of pseudo-classes."""
         return tuple(sorted({int(text) for text in self.classes if _is_number(text)}))
 
     @property
@@ -154,14 +154,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The request that someone meant, and how its words were understood."""
+    """The request, and the matches of its words."""
 
     request: Request
     matches: tuple[Match, ...] = ()
 
 
 def check_wanted(run: Run, wanted: Wanted) -> None:
-    """Refuse what cannot be meant, before the data are opened for it, which may take minutes."""
+    """Refuse impossible requests before the data are opened, which may take minutes."""
     known = run.known()
     if known is not None:
         _whole(known[0], len(known[1]), wanted)
@@ -170,7 +170,7 @@ def check_wanted(run: Run, wanted: Wanted) -> None:
 
 
 def _whole(members: Membership, classes: int, wanted: Wanted) -> tuple[ClientRequest | ClassRequest, ...]:
-    """The clients and the classes that are named, in a request that may make sense."""
+    """The requests for whole clients and classes; contradictory options are refused."""
     if not any(wanted.kinds):
         raise UserError("name what to forget with --client, --concept, --class, --samples or --canaries, or several")
     if wanted.threshold is not None and not wanted.words:
@@ -194,7 +194,7 @@ def _whole(members: Membership, classes: int, wanted: Wanted) -> tuple[ClientReq
 
 
 def parse_request(world: World, wanted: Wanted) -> Resolved:
-    """From names, words and ids to a request. Several kinds of things become the list of all their pairs."""
+    """The request for names, words and ids. Several kinds of things become a list of all their pairs."""
     whole = _whole(world.server.membership, len(world.server.centroids), wanted)
     if sum(wanted.kinds) == 1 and whole:
         if wanted.name:
@@ -223,7 +223,7 @@ def parse_request(world: World, wanted: Wanted) -> Resolved:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that could be mistaken for that of another request, or that no folder can have."""
+    """Refuse a request name that looks like a generated one or that no folder can have."""
     if not NAME.fullmatch(name):
         raise UserError(f"--name {name!r}: use up to 60 letters, digits, hyphens and dots, the first a letter or digit")
     if TAKEN.match(name):
@@ -231,7 +231,7 @@ def check_name(name: str) -> None:
 
 
 def planted_ids(world: World) -> list[str]:
-    """The ids of all canaries that some client trained on."""
+    """Ids of all canaries that some client trained on."""
     canaries = {world.evaluator.pairs.ids[position] for position in world.evaluator.canaries}
     found = [each for holding in world.server.membership.clients for each in holding.train_ids if each in canaries]
     if not found:
@@ -240,7 +240,7 @@ def planted_ids(world: World) -> list[str]:
 
 
 def read_ids(path: Path, option: str = "--samples") -> set[str]:
-    """The ids of a file, one a line."""
+    """The ids in a file with one id per line."""
     try:
         lines = read_bytes(path, LARGEST_LIST).decode().splitlines()
         ids = {COMMENT.sub("", line).strip() for line in lines} - {""}

@@ -1,4 +1,4 @@
-"""A run from its configuration: the world it lives in, training with history, and resuming."""
+"""A run directory: configuration, training with history, resuming, and releases."""
 
 import uuid
 from collections.abc import Iterator
@@ -41,21 +41,21 @@ from ease.subspace import Basis, ServerLock, load_bases
 from ease.trainers import train
 
 PURGING = ".purge"
-"""Folder of what will take the place of purged files; with a plan in it, the run is between two states."""
+"""Folder of a purge's new files. If it contains a plan, the purge was interrupted."""
 FORMAT = 2
-"""Of the run directory; raise it when an older run can no longer be read."""
+"""Format of the run directory; raise it when older runs can no longer be read."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory: configuration, history and what was done with it."""
+    """A run directory with its configuration and history."""
 
     folder: Path
     config: RunConfig
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig) -> "Run":
-        """A new run, or the same run continued; another configuration in the same place is refused."""
+        """Create a run, or continue it; another configuration in the same folder is refused."""
         run = cls.plan(folder, config)
         run.check_released()
         if not (folder / "run.json").is_file():
@@ -67,7 +67,7 @@ class Run:
 
     @classmethod
     def plan(cls, folder: Path, config: RunConfig) -> "Run":
-        """What `create` would give, with nothing written: the place to refuse before the long work begins."""
+        """The run that `create` would return, without writing; refuses early what cannot work."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file; choose a folder for --out")
         check_writable(folder, "choose another --out")
@@ -87,7 +87,7 @@ class Run:
 
     @classmethod
     def load(cls, folder: Path, purging: bool = False) -> "Run":
-        """A run that is there; one whose purge was interrupted is for that purge alone."""
+        """Open an existing run. One with an interrupted purge is opened with `purging` only."""
         marker = folder / "run.json"
         if not purging and (folder / PURGING / "plan.json").is_file():
             raise UserError(f"{folder}: a purge was interrupted here; finish it first with: ease purge {folder}")
@@ -105,12 +105,12 @@ class Run:
         return cls(folder, validate(RunConfig, stored["config"], str(marker)))
 
     def _write_config(self) -> None:
-        """Say what is trained here; whoever calls holds the run, so that one who is refused changes nothing."""
+        """Write the configuration; the caller holds the run's lock."""
         write_json(self.folder / "run.json", {"format": FORMAT, "config": self.config.model_dump(mode="json")})
         write_atomic(self._config_path, to_toml(self.config).encode())
 
     def _tells_config(self) -> bool:
-        """Whether the file for people says the same: a process may have died between the two."""
+        """Whether config.toml is up to date; a process may have died before writing it."""
         return self._config_path.is_file() and self._config_path.read_bytes() == to_toml(self.config).encode()
 
     @property
@@ -118,7 +118,7 @@ class Run:
         return self.history_of(self.head)
 
     def history_of(self, head: Head) -> History:
-        """Of the training from the start that a head comes from."""
+        """The history of the training from the start that a head continues."""
         training = self.config.training
         return History(
             self.folder,
@@ -132,12 +132,12 @@ class Run:
 
     @property
     def training(self) -> TrainingConfig:
-        """The recipe of the finished rounds: that of the configuration, which may name more rounds than there are."""
+        """The configuration of the training, with the number of finished rounds."""
         training = self.config.training
         return training.model_copy(update={"rounds": min(training.rounds, self.history.rounds())})
 
     def unfinished_note(self) -> str:
-        """One line if training stopped early and the last finished round is used; else nothing."""
+        """A note if training stopped early and the last finished round is used; else empty."""
         done, wanted = self.training.rounds, self.config.training.rounds
         if not 0 < done < wanted:
             return ""
@@ -147,9 +147,9 @@ class Run:
         )
 
     def hosted(self, world: World) -> World:
-        """The world, its clients' disks being folders of this run where they keep their own history.
+        """The world with folders of this run as the clients' disks, if clients keep their history.
 
-        Nodes have disks of their own, and know the run by a name.
+        Nodes have their own disks and know the run by its name.
         """
         if self.config.remote:
             return world if world.run_name else replace(world, run_name=self.name)
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What nodes know it by. Drawn once: two trainings of one configuration are not the same to a client."""
+        """The random name by which nodes know the run. Two trainings of one configuration have different names."""
         path = self._name_path
         if not path.is_file():
             write_json(path, {"name": uuid.uuid4().hex})
@@ -185,7 +185,7 @@ class Run:
         return membership if releases is None else membership.before(releases), centroids
 
     def _remember(self, world: World) -> None:
-        """Store what no one may have to find out again: data may change or vanish after the training."""
+        """Store who holds which pair and what is frozen, because data may change or vanish later."""
         write_tensors(self._classes_path, {"centroids": torch.from_numpy(world.server.centroids)})
         write_json(self.folder / "world.json", _frozen_parts(world))
         if world.run_name:  # by which nodes know it already
@@ -193,7 +193,7 @@ class Run:
         write_json(self._membership_path, world.server.membership.model_dump(mode="json"))  # last: it makes them count
 
     def check_released(self) -> None:
-        """Refuse more rounds while it is open what to go on from: they would train on what was forgotten."""
+        """Refuse more rounds while a result is not released, because they would train on forgotten pairs."""
         open_requests = self.unreleased() if self.history.rounds() < self.config.training.rounds else []
         if open_requests:
             raise UserError(
@@ -221,12 +221,12 @@ class Run:
         return self.folder / "requests" / release.answer / "model.safetensors"
 
     def unreleased(self) -> list[str]:
-        """Names of the requests that were answered and whose answers the run does not go on from."""
+        """Names of answered requests without a release."""
         answered = {path.parent.parent.name for path in self.folder.glob("requests/*/*/record.json")}
         return sorted(answered - {release.answer.partition("/")[0] for release in self.head.releases})
 
     def check_frozen(self, backbone: Backbone, device: torch.device) -> None:
-        """Refuse other weights than those of the training under what it has learnt."""
+        """Refuse frozen weights that differ from those of the training."""
         path = self.folder / "world.json"
         if not path.is_file():
             return
@@ -240,7 +240,7 @@ class Run:
             raise UserError(f"{self.folder}: the adapter in {adapter} is not the one this run began from; restore it")
 
     def threads_note(self) -> str:
-        """One line where more or fewer threads are at work now than when the run was begun; else nothing."""
+        """A note if the number of threads differs from that of the training; else empty."""
         path, now = self.folder / "world.json", torch.get_num_threads()
         begun = _frozen(path, *identity(path)).get("threads", now) if path.is_file() else now
         if begun == now:
@@ -251,7 +251,7 @@ class Run:
         )
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the run for this process alone."""
+        """Lock the run for this process."""
         busy = f"{self.folder}: another process is working on this run; wait for it or choose another --out"
         return exclusive(self.folder / ".lock", busy)
 
@@ -317,13 +317,13 @@ class Run:
 
 
 def _neighbours(folder: Path) -> str:
-    """Some folders that someone may have meant instead."""
+    """Names of up to five other folders, for an error message."""
     found = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "no folders"
 
 
 def _frozen_parts(world: World) -> dict[str, str | int | None]:
-    """What is frozen under the training, by hash, and how many threads add up: another number rounds otherwise."""
+    """Hashes of the frozen parts and the number of threads, which changes rounding."""
     adapter = world.config.model.adapter
     return {
         "backbone": world.server.backbone.fingerprint,
@@ -375,7 +375,7 @@ def _centroids(path: Path, *identity: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _frozen(path: Path, *identity: int) -> dict[str, str | int | None]:
-    """What was frozen under the training, see `_frozen_parts`."""
+    """The stored frozen parts, see `_frozen_parts`."""
     stored: dict[str, str | int | None] = read_json(path, most=SMALL_JSON)
     return stored
 

@@ -1,4 +1,4 @@
-"""A model as a folder that runs by itself: all weights, the vocabulary, a script that loads them, and a page on how.
+"""Export of a model as a self-contained folder: weights, vocabulary, a script that loads them, and a README.
 
 The script needs torch, Pillow for files of pictures, and what the backbone is made of; this package it does not need.
 For encoders of our own it holds their very source, so that what is exported computes what was trained.
@@ -79,7 +79,7 @@ CHECKED = ("a red car at night", "two dogs on the beach")
 
 
 def write_standalone(source: Source, out: Path) -> list[Path]:
-    """Write everything that the model needs into a folder; returns the files."""
+    """Write everything that the model needs into a folder and return the files."""
     backbone = source.backbone
     tensors, written = _projectors(source), list[Path]()
     settings: dict[str, Any] = {
@@ -134,7 +134,7 @@ def write_standalone(source: Source, out: Path) -> list[Path]:
 
 
 def write_beside_graphs(source: Source, out: Path) -> list[Path]:
-    """What ONNX graphs of the two encoders need to run by themselves: tokens, a script and a page."""
+    """Write the vocabulary, a script and a README beside the ONNX graphs and return the files."""
     backbone, written = source.backbone, list[Path]()
     settings: dict[str, Any] = {
         "image_size": backbone.image_size,
@@ -169,7 +169,7 @@ def _projectors(source: Source) -> dict[str, Tensor]:
 
 
 def _towers(source: Source) -> dict[str, Tensor]:
-    """Both towers, adapters added to the layers they adapt."""
+    """Both towers with the adapters merged into their layers."""
     found: dict[str, Tensor] = {}
     for side in ("image", "text"):
         tower = getattr(source.model, side).tower
@@ -178,7 +178,7 @@ def _towers(source: Source) -> dict[str, Tensor]:
 
 
 def merged(tower: nn.Module) -> dict[str, Tensor]:
-    """The state of a tower as if it had never had adapters: W + scale · B·A in the place of W."""
+    """A tower's state with W + scale · B·A in place of W."""
     adapted = {name: module for name, module in tower.named_modules() if isinstance(module, LoraLinear)}
     state = {
         name: tensor
@@ -196,7 +196,7 @@ def _product(layer: LoraLinear) -> Tensor:
 
 
 def _checkpoint(source: Source, out: Path) -> list[Path]:
-    """The stock checkpoint with the adapters added to its weights; it can be named as a backbone again."""
+    """Write the stock checkpoint with merged adapters; it can be used as a backbone."""
     name = source.config.model.backbone
     folder = checkpoint_folder(name)
     weights: dict[str, Tensor] = {}
@@ -210,7 +210,7 @@ def _checkpoint(source: Source, out: Path) -> list[Path]:
 
 
 def _beside_weights(folder: Path) -> list[Path]:
-    """Settings and vocabulary of a checkpoint."""
+    """Copy the settings and the vocabulary of a checkpoint."""
     return [
         path
         for path in sorted(folder.iterdir())
@@ -225,7 +225,7 @@ def _copied(path: Path, target: Path) -> Path:
 
 
 def _source(module: Any, constants: tuple[str, ...], parts: tuple[Callable[..., Any], ...]) -> str:
-    """Constants and definitions of a module as they are written there."""
+    """The source of a module's constants and definitions."""
     values = "".join(f"{name} = {getattr(module, name)!r}\n" for name in constants)
     return "\n" + values + "".join(f"\n\n{inspect.getsource(part)}" for part in parts).replace("Sequence[str]", "list")
 
@@ -236,7 +236,7 @@ def _script(needs: str, definitions: str, towers: str) -> str:
 
 
 def _check(source: Source, out: Path) -> list[Path]:
-    """Two pictures, two texts and what the model makes of them."""
+    """Two pictures, two texts and their embeddings, to check the export with."""
     size, rng = source.backbone.image_size, torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8, generator=rng)
     found = {

@@ -1,4 +1,4 @@
-"""Using a model that a run has made: embeddings, search among the run's pairs, zero-shot classes."""
+"""Using a run's model: embeddings, search among the run's pairs, zero-shot classification."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ Picture = str | Path | Image.Image | np.ndarray | memoryview
 
 @dataclass(frozen=True)
 class Source:
-    """A state, the model that it is loaded into, and where it comes from."""
+    """A state with its model and its origin."""
 
     config: RunConfig
     request: str | None
@@ -45,7 +45,7 @@ class Source:
 
     @classmethod
     def with_state(cls, run: Run, request: str | None, state: Params) -> "Source":
-        """Any state of a run in its model."""
+        """A state of a run with its model."""
         # On the CPU, so that the exported numbers do not depend on the device of the run.
         backbone = load_backbone(run.config.model.backbone)
         run.check_frozen(backbone, torch.device("cpu"))
@@ -54,7 +54,7 @@ class Source:
 
     @classmethod
     def of_export(cls, folder: Path) -> "Source":
-        """What `ease export` wrote as safetensors. Its script is not run: the folder may be anybody's."""
+        """The model in an export. Its script is not run, because the folder may come from anyone."""
         path = folder / "model.safetensors"
         _, note = read_noted(path)
         told = {"model": note.get("model"), "seed": note.get("seed")}
@@ -85,7 +85,7 @@ def _loaded(config: RunConfig, backbone: Backbone, state: Params, remedy: str) -
 
 
 class Encoder(nn.Module):
-    """One modality from raw inputs to unit-norm embeddings, in one piece."""
+    """One modality from raw inputs to unit-norm embeddings."""
 
     def __init__(self, model: DualEncoder, modality: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Encoder(nn.Module):
 
 @torch.no_grad()
 def encode_text(source: Source, texts: str | Sequence[str]) -> Tensor:
-    """Unit-norm embeddings [n, width], one for each text."""
+    """Unit-norm embeddings of texts [n, width]."""
     given = [texts] if isinstance(texts, str) else list(texts)
     if not given or not all(isinstance(text, str) and text.strip() for text in given):
         raise UserError("encode_text: give at least one text, and no empty one")
@@ -110,7 +110,7 @@ def encode_text(source: Source, texts: str | Sequence[str]) -> Tensor:
 
 @torch.no_grad()
 def encode_image(source: Source, pictures: Picture | Sequence[Picture], most_pixels: int | None = None) -> Tensor:
-    """Unit-norm embeddings [n, width], one for each picture; a file of more than `most_pixels` is refused."""
+    """Unit-norm embeddings of pictures [n, width]; files with more than `most_pixels` are refused."""
     alone = isinstance(pictures, str | Path | Image.Image | memoryview) or (
         isinstance(pictures, np.ndarray) and pictures.ndim == 3
     )
@@ -140,7 +140,7 @@ def _pixels(picture: Picture, backbone: Backbone, most_pixels: int | None) -> np
 
 
 def classify(source: Source, pictures: Picture | Sequence[Picture], labels: Sequence[str]) -> Tensor:
-    """Zero-shot: how probable each label, a text such as "a photo of a dog", is for each picture [n, labels]."""
+    """Zero-shot probability of each label, such as "a photo of a dog", for each picture [n, labels]."""
     if isinstance(labels, str) or len(labels) < 2:
         raise UserError('classify: give at least two labels, such as ["a photo of a dog", "a photo of a cat"]')
     similarity = encode_image(source, pictures) @ encode_text(source, labels).T
@@ -152,7 +152,7 @@ def classify(source: Source, pictures: Picture | Sequence[Picture], labels: Sequ
 
 @dataclass(frozen=True)
 class Hit:
-    """A pair whose picture some words found."""
+    """A pair found by a search."""
 
     id: str
     score: float
@@ -175,7 +175,7 @@ def check_sought(words: str) -> None:
 def search(
     world: World, source: Source, words: str, count: int, forgotten: frozenset[str] = frozenset(), among: str = "all"
 ) -> list[Hit]:
-    """The pictures nearest to some words among the run's pairs, by the model of `source`; nearest first."""
+    """The run's pictures nearest to some words under the model of `source`, nearest first."""
     check_sought(words)
     places, whose = gallery(world, among)
     query = encode_text(source, words)[0]
@@ -196,9 +196,9 @@ def search(
 
 
 def gallery(world: World, among: str = "all") -> tuple[np.ndarray, list[str]]:
-    """Positions of the pairs to search among, and whose each is: `all`, `train` or `test`; canaries are no data.
+    """Positions and owners of the pairs to search (`all`, `train` or `test`), without canaries.
 
-    What closed requests named is not among them, and of a client that withdrew what it held out neither.
+    Pairs of closed requests and held-out pairs of withdrawn clients are left out.
     """
     members, seen = world.server.membership, world.evaluator
     found = (
@@ -227,7 +227,7 @@ def pictures(world: World, state: Params, places: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True)
 class Compared:
-    """Models that are asked the same, and what they are asked about."""
+    """Models that answer the same searches, and the pairs that are searched."""
 
     world: World
     sources: Mapping[str, Source]
@@ -237,7 +237,7 @@ class Compared:
 
     @classmethod
     def of(cls, run: Run, request: str | None) -> "Compared":
-        """The run's own model, or those before and after a request, in the world as it was when that was answered."""
+        """The run's model, or the models before and after a request in the world of that time."""
         if request is None:
             return cls(open_world(run), {"the run's model": Source.of(run, None)}, frozenset())
         _, asked, _ = find_answer(run, request)
@@ -246,7 +246,7 @@ class Compared:
         return cls(open_world(run, asked), sources, forgotten_ids(run, request))
 
     def search(self, words: str, count: int, among: str = "all") -> dict[str, list[Hit]]:
-        """Model -> what it finds, nearest first."""
+        """Model -> its hits, nearest first."""
         return {
             name: search(self.world, source, words, count, self.forgotten, among)
             for name, source in self.sources.items()
@@ -254,7 +254,7 @@ class Compared:
 
 
 def forgotten_ids(run: Run, request: str) -> frozenset[str]:
-    """Pairs that an answered request named."""
+    """Ids of the pairs that an answered request named."""
     known = run.known()
     assert known is not None  # it has an answer
     return every_id(find_answer(run, request)[1], known[0])

@@ -1,4 +1,4 @@
-"""Independent jobs spread over processes: results go to files, and only short notes of progress come back."""
+"""Independent jobs in several processes. Results are files; only short progress notes are returned."""
 
 import multiprocessing
 import os
@@ -19,14 +19,14 @@ WATCH_SECONDS = 1.0
 
 
 def default_processes(device: str) -> int:
-    """One for each core, and one for a GPU, which large models fill."""
+    """The default number of processes: one per core, or one for a GPU."""
     if device != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str]:
-    """Do all jobs, the first ones first, and yield their notes. One process does them here.
+    """Do all jobs in order and yield their notes; with one process, in this one.
 
     Processes are spawned, with one thread each: small matrices gain nothing from more.
     """
@@ -73,7 +73,7 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
 
 @contextmanager
 def _keeping_memory() -> Iterator[None]:
-    """Processes started here keep freed memory instead of giving it back after every step, which costs a tenth."""
+    """Let child processes keep freed memory; returning it after every step costs a tenth of the time."""
     changes = {name: str(1 << 32) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)

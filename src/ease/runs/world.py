@@ -1,4 +1,4 @@
-"""The world of a run in three parts: what the server holds, what its clients hold, and what the evaluator may see."""
+"""The world of a run in three parts: server, clients and evaluator."""
 
 import uuid
 from collections.abc import Callable, Collection
@@ -31,7 +31,7 @@ from ease.runs.config import RunConfig, choose_device
 
 @dataclass(frozen=True)
 class Server:
-    """The recipe, the frozen model, and who holds which pair by its id; no picture, caption or activation."""
+    """The server's part: configuration, frozen model and ids of pairs; no pictures, captions or activations."""
 
     config: RunConfig
     membership: Membership
@@ -48,7 +48,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Every pair with its activations, whoever holds it: for measuring and for simulating, never for the server."""
+    """The evaluator's part: all pairs with their activations, for measuring and simulating, never for the server."""
 
     pairs: PairSet
     activations: Activations
@@ -63,16 +63,16 @@ class Evaluator:
     device: torch.device
 
     def classes_of(self, positions: np.ndarray) -> np.ndarray:
-        """Nearest pseudo-class of any pairs [pairs]."""
+        """The nearest pseudo-class of each pair [pairs]."""
         return nearest_classes(self.activations, self.centroids, positions)
 
     @cached_property
     def canaries(self) -> np.ndarray:
-        """Positions of the canaries, planted or kept out; of none of the other kinds of pairs."""
+        """Positions of all canaries, planted or not."""
         return self.pairs.indices(canaries.SPLIT)
 
     def without(self, ids: Collection[str]) -> "Evaluator":
-        """The same without some pairs that no client trains on: they are in no measure, gallery or search."""
+        """The evaluator without some pairs outside training, for measures, galleries and searches."""
         if not ids:
             return self
         gone = np.array([place for place, pair_id in enumerate(self.pairs.ids) if pair_id in ids], dtype=np.int64)
@@ -80,7 +80,7 @@ class Evaluator:
         return replace(self, test=test, spare=spare, shards=tuple(shard.without_held_out(ids) for shard in self.shards))
 
     def data(self, positions: np.ndarray) -> np.ndarray:
-        """Those of some pairs that are data, not canaries."""
+        """The positions that are not canaries."""
         return positions[~np.isin(positions, self.canaries)]
 
 
@@ -91,13 +91,13 @@ class World:
     server: Server
     evaluator: Evaluator
     gone: tuple[Request, ...] = ()
-    """Requests that are closed: their pairs are in no client's data any more."""
+    """Closed requests; their pairs are not in any client's data."""
     disks: Path | None = None
-    """Folders that stand for the clients' own disks, one for each; absent: clients keep nothing."""
+    """Folder with one disk folder per client; absent if clients store nothing."""
     run_name: str = ""
-    """What nodes know the run by, where clients are nodes."""
+    """The name by which nodes know the run."""
     renewed: int = 0
-    """How many of the closed requests came before the training from the start that the run goes on from."""
+    """Number of closed requests before the last training from the start."""
 
     @classmethod
     def open(
@@ -107,9 +107,9 @@ class World:
         forgotten: Collection[str] = (),
         barred: Callable[[str], bool] | None = None,
     ) -> "World":
-        """Deal the data to clients, or take who holds what, and the class centres, from a run that is `known` already.
+        """Open the world: partition the data, or use the stored partition and class centres of a `known` run.
 
-        Of a known run, pairs that were `forgotten` may have vanished from disk; those that are `barred` are not read.
+        Files of `forgotten` pairs may be missing. Pairs that are `barred` are not read.
         """
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
@@ -145,17 +145,17 @@ class World:
         )
 
     def without(self, *requests: Request) -> "World":
-        """The same world once these requests are closed."""
+        """The world after these requests are closed."""
         return replace(self, gone=(*self.gone, *requests)) if requests else self
 
     def erasing(self, *requests: Request) -> "World":
-        """The same world without the pairs outside training that these requests list; training pairs stay."""
+        """The world without the listed pairs outside training; training pairs stay."""
         untrained = self.server.membership.untrained().values()
         ids = listed_ids(requests) & frozenset[str]().union(*untrained)
         return replace(self, evaluator=self.evaluator.without(ids)) if ids else self
 
     def with_disks(self, disks: Path | None) -> "World":
-        """The same world whose clients keep what they are told to in folders of their own."""
+        """The world with folders as the clients' disks."""
         return self if disks == self.disks else replace(self, disks=disks)
 
     @property
@@ -164,12 +164,12 @@ class World:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """What the clients hold now."""
+        """The clients' current pairs."""
         dealt = {holding.client: holding for holding in self.server.membership.clients}
         return redealt(without(self.evaluator.shards, self.gone), dealt, self.gone[: self.renewed])
 
     def check_together(self, what: str) -> None:
-        """Refuse what needs every client's pairs in one place."""
+        """Refuse an operation that needs all clients' pairs in one place."""
         if self.config.partition.apart:
             raise UserError(
                 f'{what}: needs the clients\' pairs, and they lie at their sites alone (partition.scheme = "on_site")'
@@ -177,7 +177,7 @@ class World:
 
     @cached_property
     def federation(self) -> Engine:
-        """The clients, each with its own pairs alone, behind the engine of the configuration."""
+        """The clients behind the configured engine; each has its own pairs only."""
         if self.config.remote:
             return remote_engine(
                 self.config.engine,
@@ -196,7 +196,7 @@ class World:
 
 
 def check_apart(config: RunConfig) -> None:
-    """Refuse settings that pairs which lie apart cannot have."""
+    """Refuse settings that do not work with pairs on site."""
     if not config.remote:
         raise UserError(
             f'partition.scheme = "on_site": pairs lie at nodes, and engine = "{config.engine}" has none; set engine '
@@ -209,7 +209,7 @@ def check_apart(config: RunConfig) -> None:
 
 
 def activations_of(pairs: PairSet, backbone: Backbone, config: RunConfig, device: torch.device) -> Activations:
-    """Frozen activations of pairs as far as the configured model needs them."""
+    """The frozen activations of pairs that the configured model needs."""
     first = {side: first_adapted(getattr(backbone, side), config.model) for side in ("image", "text")}
     return cached_activations(pairs, backbone, first["image"], first["text"], device)
 
@@ -217,7 +217,7 @@ def activations_of(pairs: PairSet, backbone: Backbone, config: RunConfig, device
 def _enrolled(
     config: RunConfig, run_name: str, backbone: Backbone, activations: Activations
 ) -> tuple[tuple[Holding, ...], np.ndarray]:
-    """Ask the nodes what they take part with."""
+    """The nodes' holdings and the pseudo-class centres that they agreed on."""
     none = dict.fromkeys(range(config.partition.clients), ())
     folder, deadline = config.federation_folder, config.training.deadline
     remote = remote_engine(config.engine, folder, run_name, none, none, (), 0, backbone.fingerprint, deadline)
@@ -231,6 +231,6 @@ def _enrolled(
 
 
 def nearest_classes(activations: Activations, centroids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The pseudo-class of the nearest centre, for each of some pairs."""
+    """The pseudo-class of the nearest centre for each pair [pairs]."""
     joint = joint_embedding(activations.pooled_image[positions], activations.pooled_text[positions])
     return ((joint[:, None] - centroids[None]) ** 2).sum(-1).argmin(1)

@@ -22,7 +22,7 @@ from ease.audit.membership_scores import measure_scores
 from ease.audit.quick_check import SAME_CLIENTS, compare, held_out_like, only
 from ease.data.words import telling
 from ease.errors import UserError
-from ease.methods.base import Trained, forget_holders
+from ease.methods.base import Trained, forget_clients
 from ease.methods.retrain import Retrain
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest
@@ -69,7 +69,7 @@ def few(world: World, each: int, seed: int) -> Iterator[tuple[str, Request]]:
 
 def looks(world: World, trained: Trained, request: Request, models: dict[str, Params]) -> Iterator[dict[str, Any]]:
     """One line for each model and comparison; `abstains` says why there is no gap."""
-    holders = forget_holders(request, world.federation)
+    holders = forget_clients(request, world.federation)
 
     def scores(state: Params) -> Any:
         return measure_scores(trained, state, request, world.federation, holders)

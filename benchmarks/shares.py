@@ -27,7 +27,7 @@ from ease.audit.membership_scores import measure_scores
 from ease.federation.fedavg import average, participants
 from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
-from ease.methods.base import Trained, forget_holders, retained_clients
+from ease.methods.base import Trained, forget_clients, retained_clients
 from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.method import CLIENT_RECOVERY, REPLAY_RECOVERY, final_loss, halved
 from ease.params import Params
@@ -78,7 +78,7 @@ class Bench:
         sets = evaluation_sets(self.world, self.request)
         found = measure(self.world, state, sets)
         federation = self.world.federation
-        holders = forget_holders(self.request, federation)
+        holders = forget_clients(self.request, federation)
         scores = measure_scores(self.trained, state, self.request, federation, holders)
         forget = torch.cat([values["forget"] for values in scores.values()])
         similarity = similarities(self.world, state, sets["forget"])

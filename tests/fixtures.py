@@ -34,7 +34,7 @@ from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation, LocalJob, Middleware, Optimiser, Update
 from ease.federation.sequential import Sequential
 from ease.methods import make_method
-from ease.methods.base import Step, Trained, Unlearner, forget_holders
+from ease.methods.base import Step, Trained, Unlearner, forget_clients
 from ease.methods.retrain import Retrain
 from ease.model import hub
 from ease.model.hub import quiet_transformers
@@ -156,7 +156,7 @@ class Learnt:
 
     def level(self, state: Params, request: Request) -> float:
         """Mean log-odds of the pairs a request names."""
-        clients = forget_holders(request, self.world.federation)
+        clients = forget_clients(request, self.world.federation)
         scores = measure_scores(self.trained, state, request, self.world.federation, clients)
         return float(torch.cat([values["forget"] for values in scores.values()]).mean())
 

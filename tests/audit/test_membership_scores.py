@@ -13,7 +13,7 @@ from ease.audit.membership_scores import adjusted_gap, comparable, measure_score
 from ease.data.examples import Examples
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.local import measure_together, work
+from ease.federation.local import measure_vectorized, work
 from ease.federation.objectives import embed_states
 from ease.federation.protocol import Middleware
 from ease.params import Params
@@ -207,7 +207,7 @@ def test_clients_that_share_passes_measure_what_each_measures_alone(learnt, loca
     own = [(data, job.own(client, data.shard.train_ids)) for client, data in sorted(clients.items())]
     alone = [work(model, learnt.trained.final, *each) for each in own]
     monkeypatch.setattr(module, "CHUNK_PAIRS", at_once)
-    together = measure_together(model, learnt.trained.final, own)
+    together = measure_vectorized(model, learnt.trained.final, own)
     assert [each.client for each in together] == [each.client for each in alone]
     for one, two in zip(alone, together, strict=True):
         assert one.pairs == two.pairs and two.delta is None and one.values.keys() == two.values.keys()

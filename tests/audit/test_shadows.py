@@ -312,7 +312,7 @@ def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
         measures = objectives.OBJECTIVES
         monkeypatch.setattr(
             side_by_side,
-            "measures_together",
+            "can_measure_vectorized",
             lambda job, _: isinstance(measures[job.objective], objectives.SharedMeasurement),
         )
     world = adapted.world

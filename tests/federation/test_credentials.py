@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ease.errors import Disconnected, UserError
 from ease.federation import flower
-from ease.federation.credentials import admit, make_authority, make_node_key, read_admitted, told_key
+from ease.federation.credentials import admit, make_authority, make_node_key, public_key, read_admitted
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.flower import GRID, SERVER, Flower
 from ease.federation.launch import QUIET, FlowerServer, check_exposure, environment
@@ -80,7 +80,7 @@ def test_a_key_speaks_for_one_client(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is the key of client 0 already"):
         admit(tmp_path, 1, keys[0])
     admit(tmp_path, 1, keys[1])
-    assert read_admitted(tmp_path).by_key() == {told_key(k.read_bytes(), "").hex(): n for n, k in enumerate(keys)}
+    assert read_admitted(tmp_path).by_key() == {public_key(k.read_bytes(), "").hex(): n for n, k in enumerate(keys)}
     (tmp_path / "rsa.pub").write_text("ssh-rsa AAAA nonsense")
     with pytest.raises(UserError, match="ease keys node FILE"):
         admit(tmp_path, 2, tmp_path / "rsa.pub")
@@ -148,7 +148,7 @@ def keys(tmp_path: Path) -> dict[int, str]:
     for client in (0, 1):
         public = make_node_key(tmp_path / f"node-{client}")
         admit(tmp_path, client, public)
-        found[client] = told_key(public.read_bytes(), "").hex()
+        found[client] = public_key(public.read_bytes(), "").hex()
     return found
 
 

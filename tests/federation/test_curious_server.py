@@ -14,7 +14,7 @@ from tests.federation.test_node import node_of, refused, task
 from ease.data.partition import joint_embedding
 from ease.federation.codec import decode_update
 from ease.federation.node import Node, Policy
-from ease.federation.question_log import asked_log
+from ease.federation.question_log import question_log
 from ease.federation.wire import (
     CENTRES,
     COUNTS,
@@ -25,8 +25,8 @@ from ease.federation.wire import (
     Deal,
     Search,
     decode_answer,
-    decode_dealt,
-    decode_matched,
+    decode_deal_reply,
+    decode_search_reply,
     encode,
     numbers_in,
     numbers_of,
@@ -73,7 +73,7 @@ def test_moving_a_boundary_pair_by_pair_ends_at_the_budget_under_any_name_of_a_r
         blobs = {CENTRES: numbers_of(centres)}
         told = ask(node, "groups", step, blobs, run=f"{step:032x}", deal=DEAL)
         try:
-            _, answer = decode_dealt(told)
+            _, answer = decode_deal_reply(told)
         except Exception:
             assert "are used up" in decode_answer(told)[0].refused
             continue
@@ -92,8 +92,8 @@ def test_moving_a_boundary_pair_by_pair_ends_at_the_budget_under_any_name_of_a_r
 
 def test_groups_are_not_told_once_the_site_takes_part(node: Node, sites: Sites) -> None:
     centres = {CENTRES: numbers_of(joint(node)[:2])}
-    assert numbers_in(decode_dealt(ask(node, "groups", 1, centres, deal=DEAL))[1][COUNTS], "<i8", 1, "x").sum() > 0
-    decode_dealt(ask(node, "join", 2, centres, deal=DEAL))
+    assert numbers_in(decode_deal_reply(ask(node, "groups", 1, centres, deal=DEAL))[1][COUNTS], "<i8", 1, "x").sum() > 0
+    decode_deal_reply(ask(node, "join", 2, centres, deal=DEAL))
     told = decode_answer(ask(node, "groups", 3, centres, deal=DEAL))[0].refused
     assert told == "it takes part in this run already, whose classes are found"
 
@@ -126,7 +126,7 @@ def test_a_search_for_an_axis_is_refused_and_answers_are_rounded(node: Node, sit
     search = Search(words="red", rows=2)
     assert node.embed is not None
     honest = np.stack([node.embed("red"), np.zeros(width)])
-    _, blobs = decode_matched(ask(node, "search", 11, {QUERY: numbers_of(honest)}, run=run.name, search=search))
+    _, blobs = decode_search_reply(ask(node, "search", 11, {QUERY: numbers_of(honest)}, run=run.name, search=search))
     near = numbers_in(blobs[NEAR], "<f8", 1, "near")[0]
     assert np.array_equal(near, near.round(3)) and len(near)
     axis = np.stack([np.eye(width)[0], np.zeros(width)])
@@ -144,7 +144,7 @@ def test_searches_are_counted_over_all_runs(node: Node, sites: Sites) -> None:
     node.policy = Policy(searches=spent + 1)
     assert node.embed is not None
     rows = {QUERY: numbers_of(np.stack([node.embed("red"), np.zeros(node.activations.pooled_text.shape[-1])]))}
-    decode_matched(ask(node, "search", 21, rows, run=run.name, search=Search(words="red", rows=2)))
+    decode_search_reply(ask(node, "search", 21, rows, run=run.name, search=Search(words="red", rows=2)))
     told = ask(node, "search", 22, rows, run=run.name, search=Search(words="red", rows=2))
     assert "are used up" in decode_answer(told)[0].refused
 
@@ -154,7 +154,7 @@ def test_the_site_sees_everything_that_it_was_asked(ease, world: World, local_jo
     node.answer(task(local_job(), world.server.initial()))
     few = SampleRequest(ids=world.shards[0].train_ids[:1])
     node.answer(task(local_job(objective="exfiltrate", request=few), world.server.initial()))
-    lines = asked_log(node.folder).lines()
+    lines = question_log(node.folder).lines()
     assert [(each["objective"], bool(each["refused"]), each["named_pairs"]) for each in lines] == [
         ("align", False, None),
         ("exfiltrate", True, 1),

@@ -110,7 +110,7 @@ def test_a_name_makes_an_engine(world) -> None:
     )
     cohort = make_engine("vectorized", *parts)
     assert isinstance(cohort, Vectorized) and cohort.clients == world.federation.clients
-    assert cohort.held == world.federation.held == {s.client: frozenset(s.train_ids) for s in world.shards}
+    assert cohort.members == world.federation.members == {s.client: frozenset(s.train_ids) for s in world.shards}
 
 
 @pytest.mark.parametrize(

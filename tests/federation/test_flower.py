@@ -26,7 +26,7 @@ from tests.federation.faulty_node import HUGE
 from ease.errors import Disconnected
 from ease.federation.check import refusal
 from ease.federation.codec import encode_job
-from ease.federation.credentials import Authority, admit, make_authority, make_node_key, told_key
+from ease.federation.credentials import Authority, admit, make_authority, make_node_key, public_key
 from ease.federation.fedavg import fedavg
 from ease.federation.flower import Flower
 from ease.federation.launch import (
@@ -581,7 +581,7 @@ def test_an_admitted_node_cannot_speak_for_another(federation: Federation) -> No
     keys = {each["node"]: each["key"] for each in line.nodes()}
     for client in CLIENTS:
         text = (federation.folder / "flower" / f"client-{client}.pub").read_bytes()
-        assert keys[bound[client]] == told_key(text, "key").hex()
+        assert keys[bound[client]] == public_key(text, "key").hex()
 
 
 def test_status_tells_who_is_there(runs: dict[str, Path], federation: Federation) -> None:

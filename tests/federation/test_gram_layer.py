@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ease.data.examples import Examples
 from ease.federation import stacked
-from ease.federation.gram_layer import spanned_sides
+from ease.federation.gram_layer import gram_sides
 from ease.federation.protocol import LocalJob, Optimiser
 from ease.federation.stacked import LocalTraining, halves_are_faster, train_stacked, training_of
 from ease.model.dual_encoder import DualEncoder, ModelConfig
@@ -72,7 +72,7 @@ def trainings(model: DualEncoder, job: LocalJob) -> list[LocalTraining]:
 def test_steps_of_the_features_are_the_steps_of_the_weights(model, examples, job, monkeypatch, widest: str) -> None:
     """In double precision both ways agree to rounding, of 1e-16 a product and some hundred of them in a row."""
     sides = ("image",) if widest == "image" else ("image", "text")
-    monkeypatch.setattr(stacked, "spanned_sides", lambda *_: sides)
+    monkeypatch.setattr(stacked, "gram_sides", lambda *_: sides)
     spanned = train_stacked(model, examples, trainings(model, job), job)
     monkeypatch.undo()
     plain = train_stacked(model, examples, trainings(model, job), replace(job, precision="float32"))
@@ -87,16 +87,16 @@ def test_steps_of_the_features_are_the_steps_of_the_weights(model, examples, job
 def test_only_fixed_features_that_are_few_for_their_width_and_plain_steps_are_spanned(
     model, world, examples, job
 ) -> None:
-    assert spanned_sides(model, examples, job) == ("image",)  # 30 + 96 / 2 < 192, and 60 + 40 / 2 = 80 is not below 80
-    assert spanned_sides(model, examples.take(np.arange(29)), job) == ("image", "text")
-    assert spanned_sides(world.server.model, world.federation.data[0].train, job) == ()  # adapters change its features
+    assert gram_sides(model, examples, job) == ("image",)  # 30 + 96 / 2 < 192, and 60 + 40 / 2 = 80 is not below 80
+    assert gram_sides(model, examples.take(np.arange(29)), job) == ("image", "text")
+    assert gram_sides(world.server.model, world.federation.data[0].train, job) == ()  # adapters change its features
     for change in (
         {"precision": "float32"},
         {"clip": 1.0},
         {"radius": 1.0},
         {"optimiser": Optimiser(kind="adam", learning_rate=0.1)},
     ):
-        assert spanned_sides(model, examples, replace(job, **change)) == ()
+        assert gram_sides(model, examples, replace(job, **change)) == ()
 
 
 @pytest.mark.parametrize("spanned", [True, False])
@@ -105,7 +105,7 @@ def test_rounded_products_change_an_update_by_a_few_per_cent_at_most(
 ) -> None:
     """bfloat16 keeps 8 bits: a factor is off by 2^-9 of itself, and a step sums many errors of either sign."""
     if not spanned:
-        monkeypatch.setattr(stacked, "spanned_sides", lambda *_: ())
+        monkeypatch.setattr(stacked, "gram_sides", lambda *_: ())
     single = DualEncoder(Backbone(), ModelConfig(lora="off", hidden=48, embedding=16), 0)  # type: ignore[arg-type]
     floats = Examples(*(states.float() for states in (examples.image, examples.text)), None)
     asked = trainings(single, job)

@@ -24,7 +24,7 @@ class Ten:
 
     def __init__(self, goal: Params) -> None:
         self.goal = goal
-        self.held = {client: frozenset(f"{client}-{n}" for n in range(10)) for client in CLIENTS}
+        self.members = {client: frozenset(f"{client}-{n}" for n in range(10)) for client in CLIENTS}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         for client in clients:

@@ -25,7 +25,7 @@ class Answers:
     """A federation that gives prepared answers."""
 
     clients = (0, 1, 2)
-    held: ClassVar = {client: frozenset({"a", *(f"pair-{n}" for n in range(50))}) for client in clients}
+    members: ClassVar = {client: frozenset({"a", *(f"pair-{n}" for n in range(50))}) for client in clients}
 
     def __init__(self, *updates: Update) -> None:
         self.updates = {update.client: update for update in updates}
@@ -146,7 +146,7 @@ def run_and_count(federation, method, trained, request: Request) -> tuple[int, i
         def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
             nonlocal down, up
             for client in clients:
-                own = job.own(client, self.held[client])
+                own = job.own(client, self.members[client])
                 data, parts = encode_job(own, params)
                 mine = kept.setdefault(client, {})
                 # A client keeps the states of the training that it took part in.

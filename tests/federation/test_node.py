@@ -401,7 +401,7 @@ def test_a_part_that_was_altered_is_not_kept(node: Node, world: World, local_job
     spoilt[-1] ^= 1
     ask = Ask(kind="task", client=0, nonce=uuid.uuid4().hex, run=RUN, parts=(name,))
     assert "altered on the way" in refused(node, encode(ask, {JOB: encoded, name: bytes(spoilt)}))
-    assert len(node.shelf) == 0
+    assert len(node.blobs) == 0
 
 
 def test_names_of_parts_are_no_paths(
@@ -622,7 +622,7 @@ def test_a_node_that_lost_its_disk_is_sent_everything_again(
     started = site()
     remote, state = remote_of(world, started), world.server.initial()
     list(remote.run(state, local_job(round=1), [0]))
-    for path in started.nodes[0].shelf.folder.iterdir():
+    for path in started.nodes[0].blobs.folder.iterdir():
         path.unlink()
     (update,) = remote.run(state, local_job(round=2), [0])
     (expected,) = world.federation.run(state, local_job(round=2), [0])
@@ -653,7 +653,7 @@ def test_of_ids_a_node_sees_its_own_alone(
     remote.line = Watched(started.sockets().paths)
     ids = [shard.train_ids[0] for shard in world.shards]
     remote.gone = (SampleRequest(ids=tuple(ids)),)
-    remote.held = {client: set(held) - set(ids) for client, held in remote.holdings.items()}
+    remote.members = {client: set(held) - set(ids) for client, held in remote.holdings.items()}
     wanted = SampleRequest(ids=tuple(shard.train_ids[1] for shard in world.shards))
     list(remote.run(world.server.initial(), local_job(request=wanted, data="retain"), [0, 1, 2]))
     for client, message in sent.items():

@@ -17,7 +17,7 @@ from ease.federation.flower import Flower
 from ease.federation.launch import FlowerServer, free_port
 from ease.federation.node import Node, Policy, pairs_hash
 from ease.federation.remote import Remote, node_socket
-from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_dealt, encode, numbers_of
+from ease.federation.wire import COUNTS, SUMS, Ask, Deal, decode_answer, decode_deal_reply, encode, numbers_of
 from ease.operations.ledger.retention import purge_released
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, held_without
 from ease.runs.answers import open_world, release
@@ -195,7 +195,9 @@ def test_a_client_joins_a_run_once(sites: Sites) -> None:
     )
     blobs = {"centres": numbers_of(centres)}
     asked = Ask(kind="join", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)
-    assert decode_dealt(sites.nodes[0].answer(encode(asked, blobs)))[0].holding == holdings[0]  # the same once more
+    assert (
+        decode_deal_reply(sites.nodes[0].answer(encode(asked, blobs)))[0].holding == holdings[0]
+    )  # the same once more
     asked = Ask(kind="join", client=0, nonce="2" * 32, run="ab" * 16, deal=DEAL.model_copy(update={"seed": 1}))
     assert "already, with other pairs" in decode_answer(sites.nodes[0].answer(encode(asked, blobs)))[0].refused
     assert pairs_hash(holdings[0].train_ids) == sites.remote().present()[0].pairs  # type: ignore[union-attr]
@@ -219,24 +221,26 @@ def lie(name: str, problem: str):
 
 
 def groups_with(data: bytes, **changes: np.ndarray) -> bytes:
-    told, blobs = decode_dealt(data)
+    told, blobs = decode_deal_reply(data)
     return encode(told, {**blobs, **{name: numbers_of(array) for name, array in changes.items()}})
 
 
 @lie("not numbers", "its groups are none")
 def _(node: Node, data: bytes) -> bytes:
-    counts = np.frombuffer(decode_dealt(data)[1][COUNTS], "<i8")
-    return groups_with(data, sums=np.full((len(counts), len(decode_dealt(data)[1][SUMS]) // 8 // len(counts)), np.nan))
+    counts = np.frombuffer(decode_deal_reply(data)[1][COUNTS], "<i8")
+    return groups_with(
+        data, sums=np.full((len(counts), len(decode_deal_reply(data)[1][SUMS]) // 8 // len(counts)), np.nan)
+    )
 
 
 @lie("longer than so many pairs can be", "its groups are none")
 def _(node: Node, data: bytes) -> bytes:
-    return groups_with(data, sums=np.frombuffer(decode_dealt(data)[1][SUMS], "<f8") * 3)
+    return groups_with(data, sums=np.frombuffer(decode_deal_reply(data)[1][SUMS], "<f8") * 3)
 
 
 @lie("counts below nothing", "its groups are none")
 def _(node: Node, data: bytes) -> bytes:
-    return groups_with(data, counts=-np.frombuffer(decode_dealt(data)[1][COUNTS], "<i8"))
+    return groups_with(data, counts=-np.frombuffer(decode_deal_reply(data)[1][COUNTS], "<i8"))
 
 
 @lie("another width", "its groups are none|do not fill")
@@ -246,13 +250,13 @@ def _(node: Node, data: bytes) -> bytes:
 
 @lie("in another's name", "answered as client 2")
 def _(node: Node, data: bytes) -> bytes:
-    told, blobs = decode_dealt(data)
+    told, blobs = decode_deal_reply(data)
     return encode(told.model_copy(update={"client": 2}), blobs)
 
 
 @lie("an answer to something else", "another message")
 def _(node: Node, data: bytes) -> bytes:
-    told, blobs = decode_dealt(data)
+    told, blobs = decode_deal_reply(data)
     return encode(told.model_copy(update={"nonce": "0" * 32}), blobs)
 
 
@@ -263,7 +267,7 @@ def _(node: Node, data: bytes) -> bytes:
 
 def holding_with(**changes: object) -> Callable[[Node, bytes], bytes]:
     def changed(node: Node, data: bytes) -> bytes:
-        told, blobs = decode_dealt(data)
+        told, blobs = decode_deal_reply(data)
         if told.holding is None:
             return data
         return encode(told.model_copy(update={"holding": Holding(**{**dict(told.holding), **changes})}), blobs)

@@ -69,7 +69,7 @@ class Clients:
         return [3 * place + 1 for place in range(self.count)]
 
     @property
-    def held(self) -> dict[int, Sequence[str]]:
+    def members(self) -> dict[int, Sequence[str]]:
         return dict.fromkeys(self.clients, ("a",))
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -84,7 +84,7 @@ class Clients:
 
     def data(self, client: int) -> Any:
         place = SimpleNamespace(folder=self.folder / str(client))
-        return SimpleNamespace(shard=SimpleNamespace(client=client), memory=place)
+        return SimpleNamespace(shard=SimpleNamespace(client=client), required_history=place)
 
     def answer(self, client: int, job: LocalJob) -> dict[str, Tensor]:
         if job.objective == MASK:

@@ -14,7 +14,7 @@ from ease.data.words import says_all
 from ease.errors import UserError
 from ease.federation.node import Policy
 from ease.federation.remote import node_socket
-from ease.federation.wire import NEAR, QUERY, SAYS, Ask, Search, decode_answer, decode_matched, encode, numbers_of
+from ease.federation.wire import NEAR, QUERY, SAYS, Ask, Search, decode_answer, decode_search_reply, encode, numbers_of
 from ease.methods import make_method
 from ease.requests.request import ClientRequest
 from ease.runs.answers import open_world, release
@@ -128,7 +128,7 @@ def told(
     says: Callable[[np.ndarray], np.ndarray], near: Callable[[np.ndarray], np.ndarray]
 ) -> Callable[[bytes], bytes]:
     def changed(data: bytes) -> bytes:
-        answer, blobs = decode_matched(data)
+        answer, blobs = decode_search_reply(data)
         both = says(np.frombuffer(blobs[SAYS], "<i8")), near(np.frombuffer(blobs[NEAR], "<f8"))
         return encode(answer, {SAYS: numbers_of(both[0]), NEAR: numbers_of(both[1])})
 
@@ -140,10 +140,10 @@ def same(values: np.ndarray) -> np.ndarray:
 
 
 NONSENSE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a pair too few": (told(lambda v: v[1:], same), "does not add up"),
-    "neither yes nor no": (told(lambda v: v + 2, same), "does not add up"),
-    "beyond a cosine": (told(same, lambda v: v + 3), "does not add up"),
-    "no number": (told(same, lambda v: v * np.nan), "does not add up"),
+    "a pair too few": (told(lambda v: v[1:], same), "does not fit"),
+    "neither yes nor no": (told(lambda v: v + 2, same), "does not fit"),
+    "beyond a cosine": (told(same, lambda v: v + 3), "does not fit"),
+    "no number": (told(same, lambda v: v * np.nan), "does not fit"),
     "garbled": (lambda data: data[:-40] + bytes(40), "altered or cut"),
 }
 

@@ -12,7 +12,7 @@ from ease.data.scenes import load_scenes
 from ease.errors import UserError
 from ease.federation.node import Node, Policy, listen, serve
 from ease.federation.remote import node_socket
-from ease.federation.wire import decode_dealt, encode
+from ease.federation.wire import decode_deal_reply, encode
 from ease.operations.joining import Wish, join
 from ease.operations.ledger.retention import purge_released
 from ease.operations.ledger.store import Ledger
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_kept(sites: Sites, unjoined: R
     dealt = Node._dealt
 
     def lying(self: Node, *asked: object) -> bytes:
-        answer, blobs = decode_dealt(dealt(self, *asked))  # type: ignore[arg-type]
+        answer, blobs = decode_deal_reply(dealt(self, *asked))  # type: ignore[arg-type]
         assert answer.holding is not None
         holding = type(answer.holding)(**change(dict(answer.holding)))
         return encode(answer.model_copy(update={"holding": holding}), blobs)

@@ -13,7 +13,7 @@ from ease.errors import UserError
 from ease.federation.codec import encode_job
 from ease.federation.node import Policy
 from ease.federation.remote import node_socket
-from ease.federation.wire import JOB, Ask, Dropped, decode_answer, decode_dropped, encode
+from ease.federation.wire import JOB, Ask, PurgeReply, decode_answer, decode_purge_reply, encode
 from ease.operations.evidence import issue, read_certificate
 from ease.operations.ledger.retention import purge_released
 from ease.operations.lost_sites import read_lost_sites
@@ -63,7 +63,7 @@ def test_a_purge_leaves_the_rounds_of_one_process_and_no_id_at_a_site(sites: Sit
     for client in range(3):
         assert any(line.startswith(f"client {client}: ") and "parts of jobs" in line for line in removed)
         assert {f"client {client}: tombstones.json", f"client {client}: photographs in its folder"} <= stayed
-    assert not any(node.shelf for node in sites.nodes.values())
+    assert not any(node.blobs for node in sites.nodes.values())
     # The run goes on, and nodes still know what is closed.
     for run in (apart, pooled):
         close(Run.load(run.folder), ClientRequest(clients=(1,)))
@@ -129,14 +129,14 @@ def test_a_node_that_goes_away_in_between_is_asked_again(
         close(each, two_pairs(each))
     list(purge_released(pooled.folder))
     node = sites.nodes[victim]
-    buried = node._buried
+    buried = node._purge
 
     def dying(ask: Ask) -> bytes:
-        if ask.burial is not None and not ask.burial.only_asked:
+        if ask.purge is not None and not ask.purge.dry_run:
             raise UserError("killed")
         return buried(ask)
 
-    monkeypatch.setattr(node, "_buried", dying)
+    monkeypatch.setattr(node, "_purge", dying)
     with pytest.raises(UserError, match=f"client {victim}: its node refuses: killed.*the purge has begun"):
         list(purge_released(run.folder))
     with pytest.raises(UserError, match="finish it first with: ease purge"):
@@ -150,7 +150,7 @@ def test_a_node_that_goes_away_in_between_is_asked_again(
 
 def changed(**changes: object) -> Callable[[bytes], bytes]:
     def lie(data: bytes) -> bytes:
-        return encode(Dropped.model_construct(**{**dict(decode_dropped(data)), **changes}))
+        return encode(PurgeReply.model_construct(**{**dict(decode_purge_reply(data)), **changes}))
 
     return lie
 
@@ -175,8 +175,8 @@ def closed(sites: Sites) -> Run:
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_a_node_that_answers_nonsense_is_named(closed: Run, sites: Sites, monkeypatch, kind: str) -> None:
     run, (lie, problem), node = closed, NONSENSE[kind], sites.nodes[1]
-    buried = node._buried
-    monkeypatch.setattr(node, "_buried", lambda ask: lie(buried(ask)))
+    buried = node._purge
+    monkeypatch.setattr(node, "_purge", lambda ask: lie(buried(ask)))
     with pytest.raises(UserError, match=problem) as refused:
         list(purge_released(run.folder))
     assert "client 1" in str(refused.value) and not read_purges(run.folder).passes
@@ -194,9 +194,9 @@ def test_another_salt_is_refused(sites: Sites, apart: Run) -> None:
     run = apart
     close(run, two_pairs(run))
     list(purge_released(run.folder))
-    burial: dict[str, Any] = {"salt": "0" * 32, "marks": (), "leaves": False}
+    purge: dict[str, Any] = {"salt": "0" * 32, "marks": (), "leaves": False}
     gone = SampleRequest(ids=())
-    asked = Ask(kind="purge", client=2, nonce="2" * 32, run=run.name, gone=(gone,), burial=burial)
+    asked = Ask(kind="purge", client=2, nonce="2" * 32, run=run.name, gone=(gone,), purge=purge)
     assert "another salt" in decode_answer(sites.nodes[2].answer(encode(asked)))[0].refused
 
 

@@ -148,7 +148,7 @@ def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, 
     if name == "streamed":
         monkeypatch.setattr(examples_module, "_fits", lambda *_: False)
     if name == "scores":  # as on a GPU, where each would leave it idle
-        monkeypatch.setattr(cohort_module, "measures_together", lambda job, device: True)
+        monkeypatch.setattr(cohort_module, "can_measure_vectorized", lambda job, device: True)
     cohort = Vectorized.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     assert isinstance(cohort.pool.examples.image, Streamed) is (name == "streamed")
     alone = Sequential(world.server.model, world.federation.data)

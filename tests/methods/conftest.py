@@ -68,7 +68,9 @@ class Scripted:
     def __init__(self, changes: dict[int, Params], pairs: dict[int, int], held: dict[int, int] | None = None) -> None:
         self.changes, self.pairs, self.asked = changes, pairs, []
         self.clients = sorted(changes)
-        self.held = {client: [f"pair-{client}-{n}" for n in range(count)] for client, count in (held or pairs).items()}
+        self.members = {
+            client: [f"pair-{client}-{n}" for n in range(count)] for client, count in (held or pairs).items()
+        }
 
     def run(self, params, job, clients):
         self.asked.append((job, list(clients), params))

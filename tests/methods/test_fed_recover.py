@@ -130,7 +130,7 @@ def test_a_correction_that_can_only_be_noise_is_dropped(toy_params, correction: 
 def test_asked_clients_take_the_data_order_of_training(learnt) -> None:
     """From w_0 a retained client then sends its stored update again: later differences are the state's doing."""
 
-    class Kept(Middleware):
+    class ClientHistory(Middleware):
         def run(self, params, job, clients):
             for update in super().run(params, job, clients):
                 if job.round == 1:
@@ -139,7 +139,7 @@ def test_asked_clients_take_the_data_order_of_training(learnt) -> None:
                 yield update
 
     assert (
-        next(make_method("fed_recover").unlearn(learnt.trained, CLIENT, Kept(learnt.world.federation))).phase
+        next(make_method("fed_recover").unlearn(learnt.trained, CLIENT, ClientHistory(learnt.world.federation))).phase
         == "warm-up"
     )
 

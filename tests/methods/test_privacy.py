@@ -113,7 +113,7 @@ def test_a_client_learns_of_its_own_pairs_and_rounds_alone(learnt, samples) -> N
     asked, _ = watch(learnt, samples, "ease")
     job = next(each.job for each in asked if each.job.objective == "replay")
     for client in (0, 1, 2):
-        own = job.own(client, learnt.world.federation.held[client])
+        own = job.own(client, learnt.world.federation.members[client])
         assert own.request == SampleRequest(ids=samples.ids[6 * client : 6 * client + 6])
         assert all(each.clients == () for each in own.replays) and len(own.replays) == 6
 

@@ -20,7 +20,7 @@ from tests.runs.histories import BASE, CLIENT, requests_of, trained_run
 from ease.audit.config import AuditConfig
 from ease.audit.runner import Audit
 from ease.errors import UserError
-from ease.federation.client_history import kept_of
+from ease.federation.client_history import client_history
 from ease.federation.codec import encode_state, encode_update, job_length
 from ease.federation.container import content_hash
 from ease.federation.history import UPDATES, History
@@ -136,7 +136,7 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
         assert list(mine.updates) == list(mine.pairs) and theirs.updates == {}
         for client in runs.server.history.clients(number):
             took_part.setdefault(client, set()).add(number)
-            memory, start = kept_of(runs.client.folder / "clients", client), runs.server.history.start(number)
+            memory, start = client_history(runs.client.folder / "clients", client), runs.server.history.start(number)
             name = content_hash(encode_state(start))
             assert memory.start(number, name) == start
             assert memory.change(number, name) == runs.server.history.update(number, client).change
@@ -233,7 +233,7 @@ def test_answers_are_the_same_and_reports_are_all_that_travels_more(both, name: 
     (one, _, server), (two, spy, client) = (played(run, runs.world, request) for run in (runs.server, runs.client))
     moved = (one - trained_of(runs.server).start).norm()
     assert (one - two).norm() < 1e-4 * moved
-    jobs = [(c, job.own(c, spy.held[c])) for c, job in spy.asked if job.objective == OWN_UPDATES]
+    jobs = [(c, job.own(c, spy.members[c])) for c, job in spy.asked if job.objective == OWN_UPDATES]
     names = trained_of(runs.client).start.tensors.keys()
     reports = [update for update in spy.answers if update.values.keys() == names]
     if name == "client":
@@ -281,7 +281,7 @@ def as_server(run: Run, folder: Path) -> Trained:
     for number in range(1, run.history.rounds() + 1):
         name, content, places = content_hash(encode_state(trained.history.start(number))), b"", {}
         for client in trained.history.clients(number):
-            kept_of(folder / "clients", client).change(number, name).save(folder / "one.safetensors")
+            client_history(folder / "clients", client).change(number, name).save(folder / "one.safetensors")
             data = (folder / "one.safetensors").read_bytes()
             places[str(client)] = {
                 "offset": len(content), "bytes": len(data), "sha256": sha256(folder / "one.safetensors"),
@@ -423,7 +423,7 @@ def test_the_server_remembers_norm_and_hash_of_each_update_that_it_does_not_keep
     for number in rounds:
         for client in history.clients(number):
             start = content_hash(encode_state(history.start(number)))
-            change = kept_of(disks, client).change(number, start)
+            change = client_history(disks, client).change(number, start)
             assert history.sent_norm(number, client) == pytest.approx(change.norm(), rel=1e-6)
             assert history.is_sent(number, client, change) and not history.is_sent(number, client, change * 1.001)
             assert not history.is_sent(number, client + 50, change)
@@ -431,7 +431,8 @@ def test_the_server_remembers_norm_and_hash_of_each_update_that_it_does_not_keep
     factors = {number: 0.5 for number in rounds if client in history.clients(number)}
     most = history.longest_sum(client, factors)
     own = [
-        kept_of(disks, client).change(number, content_hash(encode_state(history.start(number)))) for number in factors
+        client_history(disks, client).change(number, content_hash(encode_state(history.start(number))))
+        for number in factors
     ]
     honest = own[0].map(torch.zeros_like)
     for change in own:
@@ -446,7 +447,7 @@ def test_a_sum_longer_than_the_updates_that_were_sent_is_refused(both: Callable[
     engine = made.client.hosted(made.world).federation
 
     class Scaled:
-        clients, held = engine.clients, engine.held
+        clients, members = engine.clients, engine.members
 
         def __init__(self, factor: float) -> None:
             self.factor = factor

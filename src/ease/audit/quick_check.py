@@ -21,7 +21,7 @@ from ease.config import Config
 from ease.data.partition import joint_embedding
 from ease.errors import UserError
 from ease.federation.middleware import Guarded
-from ease.methods.base import Trained, Unlearner, forget_holders
+from ease.methods.base import Trained, Unlearner, forget_clients
 from ease.requests.request import ClassRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import StoredAnswer, find_answer, trained_of
 from ease.runs.concepts import held_out_matches
@@ -137,7 +137,7 @@ def check_answer(
     trained = trained or trained_of(run, request)
     sound = Guarded(run.hosted(world).federation, world.config.training)
     start, before, after = (
-        only(measure_scores(trained, state, request, sound, forget_holders(request, sound)), matches)
+        only(measure_scores(trained, state, request, sound, forget_clients(request, sound)), matches)
         for state in (trained.initial, trained.start, answer)
     )
     concerned = {client: values for client, values in start.items() if len(values["forget"])}

@@ -12,8 +12,8 @@ from ease.data.examples import Chosen, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.client_pool import Asked, SharedPool, all_answers, can_share
-from ease.federation.local import measure_together, measures_together, work
+from ease.federation.client_pool import Asked, SharedPool, can_share, vectorized_updates_from
+from ease.federation.local import can_measure_vectorized, measure_vectorized, work
 from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import Composite, objective
 from ease.federation.protocol import Capabilities, Federation, LocalJob, Update, own_jobs
@@ -51,10 +51,6 @@ class _Desk:
     @property
     def clients(self) -> Sequence[int]:
         return sorted(self.members)
-
-    @property
-    def held(self) -> Mapping[int, frozenset[str]]:
-        return self.members
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         self.asked = params, own_jobs(self, job, clients)
@@ -159,16 +155,16 @@ class SideBySide:
         for key, state, job in asked:
             if can_share(state, job):
                 shared.setdefault(_alike(job), []).append((key, state, job))
-            elif measures_together(job, self.pool.examples.device):
+            elif can_measure_vectorized(job, self.pool.examples.device):
                 measured.setdefault((id(state), job.objective), []).append((key, state, job))
             else:
                 updates[key] = work(self.model, state, self.pool.clients[key], job)
         for entries in shared.values():
             for group in self._groups(entries):
-                updates |= all_answers(self.model, self.pool, group, self.group_size)
+                updates |= vectorized_updates_from(self.model, self.pool, group, self.group_size)
         for entries in measured.values():
             data = [(self.pool.clients[key], job) for key, _, job in entries]
-            answers = measure_together(self.model, entries[0][1], data)
+            answers = measure_vectorized(self.model, entries[0][1], data)
             updates |= {key: answer for (key, _, _), answer in zip(entries, answers, strict=True)}
         return {
             number: [replace(updates[self.keys[number][client]], client=client) for client in jobs]

@@ -27,7 +27,7 @@ from ease.federation.credentials import Authority, admit, make_authority, make_n
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
 from ease.federation.node import Node, Policy, closed_pairs, listen, private_folder, serve
-from ease.federation.question_log import asked_log
+from ease.federation.question_log import question_log
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.methods import import_all
 from ease.model.backbones import Backbone, load_backbone
@@ -142,7 +142,7 @@ class AskedSummary:
 
 def asked_of_node(folder: Path) -> AskedSummary:
     """What the node of this folder was asked so far."""
-    asked = asked_log(folder)
+    asked = question_log(folder)
     return AskedSummary(asked.path, tuple(asked.lines()), asked.counts())
 
 

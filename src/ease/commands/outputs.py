@@ -8,7 +8,7 @@ from ease.audit.quick_check import Level, QuickCheck
 from ease.audit.records import AuditRecord
 from ease.config import Config
 from ease.data.membership import Membership
-from ease.federation.client_history import KeptRound
+from ease.federation.client_history import ClientRound
 from ease.federation.history import StoredRound
 from ease.operations.evidence.envelope import Envelope
 from ease.operations.evidence.log import LogRecord
@@ -630,7 +630,7 @@ FILES: dict[str, type[Config]] = {
     "tombstones.json": Tombstones,
     "rounds/*/round.json": StoredRound,
     "requests/*/*/rounds/*/round.json": StoredRound,
-    "clients/*/rounds/*/round.json": KeptRound,
+    "clients/*/rounds/*/round.json": ClientRound,
     "requests/*/*/request.json": BegunFile,
     "requests/*/*/record.json": AnswerRecord,
     "requests/*/*/quick.json": QuickCheck,

@@ -15,7 +15,7 @@ NAME = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Shelf(Mapping[str, bytes]):
+class BlobCache(Mapping[str, bytes]):
     """What is there can be looked up by its hash; a damaged file is not there."""
 
     folder: Path

@@ -78,7 +78,7 @@ class Checked(Middleware):
 
     def _judged(self, update: Update, params: Params, job: LocalJob) -> Update:
         """The answer if it is sound, else its refusal."""
-        held = self.inner.held.get(update.client, ())
+        held = self.inner.members.get(update.client, ())
         expected = objective(job.objective).expects(params, job, update.client, len(held))
         reason = answer_fault(update, expected, params.map(promoted), len(held))
         return update if reason is None else refusal(update.client, reason)

@@ -9,7 +9,7 @@ from ease.data.examples import Examples, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.errors import ClientError
-from ease.federation.client_history import Kept
+from ease.federation.client_history import ClientHistory
 from ease.federation.protocol import LocalJob, Update
 from ease.params import Params
 from ease.requests.request import forget_mask
@@ -22,7 +22,7 @@ class ClientData:
     shard: Shard
     train: Examples
     validation: Examples
-    kept: Kept | None = None
+    history: ClientHistory | None = None
     """Its own disk; absent: it keeps nothing, and the server does."""
 
     @classmethod
@@ -39,16 +39,16 @@ class ClientData:
         return np.flatnonzero(forget if job.data == "forget" else ~forget)
 
     @property
-    def memory(self) -> Kept:
+    def required_history(self) -> ClientHistory:
         """What it keeps of the training, where something is asked of it."""
-        if self.kept is None:
+        if self.history is None:
             raise ClientError(
                 f"client {self.shard.client}: keeps nothing of the training, and is asked about it; open the world of "
                 'the run with its folder, or train with training.history = "server"'
             )
-        return self.kept
+        return self.history
 
     def keep(self, number: int, state: Params, update: Update) -> None:
         """Keep a round of the training in which it took part; of one in which it abstained there is nothing."""
         if update.delta is not None:
-            self.memory.write(number, state, update.delta)
+            self.required_history.write(number, state, update.delta)

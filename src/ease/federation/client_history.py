@@ -20,7 +20,7 @@ ALTERNATIVES = (
 )
 
 
-class KeptRound(Config):
+class ClientRound(Config):
     """A kept round by the hashes of its files."""
 
     round: int
@@ -29,7 +29,7 @@ class KeptRound(Config):
 
 
 @dataclass(frozen=True)
-class Kept:
+class ClientHistory:
     """Reads and writes what one client keeps. A round counts once its `round.json` exists, which is written last."""
 
     client: int
@@ -44,7 +44,7 @@ class Kept:
         for name, data in contents.items():
             write_atomic(folder / f"{name}.state", data)
         hashes = {name: content_hash(data) for name, data in contents.items()}
-        write_json(folder / "round.json", KeptRound(round=number, **hashes).model_dump(mode="json"))
+        write_json(folder / "round.json", ClientRound(round=number, **hashes).model_dump(mode="json"))
 
     def start(self, number: int, name: str) -> Params:
         """The state that a round began from, which must be the one of this name."""
@@ -54,10 +54,10 @@ class Kept:
         """The client's own update of a round, which must have begun from the state of this name."""
         return self._state(self._round(number) / "change.state", self._record(number, name).change)
 
-    def _record(self, number: int, name: str) -> KeptRound:
+    def _record(self, number: int, name: str) -> ClientRound:
         path = self._round(number) / "round.json"
         try:
-            record = validate(KeptRound, read_json(path), str(path))
+            record = validate(ClientRound, read_json(path), str(path))
         except UserError as error:
             raise self._lost(path, "missing or damaged") from error
         if record.start != name:
@@ -80,6 +80,6 @@ class Kept:
         return self.folder / "rounds" / f"{number:05d}"
 
 
-def kept_of(disks: Path, client: int) -> Kept:
+def client_history(disks: Path, client: int) -> ClientHistory:
     """What a client keeps, in its own folder among those that stand for the clients' disks."""
-    return Kept(client, disks / f"{client:05d}")
+    return ClientHistory(client, disks / f"{client:05d}")

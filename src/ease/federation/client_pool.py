@@ -1,4 +1,4 @@
-"""Answers of many clients whose pairs lie in one place, so that their trainings share passes."""
+"""Updates of many clients whose pairs are in one place, so that their trainings share passes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import numpy as np
 
 from ease.data.examples import Examples
 from ease.federation.client import ClientData
-from ease.federation.gram_layer import spanned_sides
+from ease.federation.gram_layer import gram_sides
 from ease.federation.local import draws_of, loss_named, promoted
 from ease.federation.microbatching import GroupSize, train_all
 from ease.federation.objectives import Composite, EmbeddingLoss, objective
@@ -19,41 +19,43 @@ from ease.params import Params
 
 @dataclass(frozen=True)
 class Pool:
-    """Training pairs of some clients in one place, and where each client's own begin."""
+    """Training pairs of some clients in one place, and where those of each client start."""
 
     examples: Examples
     clients: Mapping[int, ClientData]
     offsets: Mapping[int, int]
 
     def place(self, client: int, rows: np.ndarray) -> np.ndarray:
-        """Where a client's own pairs lie."""
+        """Positions of a client's pairs in the pool."""
         return self.offsets[client] + rows
 
 
 @dataclass(frozen=True)
 class SharedPool(Pool):
-    """Clients that hold some pairs in common, each of which is here once; there is no offset then."""
+    """A pool whose clients share pairs. Each pair is stored once, so that there are no offsets."""
 
     rows: Mapping[int, np.ndarray]
-    """Client -> where each of its pairs lies."""
+    """Client -> position of each of its pairs."""
 
     def place(self, client: int, rows: np.ndarray) -> np.ndarray:
         return self.rows[client][rows]
 
 
 Asked = tuple[int, Params, LocalJob]
-"""A client, the state it is sent, and what it is to do."""
+"""A client, the state that it is sent, and its job."""
 
 
-def answers_together(
+def vectorized_updates(
     model: DualEncoder, pool: Pool, state: Params, jobs: Mapping[int, LocalJob], group_size: GroupSize
 ) -> dict[int, Update]:
-    """The answers of clients that were given one job: of its parts if it has any, finished if it says so."""
-    return all_answers(model, pool, [(client, state, job) for client, job in jobs.items()], group_size)
+    """The updates of clients that start from one state, by shared passes."""
+    return vectorized_updates_from(model, pool, [(client, state, job) for client, job in jobs.items()], group_size)
 
 
-def all_answers(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> dict[int, Update]:
-    """The same where each client may have been sent another state; jobs differ in what is a client's own alone."""
+def vectorized_updates_from(
+    model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize
+) -> dict[int, Update]:
+    """The updates of clients that may start from different states; their jobs have the same common part."""
     name = asked[0][2].objective
     kind = objective(name)
     if isinstance(kind, Composite):
@@ -78,7 +80,7 @@ def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size:
         drawn = draws_of(pool.clients[client], job)
         if drawn.draws:
             # Inner products of a client's own few features are worth more than passes shared with others.
-            home = client if spanned_sides(model, pool.clients[client].train, job) else None
+            home = client if gram_sides(model, pool.clients[client].train, job) else None
             placed = tuple(
                 replace(draw, rows=pool.place(client, draw.rows) if home is None else draw.rows) for draw in drawn.draws
             )

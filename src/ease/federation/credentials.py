@@ -59,8 +59,10 @@ class Admitted(Config):
     clients: dict[str, str] = Field(default_factory=dict)
 
     def by_key(self) -> dict[str, int]:
-        """Public key, as Flower tells it, in hex -> client."""
-        return {told_key(text.encode(), f"client {client}").hex(): int(client) for client, text in self.clients.items()}
+        """Public key in hex, as Flower reports it -> client."""
+        return {
+            public_key(text.encode(), f"client {client}").hex(): int(client) for client, text in self.clients.items()
+        }
 
 
 def make_authority(folder: Path, hosts: Sequence[str]) -> Authority:
@@ -119,8 +121,8 @@ def write_private(path: Path, content: bytes) -> None:
     write_atomic(path, content)  # made for its owner alone
 
 
-def told_key(text: bytes, what: str) -> bytes:
-    """A public key in OpenSSH's form, as Flower tells it."""
+def public_key(text: bytes, what: str) -> bytes:
+    """A public key in OpenSSH's format, in the form that Flower reports."""
     try:
         key = load_ssh_public_key(text)
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -138,7 +140,7 @@ def read_admitted(folder: Path) -> Admitted:
 def admit(folder: Path, client: int, key: Path) -> None:
     """Let the node with this key speak as a client, and no other node; a key speaks for one client alone."""
     text, known = read_bytes(key, LARGEST_KEY), read_admitted(folder)
-    holder = known.by_key().get(told_key(text, str(key)).hex(), client)
+    holder = known.by_key().get(public_key(text, str(key)).hex(), client)
     if holder != client:
         raise UserError(f"{key}: is the key of client {holder} already; every client needs a key of its own")
     clients = {**known.clients, str(client): " ".join(text.decode().split()[:2])}

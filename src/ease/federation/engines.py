@@ -10,7 +10,7 @@ import torch
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.client_history import kept_of
+from ease.federation.client_history import client_history
 from ease.federation.flower import Flower
 from ease.federation.remote import Line, Remote, Sockets, node_socket
 from ease.federation.sequential import Sequential
@@ -44,7 +44,9 @@ def make_engine(
     else:
         engine = Sequential(model, {shard.client: ClientData.of(shard, activations, device) for shard in shards})
     if disks is not None:
-        engine.data = {client: replace(data, kept=kept_of(disks, client)) for client, data in engine.data.items()}
+        engine.data = {
+            client: replace(data, history=client_history(disks, client)) for client, data in engine.data.items()
+        }
     return engine
 
 

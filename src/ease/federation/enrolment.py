@@ -15,7 +15,7 @@ from ease.data.partition import MINIMUM_PAIRS
 from ease.errors import UserError
 from ease.federation.check import each_reason
 from ease.federation.remote import Remote, collected
-from ease.federation.wire import CENTRES, COUNTS, SUMS, Deal, Dealt, decode_dealt, numbers_in, numbers_of
+from ease.federation.wire import CENTRES, COUNTS, SUMS, Deal, DealReply, decode_deal_reply, numbers_in, numbers_of
 
 LONGEST = 2.0**0.5 + 1e-6
 """Of the embedding of one pair: two unit vectors beside each other."""
@@ -67,11 +67,13 @@ def _refuse(reasons: Mapping[int, str]) -> None:
 
 def _asked(
     remote: Remote, kind: Literal["groups", "join"], deal: Deal, centres: np.ndarray | None
-) -> dict[int, tuple[Dealt, dict[str, bytes]]]:
+) -> dict[int, tuple[DealReply, dict[str, bytes]]]:
     """Every client's answer; one that has none ends it."""
     clients = remote.clients
     asks = {client: remote.ask(kind, client, len(clients), deal=deal) for client in clients}
-    found, reasons = collected(remote, asks, {} if centres is None else {CENTRES: numbers_of(centres)}, decode_dealt)
+    found, reasons = collected(
+        remote, asks, {} if centres is None else {CENTRES: numbers_of(centres)}, decode_deal_reply
+    )
     _refuse(reasons)
     return found
 
@@ -93,7 +95,7 @@ def _groups(client: int, blobs: Mapping[str, bytes], width: int, centres: np.nda
     return Groups(sums, counts)
 
 
-def _holding(client: int, told: Dealt, deal: Deal) -> Holding:
+def _holding(client: int, told: DealReply, deal: Deal) -> Holding:
     """What a client takes part with, if it is one client's holding in these classes."""
     found = told.holding
     ids: Sequence[str] = () if found is None else (*found.train_ids, *found.validation_ids)

@@ -66,23 +66,23 @@ TRAINED = Expected(change=True, values={"loss": Value(least=-LARGEST_LOSS, most=
 """The answer to a job that trains."""
 
 
-def contrasted(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def contrasted(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     """The answer to a job that minimises InfoNCE: a cross-entropy over n pairs whose logits differ by at most
     2 / temperature, which lies between 0 and log n + 2 / temperature."""
-    batch = max(2, min(held, 2 * job.batch_size))  # the last pairs join a batch instead of forming a small one
+    batch = max(2, min(pair_count, 2 * job.batch_size))  # the last pairs join a batch instead of forming a small one
     most = ROUNDING * (math.log(batch) + 2 / job.temperature)
     return Expected(change=True, values={"loss": Value((), least=-1e-3, most=most)})
 
 
-def answer_fault(update: Update, expected: Expected | None, state: Params, held: int) -> str | None:
+def answer_fault(update: Update, expected: Expected | None, state: Params, pair_count: int) -> str | None:
     """Why an answer must not be used, or None when it is sound; of one that no one has declared, what can be said.
 
-    `held` is the number of pairs that the client has.
+    `pair_count` is the number of pairs that the client has.
     """
     if not isinstance(update.pairs, int) or isinstance(update.pairs, bool):
         return f"it reports {update.pairs!r} pairs, and a whole number is expected"
-    if not 0 <= update.pairs <= held:
-        return f"it reports {update.pairs} pairs and holds {held}"
+    if not 0 <= update.pairs <= pair_count:
+        return f"it reports {update.pairs} pairs and holds {pair_count}"
     if reason := _type_fault(update):
         return reason
     if update.pairs == 0 and update.delta is None and not update.values and (expected is None or expected.abstains):

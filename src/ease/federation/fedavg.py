@@ -151,7 +151,7 @@ class Round:
     updates: tuple[Update, ...]
     rejected: dict[int, str] = field(default_factory=dict)
     averaged: Params | None = None
-    """The state before what is held was taken back to its place; absent: the same."""
+    """The state before what is locks was taken back to its place; absent: the same."""
     clipped: dict[int, float] = field(default_factory=dict)
     """Client -> the factor by which its update was shortened."""
     lengths: dict[int, float] = field(default_factory=dict)
@@ -256,12 +256,12 @@ def fedavg(
     first_round: int = 1,
     request: Request | None = None,
     stream: str = "train",
-    held: Sequence[ServerLock] = (),
+    locks: Sequence[ServerLock] = (),
     keep: bool = False,
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round.
 
-    What is `held` is taken back to its place after every round. With `keep` clients keep what they are sent and send.
+    What is `locks` is taken back to its place after every round. With `keep` clients keep what they are sent and send.
     """
     everyone = sorted(federation.clients if clients is None else clients)
     for number in range(first_round, config.rounds + 1):
@@ -269,7 +269,7 @@ def fedavg(
         job = config.job(number, seed, temperature, stream, request=request, data=data, keep=keep)
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
-        for each in held:
+        for each in locks:
             finished = replace(finished, state=each.apply(finished.state), averaged=finished.averaged or finished.state)
         params = finished.state
         yield finished

@@ -20,7 +20,7 @@ from ease.model.dual_encoder import Branch, DualEncoder
 from ease.params import Modality
 
 
-def spanned_sides(model: DualEncoder, examples: Examples, job: LocalJob) -> tuple[Modality, ...]:
+def gram_sides(model: DualEncoder, examples: Examples, job: LocalJob) -> tuple[Modality, ...]:
     """Whose first layers are better left alone: jobs that may round, plain steps, fixed features and few of them."""
     if job.precision == "float32" or not job.plain:
         return ()
@@ -35,7 +35,7 @@ def spanned_sides(model: DualEncoder, examples: Examples, job: LocalJob) -> tupl
 
 
 @dataclass
-class SpannedLayer:
+class GramLayer:
     """The first layer of one side, for several trainings over the same features."""
 
     side: Modality
@@ -56,7 +56,7 @@ class SpannedLayer:
     @torch.no_grad()
     def of(
         cls, model: DualEncoder, side: Modality, examples: Examples, stack: Mapping[str, Tensor], kind: torch.dtype
-    ) -> "SpannedLayer":
+    ) -> "GramLayer":
         branch, states = getattr(model, side), getattr(examples, side)
         each = 1 if side == "image" else examples.captions
         lines = states.flatten(0, 1) if side == "text" else states

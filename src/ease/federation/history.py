@@ -198,12 +198,12 @@ class History:
         first = last = 0
         made: str | None = None
         for number in rounds:
-            brief = self._brief(number)
-            if first and not (number == last + 1 and made is not None and brief.start_sha256 == made):
+            summary = self._summary(number)
+            if first and not (number == last + 1 and made is not None and summary.start_sha256 == made):
                 yield first, last
                 first = 0
             first, last = first or number, number
-            made = brief.made
+            made = summary.made
         if first:
             yield first, last
 
@@ -276,12 +276,12 @@ class History:
 
     def pairs(self, number: int) -> dict[int, int]:
         """Client -> number of its pairs, of the clients whose updates were averaged in a round."""
-        brief = self._brief(number)
-        return dict(zip(brief.clients, brief.pairs, strict=True))
+        summary = self._summary(number)
+        return dict(zip(summary.clients, summary.pairs, strict=True))
 
-    def _brief(self, number: int) -> "Brief":
+    def _summary(self, number: int) -> "RoundSummary":
         path = self.record_path(number)
-        return _brief(path, *_identity(path))
+        return _summary(path, *_identity(path))
 
     def rounds(self) -> int:
         """Number of finished rounds, counted from the first up to a gap."""
@@ -292,7 +292,7 @@ class History:
 
     def clients(self, number: int) -> list[int]:
         """Clients whose updates were averaged in a round."""
-        return list(self._brief(number).clients)
+        return list(self._summary(number).clients)
 
     def columns(self, rounds: int) -> list[tuple[int, int]]:
         """Every update of the first rounds as (round, client), in order."""
@@ -482,7 +482,7 @@ def _record(path: Path, *identity: int) -> StoredRound:
 
 
 @dataclass(frozen=True)
-class Brief:
+class RoundSummary:
     """The part of a record that sums over all rounds need, in little space."""
 
     clients: Sequence[int]
@@ -493,11 +493,11 @@ class Brief:
 
 
 @lru_cache(maxsize=4096)
-def _brief(path: Path, *identity: int) -> Brief:
-    """A brief record. Client requests go over all rounds several times, and full records are long."""
+def _summary(path: Path, *identity: int) -> RoundSummary:
+    """A summary record. Client requests go over all rounds several times, and full records are long."""
     found = _record(path, *identity)
     made = None if AVERAGED in found.sha256 else found.sha256.get(STATE)
-    return Brief(array("q", found.pairs), array("q", found.pairs.values()), found.start_sha256, made)
+    return RoundSummary(array("q", found.pairs), array("q", found.pairs.values()), found.start_sha256, made)
 
 
 def _identity(path: Path) -> tuple[int, ...]:

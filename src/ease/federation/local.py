@@ -31,15 +31,17 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
 
 
-def measures_together(job: LocalJob, device: torch.device) -> bool:
-    """Whether clients share the passes of a measurement: on a GPU, which one client's few pairs leave idle."""
+def can_measure_vectorized(job: LocalJob, device: torch.device) -> bool:
+    """Whether clients share the passes of a measurement: on a GPU, which the few pairs of one client leave idle."""
     return device.type != "cpu" and isinstance(objective(job.objective), SharedMeasurement)
 
 
-def measure_together(model: DualEncoder, params: Params, asked: Sequence[tuple[ClientData, LocalJob]]) -> list[Update]:
-    """What clients of one device measure under one state, in passes that they share; jobs differ in what is own."""
+def measure_vectorized(
+    model: DualEncoder, params: Params, asked: Sequence[tuple[ClientData, LocalJob]]
+) -> list[Update]:
+    """The measurements of clients of one device under one state, in passes that they share."""
     measurement = objective(asked[0][1].objective)
-    assert isinstance(measurement, SharedMeasurement)  # `measures_together` lets no other through
+    assert isinstance(measurement, SharedMeasurement)  # `can_measure_vectorized` lets no other through
     with torch.no_grad():
         found = measurement.measure_clients(model, params.to(asked[0][0].train.device).map(promoted), asked)
     return [
@@ -49,12 +51,12 @@ def measure_together(model: DualEncoder, params: Params, asked: Sequence[tuple[C
 
 
 def _ready(state: Params, like: Params) -> Params:
-    """A state as it is computed with, where another one is."""
+    """A state in the precision of computations, on the device of another one."""
     return state.to(next(iter(like.tensors.values())).device).map(promoted)
 
 
 def promoted(tensor: Tensor) -> Tensor:
-    """What is computed with: halves only travel."""
+    """The tensor in single precision at least: half precision is for transport only."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 

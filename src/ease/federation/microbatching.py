@@ -1,4 +1,4 @@
-"""How many local trainings share a pass: what memory and caches serve, one group after the other or a thread each."""
+"""Groups of local trainings that share passes, as large as memory and caches allow, in sequence or in threads."""
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,35 +8,35 @@ import torch
 
 from ease.data.examples import Examples
 from ease.errors import UserError
-from ease.federation.gram_layer import spanned_sides
+from ease.federation.gram_layer import gram_sides
 from ease.federation.projectors import projects_alone
 from ease.federation.protocol import LocalJob
 from ease.federation.stacked import LocalResult, LocalTraining, train_stacked
 from ease.model.dual_encoder import DualEncoder
 
-TOGETHER = {"cpu": 16, "cuda": 512}
-"""Most models in one pass; more no longer help, for the passes are busy already."""
+MOST_MODELS = {"cpu": 16, "cuda": 512}
+"""Most models in one pass. More do not help, because the passes are busy already."""
 CACHED_BYTES = 8 << 20
-"""Of stacked states in one pass on a CPU: more of them leave its caches, and each step waits for memory."""
+"""Bytes of stacked states in one pass on a CPU. More do not fit into its caches, and each step waits for memory."""
 
 
 @dataclass
 class GroupSize:
-    """How many models share a pass. It shrinks where memory does not suffice, and stays so for the next rounds."""
+    """How many models share a pass. It shrinks when memory runs out, and stays so for the next rounds."""
 
     models: int
 
     @classmethod
     def on(cls, device: torch.device) -> "GroupSize":
-        return cls(TOGETHER[device.type])
+        return cls(MOST_MODELS[device.type])
 
     def for_caches(
-        self, trainings: Sequence[LocalTraining], device: torch.device, still: Collection[str]
+        self, trainings: Sequence[LocalTraining], device: torch.device, untouched: Collection[str]
     ) -> "GroupSize":
-        """On a CPU no more than its caches serve, in groups of equal size; `still` are tensors that no step touches."""
+        """On a CPU, groups of equal size that fit into its caches; no step touches the `untouched` tensors."""
         if device.type != "cpu":
             return self
-        touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in still)
+        touched = sum(tensor.nbytes for name, tensor in trainings[0].start.tensors.items() if name not in untouched)
         groups = -(-len(trainings) // max(1, min(self.models, CACHED_BYTES // touched)))
         if (threads := torch.get_num_threads()) > 1:
             groups = min(len(trainings), max(groups, 2 * threads))  # two for each: they are of unequal length
@@ -46,19 +46,19 @@ class GroupSize:
 def train_all(
     model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
 ) -> list[LocalResult]:
-    """Train trainings in groups as large as memory and caches serve, one after the other or a thread each."""
-    still = {f"{side}.projector.0.weight" for side in spanned_sides(model, examples, job)}
-    size = group_size.for_caches(trainings, examples.device, still)
-    apart = len(trainings) > size.models and _small_steps(model, examples, job)
-    return list((train_side_by_side if apart else train_in_groups)(model, examples, trainings, job, size))
+    """The results of all trainings, made in groups that fit into memory and caches."""
+    untouched = {f"{side}.projector.0.weight" for side in gram_sides(model, examples, job)}
+    size = group_size.for_caches(trainings, examples.device, untouched)
+    threaded = len(trainings) > size.models and _small_steps(model, examples, job)
+    return list((train_in_threads if threaded else train_in_groups)(model, examples, trainings, job, size))
 
 
 def train_in_groups(
     model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
 ) -> Iterator[LocalResult]:
-    """Train trainings in groups that keep the device busy, and in smaller ones where its memory does not suffice.
+    """The results of trainings in groups that keep the device busy; groups shrink when memory runs out.
 
-    One that does not fit alone is tried once more with the activations inside of blocks computed twice.
+    A single training that does not fit is tried again with checkpoints, which compute activations inside blocks twice.
     """
     done = 0
     while done < len(trainings):
@@ -79,13 +79,13 @@ def train_in_groups(
         done += len(results)
 
 
-def train_side_by_side(
+def train_in_threads(
     model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
 ) -> list[LocalResult]:
-    """The same for small steps on a CPU: a group at a time for each thread, the longest first.
+    """The results of trainings with small steps on a CPU, one group per thread at a time, the longest first.
 
-    Within one step threads would wait for each other after every product, and most of a step is too small to share.
-    Adapted towers take turns on the way forward and go backward beside each other.
+    Threads that share a step wait for each other after every product, and most products are too small to share.
+    Adapted towers take turns in the forward pass and run their backward passes concurrently.
     """
     order = sorted(range(len(trainings)), key=lambda place: len(trainings[place].draws), reverse=True)
     groups = [order[begin : begin + group_size.models] for begin in range(0, len(order), group_size.models)]
@@ -103,7 +103,7 @@ def train_side_by_side(
 
 
 def _small_steps(model: DualEncoder, examples: Examples, job: LocalJob) -> bool:
-    """Whether threads of a CPU do better with steps of their own: of projectors, or where the caches serve all."""
+    """Whether each thread of a CPU should make its own steps: for projectors, and if the caches suffice for all."""
     threads = torch.get_num_threads()
     if examples.device.type != "cpu" or threads == 1:
         return False

@@ -31,14 +31,14 @@ from ease.data.pairs import PairSet, picture_digest
 from ease.data.partition import Shard, joint_embedding, make_shard
 from ease.data.words import centred_cosines, content, says_all
 from ease.errors import UserError
-from ease.federation.blob_cache import Shelf
+from ease.federation.blob_cache import BlobCache
 from ease.federation.client import ClientData
-from ease.federation.client_history import Kept
+from ease.federation.client_history import ClientHistory
 from ease.federation.codec import decode_job, encode_update
 from ease.federation.container import Limits
 from ease.federation.objectives import OBJECTIVES
 from ease.federation.protocol import LocalJob
-from ease.federation.question_log import asked_log
+from ease.federation.question_log import question_log
 from ease.federation.sequential import Sequential
 from ease.federation.wire import (
     CENTRES,
@@ -51,11 +51,11 @@ from ease.federation.wire import (
     Answer,
     Ask,
     Deal,
-    Dealt,
-    Dropped,
+    DealReply,
     FoundPairs,
-    Matched,
     Present,
+    PurgeReply,
+    SearchReply,
     decode_ask,
     encode,
     numbers_in,
@@ -177,8 +177,8 @@ class Node:
             self._nonces = dict.fromkeys(self._seen.read_text().split()[-REMEMBERED:])
 
     @property
-    def shelf(self) -> Shelf:
-        return Shelf(self.folder / "parts")
+    def blobs(self) -> BlobCache:
+        return BlobCache(self.folder / "parts")
 
     @property
     def limits(self) -> Limits:
@@ -200,7 +200,7 @@ class Node:
         """The same once the message is known to be one."""
         told = self._told(ask, job, parts)
         if ask.kind != "hello":
-            asked_log(self.folder).note(ask, job, parts, told, self._last_refusal)
+            question_log(self.folder).note(ask, job, parts, told, self._last_refusal)
         return told
 
     def _told(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
@@ -211,7 +211,7 @@ class Node:
             if ask.kind == "hello":
                 return encode(self._present(ask))
             if ask.kind == "purge":
-                return self._buried(ask)
+                return self._purge(ask)
             if ask.kind == "search":
                 return self._matched(ask, parts.get(QUERY, b""))
             if ask.kind == "find":
@@ -225,11 +225,11 @@ class Node:
 
     def _done(self, ask: Ask, encoded: bytes, parts: dict[str, bytes]) -> bytes:
         self._once(ask.nonce)
-        shelf = self.shelf
+        blobs = self.blobs
         if strange := sorted(parts.keys() - set(ask.parts)):
             raise UserError(f"part {strange[0][:12]} belongs to no job")
-        shelf.put(parts)
-        found = {name: shelf[name] for name in ask.parts if name in shelf}
+        blobs.put(parts)
+        found = {name: blobs[name] for name in ask.parts if name in blobs}
         if missing := tuple(name for name in ask.parts if name not in found):
             self._say(f"{len(missing)} parts of the job are not here")
             return encode(Answer(client=self.shard.client, nonce=ask.nonce, missing=missing))
@@ -267,12 +267,12 @@ class Node:
         centres = None if encoded is None else numbers_in(encoded, "<f8", deal.classes, "message")
         if centres is not None and (centres.shape[1] != joint.shape[1] or not np.isfinite(centres).all()):
             raise UserError("the centres are none of this client's backbone")
-        answer = Dealt(client=self.shard.client, nonce=ask.nonce)
+        answer = DealReply(client=self.shard.client, nonce=ask.nonce)
         if ask.kind == "join":
             if centres is None:
                 raise UserError("without centres no pair is of any class")
             holding = self._joined(ask.run, deal, nearest(joint, centres))
-            does = "would take" if deal.only_told else "takes"
+            does = "would take" if deal.dry_run else "takes"
             self._say(f"{does} part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
             return encode(answer.model_copy(update={"holding": holding}))
         found = (
@@ -291,44 +291,44 @@ class Node:
         told, known = membership_of(self.pairs, (dealt,)), self._membership(run)
         if known is not None and known != told:
             raise UserError("it takes part in this run already, with other pairs")
-        if not deal.only_told:
+        if not deal.dry_run:
             self._check_room(run)
             write_json(self._membership_path(run), told.model_dump(mode="json"))
         return told.clients[0]
 
-    def _buried(self, ask: Ask) -> bytes:
+    def _purge(self, ask: Ask) -> bytes:
         """Drop what is kept of closed requests; what they named is known by marks alone from now on.
 
         Each step can be repeated: a node that is killed between two is asked once more.
         """
-        assert ask.burial is not None  # seen as it was read
+        assert ask.purge is not None  # seen as it was read
         self._once(ask.nonce)
         if objection := self.policy.reluctance(PURGE, ask.cohort, self._times, time.time()):
             raise UserError(objection)
         members, before = self._membership(ask.run), self._stones(ask.run)
         if self.pairs is not None and members is None:
             raise UserError("it does not take part in this run; its folder is not the one it began the run with")
-        if before is not None and before.salt != ask.burial.salt:
+        if before is not None and before.salt != ask.purge.salt:
             raise UserError("its marks of this run were made with another salt; the run is not the one it knows")
-        marks = frozenset(ask.burial.marks) | (before.ids if before is not None else frozenset())
+        marks = frozenset(ask.purge.marks) | (before.ids if before is not None else frozenset())
         if len(marks) > (pairs := len(self.activations.pooled_image)):
             raise UserError(f"it is sent {len(marks)} marks, and there are {pairs} pairs")
-        stones = Tombstones(salt=ask.burial.salt, ids=marks)
+        stones = Tombstones(salt=ask.purge.salt, ids=marks)
         gone = tuple(map(stones.renamed, ask.gone))
         self._check_closed(tuple(map(stones.renamed, self._closed(ask.run))), gone)
         if sum(len(each.model_dump_json()) for each in gone) > MOST_CLOSED:
             raise UserError(f"its closed requests take more than {MOST_CLOSED} bytes")
-        answer = Dropped(client=self.shard.client, nonce=ask.nonce)
+        answer = PurgeReply(client=self.shard.client, nonce=ask.nonce)
         self._check_room(ask.run)
-        if ask.burial.only_asked:
+        if ask.purge.dry_run:
             return encode(answer)
         folder = self.folder / "runs" / ask.run
         write_json(folder / TOMBSTONES, as_json(stones))  # first: whoever is asked again goes on from it
         write_json(self._gone_path(ask.run), Gone(requests=gone).model_dump(mode="json"))
         if members is not None:
             write_json(self._membership_path(ask.run), stones.buried(members).model_dump(mode="json"))
-        removed, stayed = list(self._drop(folder, ask.burial.leaves)), list(self._left(folder))
-        if words := asked_log(self.folder).mark_words(ask.run, stones.mark):
+        removed, stayed = list(self._drop(folder, ask.purge.leaves)), list(self._left(folder))
+        if words := question_log(self.folder).mark_words(ask.run, stones.mark):
             removed.append((f"words of {words} searches in its list of questions", "they stand as salted marks"))
         self._ready = None
         self._say(f"purged in run {ask.run[:8]}: {len(stones.ids)} pairs are known by marks")
@@ -362,7 +362,7 @@ class Node:
             near = (near + centred_cosines(rows[0], pictures, rows[2])[:, 0]) / 2
         self._say(f"looked for words in {len(places)} pairs; {says.sum()} say them")
         return encode(
-            Matched(client=self.shard.client, nonce=ask.nonce),
+            SearchReply(client=self.shard.client, nonce=ask.nonce),
             {SAYS: numbers_of(says), NEAR: numbers_of(near.round(DECIMALS))},
         )
 
@@ -385,8 +385,8 @@ class Node:
 
     def _drop(self, folder: Path, leaves: bool) -> Iterator[tuple[str, str]]:
         """Delete what may hold the pairs, and say what that was."""
-        if count := len(self.shelf):
-            shutil.rmtree(self.shelf.folder)
+        if count := len(self.blobs):
+            shutil.rmtree(self.blobs.folder)
             yield f"{count} parts of jobs", "states that may hold the pairs; sent again when they are needed"
         if leaves and (folder / "rounds").exists():
             shutil.rmtree(folder / "rounds")
@@ -526,8 +526,8 @@ class Node:
             left = redealt(here, {self.shard.client: self._at_first(run)}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
-            kept = Kept(self.shard.client, self._gone_path(run).parent)
-            data = replace(ClientData.of(left[0], self.activations, self.device), kept=kept)
+            history = ClientHistory(self.shard.client, self._gone_path(run).parent)
+            data = replace(ClientData.of(left[0], self.activations, self.device), history=history)
             self._ready = (run, gone, renewed), Sequential(self.model, {self.shard.client: data})
         return self._ready[1]
 
@@ -538,7 +538,7 @@ class Node:
             version=self.version,
             backbone=self.backbone,
             pairs=pairs_hash(self._at_first(ask.run).train_ids),
-            parts=tuple(self.shelf),
+            parts=tuple(self.blobs),
             threads=torch.get_num_threads(),
             jobs=len(self._times),
             refused=self._refused,

@@ -176,7 +176,7 @@ class Federation(Protocol):
     def clients(self) -> Sequence[int]: ...
 
     @property
-    def held(self) -> Mapping[int, Collection[str]]:
+    def members(self) -> Mapping[int, Collection[str]]:
         """Client -> ids of its training pairs: the stored membership, by which jobs are narrowed."""
         ...
 
@@ -207,8 +207,8 @@ class Middleware:
         return self.inner.clients
 
     @property
-    def held(self) -> Mapping[int, Collection[str]]:
-        return self.inner.held
+    def members(self) -> Mapping[int, Collection[str]]:
+        return self.inner.members
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         return self.inner.run(params, job, clients)
@@ -216,7 +216,7 @@ class Middleware:
 
 def own_jobs(federation: Federation, job: LocalJob, clients: Sequence[int]) -> dict[int, LocalJob]:
     """Client -> the job as it gets it."""
-    held = federation.held
+    held = federation.members
     return {client: job.own(client, held.get(client, ())) for client in clients}
 
 

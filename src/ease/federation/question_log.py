@@ -19,7 +19,7 @@ LARGEST = 1 << 24
 
 
 @dataclass(frozen=True)
-class AskedLog:
+class QuestionLog:
     """The list in the folder of a node."""
 
     path: Path
@@ -71,8 +71,8 @@ class AskedLog:
         return dict(sorted(found.items()))
 
 
-def asked_log(folder: Path) -> AskedLog:
-    return AskedLog(folder / "asked.jsonl")
+def question_log(folder: Path) -> QuestionLog:
+    return QuestionLog(folder / "questions.jsonl")
 
 
 def _of_job(job: bytes) -> dict[str, Any]:

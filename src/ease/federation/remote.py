@@ -24,14 +24,14 @@ from ease.federation.wire import (
     JOB,
     Answer,
     Ask,
-    Burial,
     Deal,
-    Dealt,
-    Dropped,
+    DealReply,
     FoundPairs,
-    Matched,
     Present,
+    PurgeReply,
+    PurgeRequest,
     Search,
+    SearchReply,
     decode_answer,
     decode_present,
     encode,
@@ -108,7 +108,7 @@ class Remote:
     line: Line
     holdings: Mapping[int, Sequence[str]]
     """Client -> ids of its training pairs when the run was trained."""
-    held: Mapping[int, Collection[str]]
+    members: Mapping[int, Collection[str]]
     """The same without what is gone."""
     run_name: str
     gone: tuple[Request, ...] = ()
@@ -129,7 +129,7 @@ class Remote:
 
     @property
     def clients(self) -> Sequence[int]:
-        return sorted(self.held)
+        return sorted(self.members)
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         yield from self.perform(params, own_jobs(self, job, clients))
@@ -236,7 +236,7 @@ class Remote:
         client: int,
         cohort: int,
         deal: Deal | None = None,
-        burial: Burial | None = None,
+        purge: PurgeRequest | None = None,
         search: Search | None = None,
         picture: str | None = None,
     ) -> Ask:
@@ -249,7 +249,7 @@ class Remote:
             cohort=cohort,
             gone=self.gone_of(client),
             deal=deal,
-            burial=burial,
+            purge=purge,
             search=search,
             picture=picture,
         )
@@ -278,7 +278,7 @@ class Remote:
             yield client, data
 
 
-Told = TypeVar("Told", Dealt, Dropped, Matched, FoundPairs)
+Told = TypeVar("Told", DealReply, PurgeReply, SearchReply, FoundPairs)
 
 
 def collected(

@@ -156,7 +156,7 @@ class Participant:
 
     @classmethod
     def of(cls, data: ClientData, job: LocalJob) -> "Participant":
-        client, folder = data.shard.client, data.memory.folder
+        client, folder = data.shard.client, data.required_history.folder
         letter = Letter.to(client, job)
         keys = Keys.of(client_secret(folder), letter.cards[client].nonce)
         if keys.card != letter.cards[client]:
@@ -288,7 +288,7 @@ def _fails_as_client() -> Iterator[None]:
 @_fails_as_client()
 def measure_keys(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """Fresh keys, as they are advertised."""
-    keys = Keys.of(client_secret(client.memory.folder), os.urandom(SECRET))
+    keys = Keys.of(client_secret(client.required_history.folder), os.urandom(SECRET))
     return {KEYS: _rows(keys.card.to_bytes(), CARD)[0]}
 
 
@@ -309,23 +309,23 @@ def measure_revealed(model: DualEncoder, params: Params, client: ClientData, job
     return {SHARES: _rows(Participant.of(client, job).revealed(), SHARE)}
 
 
-def keys_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def keys_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     return Expected(values={KEYS: Value((CARD,), torch.uint8)}, abstains=False)
 
 
-def shares_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def shares_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     everyone = len(Letter.to(client, job).header.clients)
     forms = {SHARES: Value((everyone, SEALED), torch.uint8), COMMITMENTS: Value((everyone, 2 * SECRET), torch.uint8)}
     return Expected(values=forms, abstains=False)
 
 
-def masked_expected(length: int, held: int, fault: Callable[[int], str | None]) -> Expected:
+def masked_expected(length: int, pair_count: int, fault: Callable[[int], str | None]) -> Expected:
     """Any integers, for that is what masked ones look like; `fault` judges the count that is sent with them."""
-    forms = {MASKED: Value((length,), torch.int64), ADDENDS: Value((), torch.int64, 0, held)}
+    forms = {MASKED: Value((length,), torch.int64), ADDENDS: Value((), torch.int64, 0, pair_count)}
     return Expected(values=forms, abstains=False, fault=lambda update: fault(int(update.values[ADDENDS])))
 
 
-def revealed_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def revealed_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     senders = len(Letter.to(client, job).header.senders)
     return Expected(values={SHARES: Value((senders, SHARE), torch.uint8)}, abstains=False)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ease.federation.client import ClientData
-from ease.federation.client_pool import Pool, answers_together, can_share
+from ease.federation.client_pool import Pool, can_share, vectorized_updates
 from ease.federation.local import work
 from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import Composite, objective
@@ -27,7 +27,7 @@ class Sequential:
         return sorted(self.data)
 
     @cached_property
-    def held(self) -> Mapping[int, frozenset[str]]:
+    def members(self) -> Mapping[int, frozenset[str]]:
         return {client: frozenset(data.shard.train_ids) for client, data in self.data.items()}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -51,7 +51,7 @@ class Sequential:
             if stacked and can_share(state, job):
                 own = Pool(data.train, {client: data}, {client: 0})
                 size = GroupSize.on(data.train.device)
-                yield from answers_together(self.model, own, state, {client: job}, size).values()
+                yield from vectorized_updates(self.model, own, state, {client: job}, size).values()
             else:
                 yield work(self.model, state, data, job)
 
@@ -67,7 +67,7 @@ def restored(clients: Mapping[int, ClientData], jobs: Mapping[int, LocalJob]) ->
         begun = []
         for each in job.replays:
             if isinstance(each.state, str):
-                found = client.memory.start(each.round, each.state)
+                found = client.required_history.start(each.round, each.state)
                 each = replace(each, state=read.setdefault(each.state, found))
             begun.append(each)
         return replace(job, replays=tuple(begun))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ease.data.examples import Examples, States
-from ease.federation.gram_layer import SpannedLayer, spanned_sides
+from ease.federation.gram_layer import GramLayer, gram_sides
 from ease.federation.local import batches, promoted
 from ease.federation.objectives import Draw, EmbeddingLoss, embed_states, objective
 from ease.federation.projectors import Factors, Projected, projects_alone
@@ -205,12 +205,12 @@ def _written_out(
 
 def _spanned(
     model: DualEncoder, examples: Examples, stack: Mapping[str, Tensor], job: LocalJob, kind: torch.dtype
-) -> list[SpannedLayer]:
-    sides = spanned_sides(model, examples, job)
-    return [SpannedLayer.of(model, side, examples, stack, kind) for side in sides]
+) -> list[GramLayer]:
+    sides = gram_sides(model, examples, job)
+    return [GramLayer.of(model, side, examples, stack, kind) for side in sides]
 
 
-def _without(examples: Examples, layers: Sequence[SpannedLayer]) -> Examples:
+def _without(examples: Examples, layers: Sequence[GramLayer]) -> Examples:
     """What is still to be fed: of a side whose first layer is spanned, no features."""
     empty = {layer.side: getattr(examples, layer.side)[..., :0] for layer in layers}
     return replace(examples, **empty)

@@ -9,8 +9,8 @@ from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.client_pool import Pool, answers_together, can_share
-from ease.federation.local import measure_together, measures_together
+from ease.federation.client_pool import Pool, can_share, vectorized_updates
+from ease.federation.local import can_measure_vectorized, measure_vectorized
 from ease.federation.microbatching import GroupSize
 from ease.federation.protocol import Capabilities, LocalJob, Update
 from ease.federation.sequential import Sequential
@@ -58,9 +58,9 @@ class Vectorized(Sequential):
         """Jobs that differ only in what is a client's own, in passes that they share where they can."""
         first = next(iter(jobs.values()))
         if can_share(state, first):
-            updates = answers_together(self.model, self.pool, state, jobs, self.group_size)
+            updates = vectorized_updates(self.model, self.pool, state, jobs, self.group_size)
             yield from (updates[client] for client in jobs)
-        elif measures_together(first, self.pool.examples.device):
-            yield from measure_together(self.model, state, [(self.data[client], job) for client, job in jobs.items()])
+        elif can_measure_vectorized(first, self.pool.examples.device):
+            yield from measure_vectorized(self.model, state, [(self.data[client], job) for client, job in jobs.items()])
         else:
             yield from super()._answered(state, jobs)

@@ -45,11 +45,11 @@ class Deal(Config):
     validation_share: float = Field(ge=0, lt=1)
     closed: tuple[int, ...] = ()
     """Classes that were forgotten before the client came: its pairs of those stay out."""
-    only_told: bool = False
+    dry_run: bool = False
     """Nothing is kept of it yet."""
 
 
-class Burial(Config):
+class PurgeRequest(Config):
     """What a node is to keep by its mark alone from now on."""
 
     salt: str = Field(pattern=r"^[0-9a-f]{32}$")
@@ -57,7 +57,7 @@ class Burial(Config):
     """Of pairs of its own, made with the salt; of no other pair, and no id."""
     leaves: bool
     """Its client has left: what it keeps of its rounds goes too."""
-    only_asked: bool = False
+    dry_run: bool = False
     """Nothing is done yet; it says whether it would be."""
 
 
@@ -93,7 +93,7 @@ class Ask(Config):
     renewed: int = Field(0, ge=0)
     """How many of them came before the training from the start whose rounds a job may repeat."""
     deal: Deal | None = None
-    burial: Burial | None = None
+    purge: PurgeRequest | None = None
     search: Search | None = None
     picture: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")
     """Hash of the pixels of a picture that is looked for."""
@@ -130,26 +130,26 @@ class Answer(Config):
     refused: str = ""
 
 
-class Dealt(Config):
+class DealReply(Config):
     """What a node says of its pairs: sums and counts of groups among the tensors, or what it takes part with."""
 
-    kind: Literal["dealt"] = "dealt"
+    kind: Literal["deal"] = "deal"
     client: int = Field(ge=0)
     nonce: str
     holding: Holding | None = None
 
 
-class Dropped(Config):
+class PurgeReply(Config):
     """What a node no longer keeps of closed requests, and what it still does: one thing and why, each."""
 
-    kind: Literal["dropped"] = "dropped"
+    kind: Literal["purged"] = "purged"
     client: int = Field(ge=0)
     nonce: str
     removed: tuple[tuple[Words, Words], ...] = Field((), max_length=MOST_LINES)
     stayed: tuple[tuple[Words, Words], ...] = Field((), max_length=MOST_LINES)
 
 
-class Matched(Config):
+class SearchReply(Config):
     """Of each pair that a node still holds, whether it says some words and how near it is to them, as tensors."""
 
     kind: Literal["matched"] = "matched"
@@ -188,7 +188,7 @@ def decode_ask(data: bytes, limits: Limits = LIMITS) -> tuple[Ask, bytes, dict[s
     blobs = _blobs(tensors, "message")
     require((JOB in blobs) == (header.kind == "task"), "message", "a task brings a job, and nothing else does")
     require((header.deal is not None) == (header.kind in ("groups", "join")), "message", "it says not how to deal")
-    require((header.burial is not None) == (header.kind == "purge"), "message", "it says not what to drop")
+    require((header.purge is not None) == (header.kind == "purge"), "message", "it says not what to drop")
     require((header.search is not None) == (header.kind == "search"), "message", "it says not what to look for")
     require((header.picture is not None) == (header.kind == "find"), "message", "it says not which picture to find")
     return header, blobs.pop(JOB, b""), blobs
@@ -207,16 +207,16 @@ def decode_present(data: bytes, limits: Limits = LIMITS) -> Present:
     return _bare(data, Present, limits)
 
 
-def decode_dealt(data: bytes, limits: Limits = LIMITS) -> tuple[Dealt, dict[str, bytes]]:
-    header, tensors = unpack(_whole(data, "answer", limits), Dealt, "answer", limits)
+def decode_deal_reply(data: bytes, limits: Limits = LIMITS) -> tuple[DealReply, dict[str, bytes]]:
+    header, tensors = unpack(_whole(data, "answer", limits), DealReply, "answer", limits)
     blobs = _blobs(tensors, "answer")
     wanted = set() if header.holding is not None else {SUMS, COUNTS}
     require(blobs.keys() == wanted, "answer", "it is neither groups nor a holding")
     return header, blobs
 
 
-def decode_dropped(data: bytes, limits: Limits = LIMITS) -> Dropped:
-    return _bare(data, Dropped, limits)
+def decode_purge_reply(data: bytes, limits: Limits = LIMITS) -> PurgeReply:
+    return _bare(data, PurgeReply, limits)
 
 
 def decode_found(data: bytes, limits: Limits = LIMITS) -> FoundPairs:
@@ -233,8 +233,8 @@ def _bare(data: bytes, kind: type[Header], limits: Limits) -> Header:
     return header
 
 
-def decode_matched(data: bytes, limits: Limits = LIMITS) -> tuple[Matched, dict[str, bytes]]:
-    header, tensors = unpack(_whole(data, "answer", limits), Matched, "answer", limits)
+def decode_search_reply(data: bytes, limits: Limits = LIMITS) -> tuple[SearchReply, dict[str, bytes]]:
+    header, tensors = unpack(_whole(data, "answer", limits), SearchReply, "answer", limits)
     blobs = _blobs(tensors, "answer")
     require(blobs.keys() == {SAYS, NEAR}, "answer", "it does not say what was asked for")
     return header, blobs

@@ -161,7 +161,7 @@ def retained_clients(request: Request, federation: Federation) -> Sequence[int]:
     return [client for client in federation.clients if client not in leaving]
 
 
-def forget_holders(request: Request, federation: Federation) -> Sequence[int]:
+def forget_clients(request: Request, federation: Federation) -> Sequence[int]:
     """Clients to ask about forget pairs: those that withdraw, else all. Clients without forget pairs abstain."""
     return sorted(request.clients) if isinstance(request, ClientRequest) else federation.clients
 
@@ -196,7 +196,7 @@ def forget_then_finetune(
 ) -> Iterator[Step]:
     """Rounds of a job at those who hold forget pairs, the mean of their answers being the new state; then repair."""
     for number in range(1, forget_rounds + 1):
-        answers = federation.run(state, replace(job, round=number), forget_holders(request, federation))
+        answers = federation.run(state, replace(job, round=number), forget_clients(request, federation))
         finished = average(state, answers, trained.training, number, clip=False)
         state = finished.state
         yield step_of(finished, phase)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ease.federation.fedavg import LARGEST_RATE, TrainingConfig, average, participants
 from ease.federation.objectives import Draw, EmbeddingLoss, draw_both_kinds, own_log_probabilities, register
 from ease.federation.protocol import Federation, LocalJob
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_holders, retained_clients, share_of, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, forget_clients, retained_clients, share_of, step_of
 from ease.params import Params, weighted_mean
 from ease.requests.request import Request
 
@@ -55,7 +55,7 @@ class FedOsd(Unlearner):
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         state, training = trained.start, trained.training
-        holders, clients = forget_holders(request, federation), retained_clients(request, federation)
+        holders, clients = forget_clients(request, federation), retained_clients(request, federation)
         for number in range(1, self.rounds(training, request) + 1):
             forgetting = number <= share_of(training, self.forget_share)
             job = training.job(

@@ -47,7 +47,7 @@ class FedRecovery(Unlearner):
     """Gaussian noise, its expected norm as a share of that of what is subtracted."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        asked, kept = kept_shares(trained, request, federation, self.name)
+        asked, kept = retained_shares(trained, request, federation, self.name)
         rounds = (residual(trained, number, kept) for number in range(1, trained.training.rounds + 1))
         correction = self.strength * self._combined(rounds)
         rng = torch_generator(trained.seed, self.name)
@@ -68,7 +68,7 @@ class FedRecovery(Unlearner):
         return reduce(operator.add, (part for _, part in rounds))
 
 
-def kept_shares(
+def retained_shares(
     trained: Trained, request: Request, federation: Federation, stream: str
 ) -> tuple[Round, Mapping[int, float]]:
     """Client -> which share of its pairs a request leaves, and the round in which that was asked.
@@ -85,7 +85,7 @@ def kept_shares(
     answers = list(federation.run(trained.start, job, federation.clients))
     asked = average(trained.start, answers, trained.training, 1)
     nothing_left = {answer.client for answer in answers} - asked.rejected.keys()
-    left = {update.client: update.pairs / len(federation.held[update.client]) for update in asked.updates}
+    left = {update.client: update.pairs / len(federation.members[update.client]) for update in asked.updates}
     return asked, {client: left.get(client, float(client not in nothing_left)) for client in federation.clients}
 
 

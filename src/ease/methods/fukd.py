@@ -12,7 +12,7 @@ from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.objectives import Draw, StatesLoss, Tensors, draw_pairs, embed_states, register
 from ease.federation.protocol import Federation, LocalJob
 from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, step_of, told_of
-from ease.methods.fed_recovery import kept_shares, stored_updates
+from ease.methods.fed_recovery import retained_shares, stored_updates
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.requests.request import Request
@@ -71,7 +71,7 @@ class Fukd(Unlearner):
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         training, retained = trained.training, retained_clients(request, federation)
-        asked, kept = kept_shares(trained, request, federation, self.name)
+        asked, kept = retained_shares(trained, request, federation, self.name)
         state = asked.state - self.subtraction * contribution(trained, kept)
         yield Step(state, "subtraction", asked.loss, told_of(asked))
         for number in range(1, share_of(training, self.share) + 1):

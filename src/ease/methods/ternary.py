@@ -58,7 +58,7 @@ def encode(update: Update, settings: Mapping[str, float]) -> Update:
     return replace(update, delta=None, values={**values, "radius": torch.cat(radii).mean().float()})
 
 
-def encoded(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def encoded(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     """What an encoded update holds."""
     values = {"loss": Value(), "radius": Value(least=0.0)}
     for name, tensor in state.tensors.items():

@@ -176,7 +176,7 @@ def _from_its_site(run: Run, members: Membership, wish: Wish) -> Joined:
         validation_share=config.partition.validation_share,
         closed=tuple(_closed_classes(run)),
     )
-    told = enrolled_later(remote, deal.model_copy(update={"only_told": True}), world.server.centroids)
+    told = enrolled_later(remote, deal.model_copy(update={"dry_run": True}), world.server.centroids)
     stones, covered, gone = read_tombstones(run.folder), _covered(run, members, wish), _gone(run, members)
     for each in (*told.train_ids, *told.validation_ids):
         if each in gone:

@@ -28,8 +28,8 @@ from ease.federation.flower import rewritten_database
 from ease.federation.history import AVERAGED, ROUNDS, History
 from ease.federation.middleware import Guarded
 from ease.federation.protocol import Replay, Update
-from ease.federation.purging import bury
-from ease.federation.wire import Dropped
+from ease.federation.purging import purge_nodes
+from ease.federation.wire import PurgeReply
 from ease.methods.ease.replay import REPLAY, read_sum
 from ease.operations.lost_sites import read_lost_sites
 from ease.params import Params
@@ -160,7 +160,7 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
     stones = read_tombstones(run.folder).over(known[0], ids, words)
     buried = stones.buried(known[0])
     if run.config.remote:
-        _tell_nodes(run, buried, stones, only_asked=True)  # before the long work begins
+        _tell_nodes(run, buried, stones, dry_run=True)  # before the long work begins
     superseded = Head(releases=head.releases[:until]).renewed > place
     trained_on = named_in(release.request, known[0].clients)
     rederived = (
@@ -247,7 +247,7 @@ def _with_nodes(staged: Staged, done: Pass) -> Pass:
     return done.model_copy(update={"removed": (*done.removed, *lines("removed")), "stayed": stayed})
 
 
-def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, only_asked: bool = False) -> dict[int, Dropped]:
+def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool = False) -> dict[int, PurgeReply]:
     """Tell every node, by the marks of its own pairs; those that left before and were told then have nothing more."""
     head, config = run.head, run.config
     told = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
@@ -271,7 +271,7 @@ def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, only_asked: bo
         if holding.client not in told
     }
     leaving = {client for request in head.gone for client in leaving_clients(request)}
-    return bury(remote, stones.salt, marks, leaving, only_asked, read_lost_sites(run.folder).clients)
+    return purge_nodes(remote, stones.salt, marks, leaving, dry_run, read_lost_sites(run.folder).clients)
 
 
 # --- the history ---
@@ -302,7 +302,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
     known = run.known()
     assert known is not None
     holders = {holding.client for holding in known[0].clients if forget_mask(request, holding).any()} - leaving
-    now = {client: len(ids) for client, ids in world.federation.held.items()}
+    now = {client: len(ids) for client, ids in world.federation.members.items()}
     lost = read_lost_sites(run.folder).clients
     held, trained, training = run.held(run.head), trained_of(run), run.config.training
     sound = Guarded(world.federation, training, staged.folder / "journal", digest(release.model_dump(mode="json")))

@@ -178,7 +178,7 @@ def _told_by_sites(world: World, words: str, unless: Sequence[str]) -> Seen:
         pair_id
         for holding in sorted(world.server.membership.clients, key=lambda each: each.client)
         for pair_id in holding.train_ids
-        if pair_id in engine.held.get(holding.client, ())
+        if pair_id in engine.members.get(holding.client, ())
     ]
     says, near = (np.concatenate([told[client][part] for client in sorted(told)]) for part in (0, 1))
     excluded = np.zeros_like(says, dtype=bool)

@@ -123,7 +123,7 @@ def continue_training(
 ) -> Iterator[Step]:
     """Plain FedAvg on the retained pairs; locks are applied after every round."""
     recipe = trained.training.model_copy(update={"rounds": rounds})
-    for finished in fedavg(state, federation, recipe, trained.seed, trained.temperature, stream="after", held=held):
+    for finished in fedavg(state, federation, recipe, trained.seed, trained.temperature, stream="after", locks=held):
         yield step_of(finished, "further training")
 
 

@@ -288,7 +288,7 @@ class Run:
             config.seed,
             config.model.temperature,
             first_round=done + 1,
-            held=() if held is None else (held,),
+            locks=() if held is None else (held,),
             keep=config.training.history == "client",
         ):
             cost = federation.cost

@@ -24,7 +24,7 @@ from ease.audit.membership_scores import Gap, measure_scores, membership_gap
 from ease.errors import Diverged, UserError
 from ease.measures.evaluate import recalls
 from ease.methods import METHODS, make_method
-from ease.methods.base import Trained, Unlearner, forget_holders
+from ease.methods.base import Trained, Unlearner, forget_clients
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request
 from ease.runs.answers import answer_of, open_world, trained_of
@@ -171,7 +171,7 @@ class Judge:
 
 def _gap(world: World, trained: Trained, request: Request, state: Params) -> Gap:
     found = membership_gap(
-        measure_scores(trained, state, request, world.federation, forget_holders(request, world.federation))
+        measure_scores(trained, state, request, world.federation, forget_clients(request, world.federation))
     )
     if found is None:
         raise UserError("partition.validation_share: too few held-out pairs to measure a membership gap; raise it")

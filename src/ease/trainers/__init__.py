@@ -31,7 +31,7 @@ def train(
     first_round: int = 1,
     request: Request | None = None,
     stream: str = "train",
-    held: Sequence[ServerLock] = (),
+    locks: Sequence[ServerLock] = (),
     keep: bool = False,
     again: History | None = None,
 ) -> Iterator[Round]:
@@ -44,4 +44,4 @@ def train(
         if first_round == 1:
             yield sum_and_solve(params, federation, config, seed, temperature, everyone, request, again)
         return
-    yield from fedavg(params, federation, config, seed, temperature, clients, first_round, request, stream, held, keep)
+    yield from fedavg(params, federation, config, seed, temperature, clients, first_round, request, stream, locks, keep)

@@ -58,7 +58,7 @@ def sum_and_solve(
     The strengths stay as they were chosen, so that leaving pairs out is a subtraction and nothing else changes.
     """
     took_part = set(clients) if again is None else set(again.clients(1)).intersection(clients)
-    check_count(params, sum(len(federation.held.get(client, ())) for client in took_part))
+    check_count(params, sum(len(federation.members.get(client, ())) for client in took_part))
     job = sums_job(config, seed, temperature, request, "all" if request is None else "retain")
     if config.secure:
         found = securely_collected(federation, params, job, sorted(took_part))
@@ -192,18 +192,18 @@ def features(model: DualEncoder, examples: Examples, positions: np.ndarray) -> t
     return pictures[0], torch.stack(words, dim=1)
 
 
-def sums_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def sums_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     """Sums of the right size and count that some pairs could have."""
     image, text = widths(state)
-    exact = pairs_expected(job, client, held)
+    exact = pairs_expected(job, client, pair_count)
 
     def fault(update: Update) -> str | None:
         sums = Sums(update.values[SUMS])
         pairs = f"{sums.count / CAPTIONS_PER_IMAGE:g}"
         if exact is not None and sums.count != exact * CAPTIONS_PER_IMAGE:
             return f"its sums are of {pairs} pairs, and {exact} are expected"
-        if sums.count % CAPTIONS_PER_IMAGE or not 0 <= sums.count <= held * CAPTIONS_PER_IMAGE:
-            return f"its sums are of {pairs} pairs, and it holds {held}"
+        if sums.count % CAPTIONS_PER_IMAGE or not 0 <= sums.count <= pair_count * CAPTIONS_PER_IMAGE:
+            return f"its sums are of {pairs} pairs, and it holds {pair_count}"
         return sums.fault(image, text)
 
     form = Value((packed_size(image + text + 1),), torch.int64, -LARGEST_SUM, LARGEST_SUM)
@@ -216,27 +216,27 @@ def measure_masked_sums(model: DualEncoder, params: Params, client: ClientData, 
     return measure_masked(client, job, sums.packed, pairs_in(sums))
 
 
-def masked_sums_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def masked_sums_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     """Masked sums of the right size, and the right count where the server knows it."""
-    exact = pairs_expected(job, client, held)
+    exact = pairs_expected(job, client, pair_count)
 
     def fault(pairs: int) -> str | None:
         return None if exact in (None, pairs) else f"its sums are of {pairs} pairs, and {exact} are expected"
 
-    return masked_expected(packed_size(sum(widths(state)) + 1), held, fault)
+    return masked_expected(packed_size(sum(widths(state)) + 1), pair_count, fault)
 
 
-def pairs_expected(job: LocalJob, client: int, held: int) -> int | None:
+def pairs_expected(job: LocalJob, client: int, pair_count: int) -> int | None:
     """How many pairs a job speaks of, where the server knows it; of a class only the client can tell."""
     if job.data == "all" or job.request is None:
-        return held
+        return pair_count
     if isinstance(job.request, SampleRequest):
         named = len(job.request.ids)  # narrowed to the client's own
     elif isinstance(job.request, ClientRequest):
-        named = held if client in job.request.clients else 0
+        named = pair_count if client in job.request.clients else 0
     else:
         return None
-    return named if job.data == "forget" else held - named
+    return named if job.data == "forget" else pair_count - named
 
 
 register(SUMS, Measurement(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
@@ -284,7 +284,7 @@ def measure_ranks(model: DualEncoder, params: Params, client: ClientData, job: L
     return {RANKS: (RANK_GRID / ranks.double()).round().long().sum()}
 
 
-def ranks_expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
+def ranks_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     return Expected(values={RANKS: Value((), torch.int64, 0, LARGEST_SUM)}, abstains=False)
 
 

@@ -28,7 +28,7 @@ class Nobody:
     """A federation in which no one may be asked anything."""
 
     clients: Sequence[int] = (0, 1, 2, 3)
-    held: ClassVar[dict[int, frozenset[str]]] = {}
+    members: ClassVar[dict[int, frozenset[str]]] = {}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         raise AssertionError("no client may be asked")
@@ -148,7 +148,7 @@ def masked_round(learnt, request, state: Params, number: int, clients: Sequence[
     """A round of the training on its own batches less the forget pairs; clients count the pairs they keep."""
     federation = learnt.world.federation
     job = learnt.trained.training_job(number, request=request, objective=ROUND)
-    kept = {c: len(federation.held[c]) - count for c, count in held_of(request, federation).items()}
+    kept = {c: len(federation.members[c]) - count for c, count in held_of(request, federation).items()}
     return [Update(each.client, kept[each.client], each.delta) for each in federation.run(state, job, clients)]
 
 
@@ -262,7 +262,7 @@ def test_a_client_that_does_not_replay_counts_as_if_it_had_left(learnt, few) -> 
 
     federation = learnt.world.federation
     found = contribution_of(learnt.trained, few, Silent(federation))
-    every = SampleRequest(ids=(*(i for i in few.ids if i not in federation.held[1]), *federation.held[1]))
+    every = SampleRequest(ids=(*(i for i in few.ids if i not in federation.members[1]), *federation.members[1]))
     expected = contribution_of(learnt.trained, every, federation)
     assert (found.total - expected.total).norm() < 0.005 * expected.total.norm()
     whole = contribution_of(learnt.trained, few, federation)
@@ -283,7 +283,7 @@ def test_a_report_is_shortened_to_what_its_client_can_have_sent(learnt, few) -> 
     trained, federation = learnt.trained, learnt.world.federation
     honest, loud = (contribution_of(trained, few, each) for each in (federation, Loud(federation)))
     lengths = sum(trained.history.update_length(number, 1) for number in range(1, 7))
-    held = {client: len(ids) for client, ids in federation.held.items()}
+    held = {client: len(ids) for client, ids in federation.members.items()}
     rest = sum(held.values()) - len(few.ids)
     most = (held[1] - 6) / rest * (LONGEST_REPLAY + 1) * lengths
     assert 0.1 * most < (loud.total - honest.total).norm() <= most

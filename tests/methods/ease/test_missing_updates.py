@@ -56,7 +56,7 @@ def test_clients_repeat_their_own_rounds_and_no_others(learnt, some) -> None:
     assert repeated == {1: {2, 5}, 3: {5}}
     assert [client for client, _ in spy.asked] == [1, 3]
     for client, job in spy.asked:
-        own = job.own(client, learnt.world.federation.held[client])
+        own = job.own(client, learnt.world.federation.members[client])
         assert {each.round for each in own.replays} == repeated[client] and own.request == SampleRequest(ids=())
 
 

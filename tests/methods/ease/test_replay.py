@@ -157,7 +157,7 @@ def test_the_answer_is_the_weighted_sum_of_each_group(learnt, cohort, engine: st
     job = job_of(learnt, request, (1, 0.5, 0), (3, 0.25, 1), (5, 2.0, 1))
     start = learnt.trained.final
     for update in federation.run(start, job, [0, 1]):
-        assert update.delta is None and update.pairs == len(federation.held[update.client]) - 8
+        assert update.delta is None and update.pairs == len(federation.members[update.client]) - 8
         changes = {n: naive(learnt, update.client, n, set(ids[update.client])) for n in (1, 3, 5)}
         for group, expected in ((0, 0.5 * changes[1]), (1, 0.25 * changes[3] + 2.0 * changes[5])):
             found = read_sum(update.values, group, start)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ease.errors import UserError
-from ease.federation.client_history import Kept, kept_of
+from ease.federation.client_history import ClientHistory, client_history
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_state, encode_update, job_length
 from ease.federation.container import content_hash
 from ease.federation.fedavg import fedavg
@@ -30,7 +30,7 @@ class Keepers:
 
     def __init__(self, disks: Path, clients: Sequence[int]) -> None:
         self.disks, self.clients, self.asked = disks, list(clients), []
-        self.held = {client: frozenset(map(str, range(client + 1))) for client in clients}
+        self.members = {client: frozenset(map(str, range(client + 1))) for client in clients}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         assert job.objective == OWN_UPDATES
@@ -39,7 +39,7 @@ class Keepers:
             received, _ = decode_job(*encode_job(own, params))
             assert received == own
             self.asked.append((client, [each.round for each in received.replays]))
-            stand_in = SimpleNamespace(memory=kept_of(self.disks, client))
+            stand_in = SimpleNamespace(required_history=client_history(self.disks, client))
             values = own_sum(None, params, stand_in, received)  # type: ignore[arg-type]
             yield decode_update(encode_update(Update(client, 1, None, values)))
 
@@ -56,7 +56,7 @@ def kept(past, toy_params, tmp_path):
         trained = past(*rounds, weighting=weighting)
         for number, changes in enumerate(rounds, start=1):
             for client, change in changes.items():
-                kept_of(tmp_path / "disks", client).write(number, trained.history.start(number), change)
+                client_history(tmp_path / "disks", client).write(number, trained.history.start(number), change)
         alone = History(shutil.copytree(trained.history.folder, tmp_path / "alone"), updates=False)
         for path in alone.folder.rglob("client-*"):
             path.unlink()
@@ -143,7 +143,7 @@ def test_what_was_held_after_a_round_is_not_taken_for_what_clients_did(toy_param
     direction = torch.tensor([[1.0], [0.0]])
     held = ServerLock({"image.layer": Basis(direction, torch.eye(1), torch.ones(1).double())}, toy_params(0.0))
     federation = scripted({0: toy_params(1.0), 1: toy_params(4.0)}, {0: 1, 1: 2})
-    (finished,) = fedavg(toy_params(0.0), federation, trained.training, 0, 0.07, held=(held,))
+    (finished,) = fedavg(toy_params(0.0), federation, trained.training, 0, 0.07, locks=(held,))
     assert finished.state["image.layer.B"].flatten().tolist() == [0.0, 3.0]
     history = History(tmp_path / "held", updates=False)
     toy_params(0.0).save(history.initial_path)
@@ -268,7 +268,7 @@ def test_a_kept_state_travels_as_its_name_alone(kept) -> None:
     assert list(parts) == [content_hash(encode_state(trained.start))]
     job, _ = decode_job(data, parts)
     assert job.replays[1].state == name and job.replays[1].weight == pytest.approx(-3 / 1)
-    memory: Kept = kept_of(keepers.disks, 2)
+    memory: ClientHistory = client_history(keepers.disks, 2)
     assert memory.start(2, name) == trained.history.state(1)
     with pytest.raises(UserError, match="of another training than the server's"):
         memory.start(2, content_hash(encode_state(trained.history.state(2))))

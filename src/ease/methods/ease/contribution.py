@@ -78,7 +78,7 @@ def _by_replay(
     precision: Precision,
 ) -> ForgetContribution:
     """Replay the rounds of every client that holds forget pairs, or whose stored updates are stale."""
-    now = {client: len(ids) for client, ids in federation.held.items()}
+    now = {client: len(ids) for client, ids in federation.members.items()}
     if isinstance(request, ClientRequest):
         leaving, kept = set(request.clients), dict[int, int]()
     else:
@@ -104,7 +104,7 @@ def _by_replay(
 def forget_counts(trained: Trained, request: Request, federation: Federation) -> dict[int, int]:
     """Client -> how many forget pairs it holds. Only class requests ask the clients; one without a sound answer
     counts as holding one, so that it is asked to replay."""
-    held = federation.held
+    held = federation.members
     if isinstance(request, SampleRequest):
         named = set(request.ids)
         return {client: len(named & set(held[client])) for client in federation.clients}

@@ -34,7 +34,7 @@ def zeros(trained: Trained) -> Params:
 
 def stale_clients(trained: Trained, federation: Federation, rounds: Sequence[int]) -> set[int]:
     """Clients whose stored updates were trained on pairs that closed requests have removed since."""
-    now = {client: len(ids) for client, ids in federation.held.items()} if trained.gone else {}
+    now = {client: len(ids) for client, ids in federation.members.items()} if trained.gone else {}
     before = [trained.history.pairs(number) for number in rounds if now]
     return {client for client, count in now.items() if any(pairs.get(client, 0) > count for pairs in before)}
 

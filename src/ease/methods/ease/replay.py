@@ -23,7 +23,7 @@ LEFT_OUT = -1
 """Stands where a pair stood that takes no part."""
 
 
-def kept_rows(client: ClientData, job: LocalJob) -> np.ndarray:
+def retained_rows(client: ClientData, job: LocalJob) -> np.ndarray:
     """Which of its pairs a client keeps, ascending."""
     assert job.request is not None  # it says which are left out
     return np.flatnonzero(~forget_mask(job.request, client.shard))
@@ -31,7 +31,7 @@ def kept_rows(client: ClientData, job: LocalJob) -> np.ndarray:
 
 def forget_count(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, torch.Tensor]:
     """How many of its training pairs a request names."""
-    return {"count": torch.tensor(float(len(client.train) - len(kept_rows(client, job))))}
+    return {"count": torch.tensor(float(len(client.train) - len(retained_rows(client, job))))}
 
 
 def places(client: ClientData, job: LocalJob) -> np.ndarray:
@@ -39,7 +39,7 @@ def places(client: ClientData, job: LocalJob) -> np.ndarray:
 
     Batches are drawn as they were then, so places of pairs that are forgotten or gone are kept, without the pair.
     """
-    kept, shard = kept_rows(client, job), client.shard
+    kept, shard = retained_rows(client, job), client.shard
     if len(kept) < MINIMUM_PAIRS:
         return kept[:0]
     stood = np.full(len(client.train) if shard.dealt is None else shard.dealt, LEFT_OUT)
@@ -47,7 +47,7 @@ def places(client: ClientData, job: LocalJob) -> np.ndarray:
     return stood
 
 
-def draw_kept(client: ClientData, stood: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
+def draw_retained(client: ClientData, stood: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
     """The batch as it was, captions too, less what is forgotten or gone."""
     captions = rng.integers(client.train.captions, size=len(stood))
     kept = stood != LEFT_OUT
@@ -59,7 +59,7 @@ def refilled(draws: Sequence[Draw], client: ClientData, job: LocalJob) -> Iterat
 
     A step moves the model by the mean over its batch. With a step too many, retained pairs are trained too much.
     """
-    count, fewer = len(draws) // job.epochs, job.batch_count(len(kept_rows(client, job)))
+    count, fewer = len(draws) // job.epochs, job.batch_count(len(retained_rows(client, job)))
     for first in range(0, len(draws), count):
         epoch = draws[first : first + count]
         if fewer < count:
@@ -79,7 +79,7 @@ def replay_parts(state: Params, job: LocalJob) -> dict[str, Assigned]:
 
 def summed(client: ClientData, updates: Mapping[str, Update], job: LocalJob) -> Update:
     """The weighted sum of the replayed changes in each group of rounds, in half precision; one pair is a pair kept."""
-    pairs = len(kept_rows(client, job))
+    pairs = len(retained_rows(client, job))
     values: dict[str, torch.Tensor] = {}
     for group in sorted({each.group for each in job.replays}):
         total: dict[str, torch.Tensor] = {}
@@ -119,7 +119,7 @@ def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Pa
     return Params(tensors, like.blocks)
 
 
-register(ROUND, replace(ALIGN, draw=draw_kept, rearrange=refilled, positions=places))
+register(ROUND, replace(ALIGN, draw=draw_retained, rearrange=refilled, positions=places))
 register(
     REPLAY,
     Composite(

@@ -47,7 +47,7 @@ def own_sum(model: DualEncoder, params: Params, client: ClientData, job: LocalJo
     total: dict[str, Tensor] = {}
     for each in job.replays:
         assert isinstance(each.state, str)  # a hash is enough, because nobody trains from this state
-        for name, tensor in client.memory.change(each.round, each.state).tensors.items():
+        for name, tensor in client.required_history.change(each.round, each.state).tensors.items():
             total[name] = total.get(name, 0) + each.weight * tensor.double()
     return {name: tensor.float() for name, tensor in total.items()}
 
@@ -101,7 +101,7 @@ def with_and_without(
 ) -> tuple[UpdateSum, UpdateSum]:
     """What the rounds did, and what they would have done without the leaving clients."""
     leaving, here = set(request.clients), set(federation.clients) | set(request.clients)
-    held = federation.held if trained.gone else {}  # closed requests left fewer pairs, and so less weight
+    held = federation.members if trained.gone else {}  # closed requests left fewer pairs, and so less weight
     did: list[RoundWeights] = []
     would: list[RoundWeights] = []
     took_part = False

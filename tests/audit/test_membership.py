@@ -1,5 +1,6 @@
 """Membership attacks against closed forms, naive loops, and small models that leak on purpose."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -336,6 +337,12 @@ def test_the_interval_does_not_vanish_at_the_ends():
     assert constant.low < 0.3
     with pytest.raises(UserError, match="not 1 and 2"):
         auc(np.ones(1), np.ones(2))
+
+
+def test_a_threshold_that_calls_nobody_a_member_is_finite():
+    """RMIA's scores have a largest value, which more non-members may share than the false positive rate allows."""
+    point = tpr_at_fpr(np.ones(600), np.ones(600))
+    assert math.isfinite(point.threshold) and point.threshold > 1 and (point.tpr.value, point.fpr.value) == (0, 0)
 
 
 def test_tpr_at_fpr_is_the_last_point_at_or_below():

@@ -257,7 +257,10 @@ def tpr_at_fpr(members: np.ndarray, nonmembers: np.ndarray, fpr: float = 0.01, f
         raise UserError(_too_few(count, needed, fpr))
     curve = roc(members, nonmembers)
     last = np.flatnonzero(curve.fpr <= fpr)[-1]
-    return operating_point(members, nonmembers, float(curve.thresholds[last]))
+    threshold = float(curve.thresholds[last])
+    if threshold == math.inf:  # too many non-members tie for the highest score; a record has to be finite
+        threshold = float(np.nextafter(curve.thresholds[1], math.inf))
+    return operating_point(members, nonmembers, threshold)
 
 
 def operating_point(members: np.ndarray, nonmembers: np.ndarray, threshold: float) -> OperatingPoint:

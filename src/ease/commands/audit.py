@@ -25,6 +25,7 @@ from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.ledger.impact import seconds_per_round
+from ease.operations.ledger.names import answer_name
 from ease.requests.request import Request
 from ease.runs.answers import StoredAnswer, find_answer, open_world
 from ease.runs.run import Run
@@ -187,6 +188,7 @@ def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet
 def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain: bool, quiet: bool) -> AuditsSummary:
     """Audit finished answers to one request of a run, all from the same trained shadows."""
     run = Run.load(folder)
+    names = [answer_name(folder, name) for name in names]
     found = [find_answer(run, name) for name in names]
     request = found[0][1]
     strangers = [name for name, (_, asked, _) in zip(names, found, strict=True) if asked != request]
@@ -299,6 +301,7 @@ def _level_row(name: str, level: Level) -> list[str | Text]:
 def quick_run(folder: Path, name: str, quiet: bool) -> QuickSummary:
     """Look at a finished answer of a run; nothing is trained."""
     run = Run.load(folder)
+    name = answer_name(folder, name)
     stored, request, _ = find_answer(run, name)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)

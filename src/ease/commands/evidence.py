@@ -18,6 +18,7 @@ from ease.operations.evidence.events import issue
 from ease.operations.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
 from ease.operations.evidence.page import certificate_page
 from ease.operations.evidence.witnesses import countersign
+from ease.operations.ledger.names import answer_name
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.verification import ledger_checks, log_check
 from ease.runs.run import Run
@@ -76,6 +77,7 @@ class CertificateSummary:
 def certify_run(folder: Path, name: str, html: bool, out: Path | None, quiet: bool) -> CertificateSummary:
     """Issue a certificate, by default beside the answer that it is about."""
     run = Run.load(folder)
+    name = answer_name(folder, name)
     path = out or answer_named(run, name)[0].folder / "certificate.json"
     _check_names(path, html)
     with status("gathering evidence", quiet):

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from ease.commands.requests import someone
 from ease.commands.train import tell_unfinished
 from ease.console import labelled, megabytes, status
+from ease.operations.ledger.names import answer_name
 from ease.operations.recipients import record_recipient
 from ease.runs.export import Format, export
 from ease.runs.run import Run
@@ -54,6 +55,7 @@ def export_run(
     """Export the trained model of a run, or what a request left, by default into the run itself."""
     run = Run.load(folder)
     tell_unfinished(run)
+    request = None if request is None else answer_name(folder, request)
     out = out or folder / "exports" / (request or "trained") / form
     with status("exporting", quiet):
         files = tuple(export(run, request, form, out, model_card(run, request)))

@@ -17,6 +17,7 @@ from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
+from ease.operations.ledger.names import answer_name
 from ease.requests.request import ClientRequest, Request, in_words
 from ease.runs.answers import (
     Snapshot,
@@ -249,7 +250,7 @@ class ReleaseSummary:
 def release_run(folder: Path, name: str) -> ReleaseSummary:
     """Close a request with a finished answer."""
     run = Run.load(folder)
-    made = release(run, name)
+    made = release(run, answer_name(folder, name))
     attest(run)
     return ReleaseSummary(made)
 

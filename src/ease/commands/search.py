@@ -12,6 +12,7 @@ from rich.text import Text
 from ease.commands.preview import shortened
 from ease.console import labelled, plain, status, table
 from ease.errors import UserError
+from ease.operations.ledger.names import answer_name
 from ease.runs.run import Run
 from ease.runs.using import Compared, Hit, check_sought
 from ease.show.found import found_sheet
@@ -70,6 +71,7 @@ def search_run(
 ) -> SearchSummary:
     """Search by the run's model, or by the models before and after a request; write the pictures on a page."""
     run = Run.load(folder)
+    request = None if request is None else answer_name(folder, request)
     if not 1 <= count <= MOST:
         raise UserError(f"-k {count}: choose 1 to {MOST}")
     check_sought(words)

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from ease.commands.requests import someone
 from ease.console import labelled, log_event, show, status
 from ease.errors import UserError
+from ease.operations.ledger.names import answer_name
 from ease.operations.ledger.people import person
 from ease.operations.ledger.policy import load_policy
 from ease.operations.serving.messages import Facts
@@ -86,6 +87,8 @@ def serve_model(
         )
     if keyless and not is_loopback(host):
         raise UserError(f"--no-key: not at {host}, which others can reach; leave the option out")
+    if request is not None and (folder / "run.json").is_file():
+        request = answer_name(folder, request)
     with status("opening the model", quiet):
         served = open_served(folder, request)
         served.encode_text(["a word"])  # some encoders are loaded when first used, and nobody should wait for that

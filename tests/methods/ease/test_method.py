@@ -245,7 +245,7 @@ def recovery(learnt, monkeypatch):
 
 def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, recovery) -> None:
     longest = [step.loss for step in recovery(0.0)]
-    assert len(longest) == 4 and longest[0] > longest[1] > longest[2]
+    assert len(longest) == 3 and longest[0] > longest[1] > longest[2]
     assert len(recovery(None)) == len(recovery(longest[0])) == 2
     assert len(recovery((longest[1] + longest[2]) / 2)) == 3
     assert len(recovery(0.0, recovery_share=0.4)) == 2  # a share that is named is kept to
@@ -254,7 +254,7 @@ def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, recov
 def test_robust_aggregation_never_extends_recovery(learnt) -> None:
     training = learnt.trained.training
     robust = training.model_copy(update={"aggregation": "median"})
-    assert Longer().most_rounds(training, FIRST) == 5 and Longer().most_rounds(robust, FIRST) == 3
+    assert Longer().most_rounds(training, FIRST) == 4 and Longer().most_rounds(robust, FIRST) == 3
 
 
 def test_the_loss_to_reach_is_the_mean_of_the_last_two_rounds(learnt) -> None:

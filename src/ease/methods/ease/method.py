@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from math import ceil
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -67,7 +68,7 @@ class Ease(Unlearner):
     report theirs."""
     recovery_share: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Recovery rounds as a share of the training rounds. `auto`: 0.15 for client requests and 0.2 for others, and up
-    to twice as many while the loss is above that of the last training rounds."""
+    to a quarter more while the loss is above that of the last training rounds."""
     modalities: Literal["both", "image", "text"] = "both"
     """Branches to subtract from and to lock. With one branch, the other restores the pairs."""
     lock: bool = True
@@ -114,10 +115,10 @@ class Ease(Unlearner):
         return 1 + share_of(training, usual if self.recovery_share == "auto" else self.recovery_share)
 
     def most_rounds(self, training: TrainingConfig, request: Request) -> int:
-        """Twice as much recovery; robust aggregation never extends it, because clients report their own loss."""
+        """A quarter more recovery; robust aggregation never extends it, because clients report their own loss."""
         recovery = self.rounds(training, request) - 1
         extends = self.recovery_share == "auto" and training.aggregation == "mean"
-        return 1 + (2 * recovery if extends else recovery)
+        return 1 + recovery + (ceil(recovery / 4) if extends else 0)
 
     def estimated_work(
         self, training: TrainingConfig, request: Request, holders: float, replay_cost: float = 1.0

@@ -1,7 +1,7 @@
-"""An audit of pairs that lie at their sites alone: nodes retrain, and tell where pairs of their own stand.
+"""Audit of pairs that stay at their sites: nodes retrain and report measurements of their own pairs.
 
-There are no shadows: half of them would have to train on pairs of others. The verdict is the same test over fewer
-measures, and tells as always how small a trace it would have found.
+There are no shadows, because half of them would train on pairs of others. The verdict is the same test over fewer
+measures, and reports how small a trace it would have found.
 """
 
 import shutil
@@ -52,7 +52,7 @@ JUDGED = {"forget": "held-out/auc", "retain": "retained/auc"}
 
 
 def retrain_at_sites(plan: Plan, trained: Trained, engine: Engine, orders: Sequence[int]) -> Iterator[int]:
-    """Retrainings in other orders of the data, by the nodes that hold them, and kept; yields ticks.
+    """Retrain at the nodes in other orders of the data and store the models; yields ticks.
 
     All clients take part in every round: a retraining that lacks one is none of this federation. Their answers are
     kept until a retraining is whole, so that one which ended in the middle goes on.
@@ -76,13 +76,13 @@ Told = Mapping[int, Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class SiteLook:
-    """All that is read off one model: by clients of their pairs, and by the server of test pairs."""
+    """The readings of one model: by clients on their pairs, and by the server on test pairs."""
 
     told: Told
     recalls: Mapping[str, GalleryRecall]
 
     def all(self, kind: str, name: str) -> np.ndarray:
-        """One number of all pairs of a kind, client after client."""
+        """One statistic of all pairs of a kind, client after client."""
         return np.concatenate([values[f"{kind}/{name}"] for _, values in sorted(self.told.items())])
 
     def standing(self, kind: str) -> Standing:
@@ -90,7 +90,7 @@ class SiteLook:
 
 
 def _job(world: World, request: Request, retained: int) -> LocalJob:
-    """What clients are asked to measure: at most so many `retained` pairs each, beside all others."""
+    """The measuring job, with at most `retained` retained pairs per client."""
     config = world.config
     return config.training.job(
         0,
@@ -104,14 +104,14 @@ def _job(world: World, request: Request, retained: int) -> LocalJob:
 
 
 def _able(world: World) -> dict[int, Holding]:
-    """Clients that hold out enough to measure anything."""
+    """Clients with enough held-out pairs to measure."""
     return {each.client: each for each in holdings_now(world) if len(each.validation_ids) >= FEWEST_UNSEEN}
 
 
 def retained_recalls(
     world: World, request: Request, states: Sequence[Params], federation: Federation
 ) -> tuple[float | None, ...]:
-    """Recall@1 of retained pairs in percent under some states, as clients measure it among pairs that they hold out.
+    """Recall@1 of retained pairs in percent under some states, measured by clients among their held-out pairs.
 
     None if no client can measure any.
     """
@@ -129,7 +129,7 @@ def retained_recalls(
 
 @dataclass(frozen=True)
 class AtSites(Compared):
-    """Measures an answer beside retrained models by what nodes tell of pairs that they alone have."""
+    """Instruments for a result whose pairs only the nodes can read."""
 
     federation: Federation
     """One that everybody answers."""
@@ -179,7 +179,7 @@ class AtSites(Compared):
         ]
 
     def gallery(self) -> Gallery:
-        """Of the test pairs, whose recall the server measures."""
+        """The gallery of the test pairs, whose recall the server measures."""
         size = common_size(self._sets, self.world.config.gallery)
         chance = chance_recall(size, len(self.world.evaluator.pairs.captions[0]))
         return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()}, among=AMONG)
@@ -191,12 +191,12 @@ class AtSites(Compared):
 
     @cached_property
     def _known(self) -> dict[str, SiteLook]:
-        """Looked at once, however many answers are measured."""
+        """Readings of the models that every result is compared with, taken once."""
         return {name: self._look(state) for name, state in self._models.items()}
 
     @cached_property
     def _at_start(self) -> SiteLook:
-        """How hard pairs are, before anyone trained on them."""
+        """Readings of the start state: how hard pairs are before training."""
         return self._look(self.trained.initial)
 
     def _look(self, state: Params) -> SiteLook:
@@ -218,17 +218,17 @@ class AtSites(Compared):
 
     @cached_property
     def _asked(self) -> dict[int, Holding]:
-        """Clients that hold out enough to measure anything."""
+        """Clients with enough held-out pairs to measure."""
         return _able(self.world)
 
     @property
     def _retained(self) -> int:
-        """Retained pairs that each client looks at, at most."""
+        """Largest number of retained pairs that each client measures."""
         return max(1, MOST_RETAINED // len(self._asked))
 
     @cached_property
     def _counts(self) -> dict[int, dict[str, int]]:
-        """Client -> kind -> how many pairs it is to tell of."""
+        """Client -> kind -> number of pairs to report."""
         found = {}
         for client, holding in self._asked.items():
             named, alike = forget_mask(self.request, holding), validation_mask(self.request, holding)
@@ -247,7 +247,7 @@ class AtSites(Compared):
     # Measures
 
     def _held(self, looks: Mapping[str, SiteLook], odds: Mapping[str, np.ndarray]) -> list[Measure]:
-        """Where forget pairs stand in their galleries on average, and whether retained ones still do."""
+        """Mean ranks of forget and retained pairs in their galleries."""
         largest = 1 + max(min(len(each.validation_ids), MOST_UNSEEN) for each in self._asked.values())
         standings = {name: look.standing("forget") for name, look in looks.items()}
         temperature = self.world.config.model.temperature
@@ -261,7 +261,7 @@ class AtSites(Compared):
         return found
 
     def _told_apart(self, kind: str, looks: Mapping[str, SiteLook]) -> tuple[list[Measure], Records]:
-        """Whether pairs of a kind can be told from held-out ones that resemble them, each client's from its own."""
+        """AUC of pairs of a kind against similar held-out pairs of the same client."""
         start, judged, name = self._at_start.told, {}, JUDGED[kind]
         like = {client: self._like(kind, counts) for client, counts in self._counts.items()}
         able = [
@@ -289,11 +289,11 @@ class AtSites(Compared):
 
     @staticmethod
     def _like(kind: str, counts: Mapping[str, int]) -> str:
-        """Which held-out pairs resemble a kind: of a class request retained pairs are of other classes."""
+        """Which held-out pairs resemble a kind; for class requests retained pairs are of other classes."""
         return "held_out" if kind == "forget" or not counts["unseen"] else "unseen"
 
     def _pairs(self, looks: Mapping[str, SiteLook]) -> tuple[PairRecord, ...]:
-        """Where each of a few pairs stands under each model."""
+        """Records of a few pairs under each model."""
         numbers = {name: {each: look.all("forget", each) for each in TOLD} for name, look in looks.items()}
 
         def of(number: str, row: int) -> dict[str, float]:
@@ -313,7 +313,7 @@ class AtSites(Compared):
 
 @dataclass(frozen=True)
 class FewAtSites(AtSites):
-    """The same of few pairs, one by one, with the traces that are planted for those elsewhere."""
+    """The instruments for few pairs, measured one by one."""
 
     few: ClassVar[bool] = True
     kept: ClassVar[tuple[float, ...]] = OneByOne.kept
@@ -321,6 +321,6 @@ class FewAtSites(AtSites):
 
 
 def instruments_for(world: World, request: Request) -> type[AtSites]:
-    """Which of both a request takes."""
+    """The instruments that suit a request: for few pairs or for many."""
     named = sum(int(forget_mask(request, holding).sum()) for holding in holdings_now(world))
     return FewAtSites if named < FEW else AtSites

@@ -1,4 +1,4 @@
-"""Every attack of an audit on every model, as measures beside their bands and as records."""
+"""All attacks of an audit on all models, as measures with bands and as records."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ Records = dict[str, dict[str, AttackRecord]]
 
 @dataclass(frozen=True)
 class Attacked:
-    """What attacks on the forget pairs found."""
+    """Results of the attacks on forget pairs."""
 
     measures: list[Measure]
     records: Records
@@ -45,7 +45,7 @@ class Attacked:
 
 @dataclass(frozen=True)
 class Stayed:
-    """What the attack on retained pairs found; nothing where too few unseen pairs are like them."""
+    """Result of the attack on retained pairs; empty if too few unseen pairs resemble them."""
 
     measures: list[Measure]
     records: Records
@@ -110,7 +110,7 @@ def attack_retained(
     chosen: np.ndarray,
     held: Mapping[str, np.ndarray],
 ) -> Stayed:
-    """Whether retained pairs can be told from unseen ones of the same classes, under each model.
+    """Attack retained pairs: distinguish them from unseen pairs of the same classes, under each model.
 
     `reads` are of the subjects and `held` the log-odds of the `chosen` retained pairs.
     """
@@ -136,7 +136,7 @@ def attack_retained(
 def attack_canaries(
     world: World, request: Request, gauge: Gauge, models: Mapping[str, Params], start: Params
 ) -> list[Measure]:
-    """The least epsilon that guesses about canaries leave, of those that the request concerns.
+    """The lower bound on epsilon from guesses about the canaries that the request concerns.
 
     A canary that was kept out is concerned if the request would have named it had its coin fallen otherwise, so that
     which ones are looked at says nothing about who was in.
@@ -165,7 +165,7 @@ def attack_canaries(
 
 
 def auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:
-    """How well an attack tells members, under each model."""
+    """The AUC of an attack under each model."""
     area = judged["unlearned"].auc
     interval = f"[{area.low:.3f}, {area.high:.3f}]"
     return Measure.of(
@@ -177,7 +177,7 @@ def auc_measure(name: str, judged: Judged, resolution: float, note: str = "") ->
 
 
 def _found(name: str, attack: str, judged: Judged, resolution: float, fpr: float) -> list[Measure]:
-    """The share of members found, where there are enough non-members to set a threshold by."""
+    """The true-positive rate, if there are enough non-members for a threshold."""
     points = {model: found.tpr for model, found in judged.items() if found.tpr is not None}
     if len(points) < len(judged):
         return []
@@ -190,7 +190,7 @@ def _found(name: str, attack: str, judged: Judged, resolution: float, fpr: float
 
 
 def _compared(attacker: Attacker, targets: Mapping[str, Readings]) -> dict[str, dict[str, AttackResult]]:
-    """Attack -> model -> what one learns of it who also holds the trained model."""
+    """Attack -> model -> result for an attacker who also has the trained model."""
     found = {name: attacker.compare(targets["trained"], target) for name, target in targets.items()}
     return {attack: {name: results[attack] for name, results in found.items()} for attack in found["trained"]}
 
@@ -205,7 +205,7 @@ def _before_after(compared: Mapping[str, Judged], resolution: float) -> Measure:
 
 
 def attack_record(found: AttackResult, member: np.ndarray) -> AttackRecord:
-    """An attack on one model, as it is kept."""
+    """The record of an attack on one model."""
     curve = roc(found.scores[member], found.scores[~member])
     points = RocPoints(fpr=tuple(curve.fpr.round(5).tolist()), tpr=tuple(curve.tpr.round(5).tolist()))
     return AttackRecord(

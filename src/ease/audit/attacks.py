@@ -1,4 +1,4 @@
-"""Every membership attack on one model, from the statistics of shadows; thresholds never come from the judged pairs."""
+"""Membership attacks on one model from the statistics of shadows. Thresholds never come from the judged pairs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ FEWEST_POPULATION = 30
 
 @dataclass(frozen=True)
 class AttackResult:
-    """What one attack says of one model."""
+    """The result of one attack on one model."""
 
     auc: Estimate
     tpr: OperatingPoint | None
@@ -64,7 +64,7 @@ class Attacker:
     fpr: float
 
     def attacks(self) -> list[str]:
-        """Names of the likelihood-ratio attacks, and RMIA where there is a population to rank by."""
+        """Names of the likelihood-ratio attacks, and RMIA if there is a population."""
         names = [
             f"{family}-{mode}/{statistic}"
             for family in ("bavaria", "lira")
@@ -74,7 +74,7 @@ class Attacker:
         return names + (["rmia"] if len(self.population["log_odds"]) >= FEWEST_POPULATION else [])
 
     def informed_attacks(self) -> list[str]:
-        """Names of the attacks that know the method: their shadows went through the same unlearning."""
+        """Names of the attacks whose shadows went through the same unlearning."""
         return [f"{family}/{statistic}" for family in ("u-bavaria", "u-lira") for statistic in ATTACKED]
 
     def score(self, attack: str, target: Readings, population: Readings, without: int | None = None) -> np.ndarray:
@@ -105,7 +105,7 @@ class Attacker:
     def judge(self, attack: str, target: Readings, population: Readings) -> AttackResult:
         """AUC over the candidates, and the share of members found at a threshold set on the shadows' non-members.
 
-        Of the same readings it is found once: retrained models are beside every answer that is judged.
+        The result is cached by readings, because retrained models are compared with every result.
         """
         key = attack, id(target)
         if key not in self._judged:
@@ -121,7 +121,7 @@ class Attacker:
         return AttackResult(auc(members, others), tpr, unscored(scores), scores)
 
     def threshold(self, attack: str) -> float:
-        """The score that a share `fpr` of the shadows' own non-members reaches."""
+        """The score that a share `fpr` of the shadows' non-members reaches."""
         outside = self.nonmember_scores(attack)
         return tpr_at_fpr(outside, outside, self.fpr).threshold
 
@@ -132,11 +132,11 @@ class Attacker:
         return self._left_out[attack]
 
     def strongest(self, target: Readings, population: Readings) -> str:
-        """The likelihood-ratio attack that tells members best before unlearning; it is the one to be judged by."""
+        """The likelihood-ratio attack with the best AUC before unlearning."""
         return max(self.attacks(), key=lambda attack: self.judge(attack, target, population).auc.value)
 
     def compare(self, before: Readings, after: Readings) -> dict[str, AttackResult]:
-        """What one learns who holds the models from before and after: by the change, and by both readings."""
+        """Attacks by the models before and after unlearning: by the change, and by both readings."""
         known = (self.shadows["log_odds"], self.unlearned["log_odds"], self.included)
         pair = (before["log_odds"], after["log_odds"])
         return {
@@ -159,12 +159,12 @@ class Attacker:
 
     @cached_property
     def _left_out(self) -> dict[str, np.ndarray]:
-        """Attack -> its scores, once it was asked for."""
+        """Cache: attack -> scores of non-members."""
         return {}
 
     @cached_property
     def _judged(self) -> dict[tuple[str, int], tuple[Readings, AttackResult]]:
-        """Attack and identity of readings, which are kept so that no others take it -> those and what was found."""
+        """Cache: attack and identity of readings -> readings (so that no others get this identity) and result."""
         return {}
 
     def _without_threshold(self, scores: np.ndarray) -> AttackResult:

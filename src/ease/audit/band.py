@@ -1,4 +1,4 @@
-"""The yardstick: where one more retrained model would fall, given a few that differ only in the order of their data."""
+"""Prediction bands: where a further retrained model would fall, given a few that differ in data order only."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ease.config import Config
 class Band(Config):
     """A 95 % prediction interval for a further retrained model.
 
-    Not the range of those at hand: of four, a fifth retrained model falls outside the range in two cases of five.
+    It is not the range: a fifth retrained model falls outside the range of four in two of five cases.
     """
 
     low: float | None
@@ -38,7 +38,7 @@ def prediction_band(
 ) -> Band | None:
     """The band of retrained models' values, or None with fewer than two; `at_most` leaves it open below.
 
-    A few models may agree by chance or because a measure is coarse; they are never taken to vary by less than one pair
+    A few models may agree by chance or because a measure is coarse, so the assumed spread is at least one pair
     more or less, the `resolution` of the measure. No band leaves what the measure can be.
     """
     found = np.asarray(values, dtype=float)
@@ -52,6 +52,6 @@ def prediction_band(
 
 
 def reach(models: int, at_most: bool = False) -> float:
-    """How many standard deviations of so many values lie between their mean and an end of the band."""
+    """The half-width of a band in standard deviations, for this number of values."""
     tail = CONFIDENCE if at_most else (1 + CONFIDENCE) / 2
     return float(stdtrit(models - 1, tail)) * math.sqrt(1 + 1 / models)

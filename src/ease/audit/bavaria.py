@@ -28,7 +28,7 @@ FAR_TAIL = 30.0
 
 @dataclass(frozen=True)
 class Prior:
-    """What a side's pairs have in common: the variance is about `variance`, the mean about `mean`."""
+    """The prior of one side's pairs: variances around `variance`, means around `mean`."""
 
     mean: float
     mean_strength: float
@@ -40,7 +40,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class Seen:
-    """All that the present shadows of each pair say of a normal distribution: arrays [n]."""
+    """Sufficient statistics of the present shadows of each pair: arrays [n]."""
 
     count: np.ndarray
     mean: np.ndarray
@@ -50,7 +50,7 @@ class Seen:
 
     @classmethod
     def of(cls, values: np.ndarray, present: np.ndarray) -> "Seen":
-        """From values [n, m] of which only the present ones count."""
+        """The statistics of values [n, m], of which only the present ones count."""
         count = present.sum(1)
         mean = np.where(present, values, 0).sum(1) / np.maximum(count, 1)
         return cls(count, mean, (np.where(present, values - mean[:, None], 0) ** 2).sum(1))
@@ -58,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A pair's normal-inverse-gamma after its shadows: arrays [n]."""
+    """The normal-inverse-gamma posterior of each pair: arrays [n]."""
 
     mean: np.ndarray
     mean_strength: np.ndarray

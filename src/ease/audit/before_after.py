@@ -1,4 +1,4 @@
-"""Attacks of one who holds the model from before unlearning as well as the one from after it."""
+"""Attacks by someone who has the models before and after unlearning."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Discriminant:
 
     @classmethod
     def of(cls, before: np.ndarray, after: np.ndarray, included: np.ndarray) -> "Discriminant":
-        """From shadows' readings [n, m] before and after unlearning, and who trained on what, bool [n, m]."""
+        """Fit to shadows' readings [n, m] before and after unlearning, with membership bool [n, m]."""
         readings = np.stack([before, after], axis=-1)
         out = ~included
         count = out.sum(1)[:, None, None]
@@ -38,18 +38,18 @@ class Discriminant:
         return cls(np.linalg.solve(spread + ridge, sides[0].mean(0) - sides[1].mean(0)), usual)
 
     def score(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """How much a pair's two readings [n] look like those of a pair that was trained on and then forgotten."""
+        """Scores [n]: how much two readings look like those of a pair that was trained on and then forgotten."""
         return (np.stack([before, after], axis=-1) - self.usual) @ self.weights
 
 
 def change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """How much less strongly each pair [n] is held than before; needs no shadows."""
+    """The drop of each pair's statistic [n]; needs no shadows."""
     return before - after
 
 
 def both(
     shadows_before: np.ndarray, shadows_after: np.ndarray, included: np.ndarray, before: np.ndarray, after: np.ndarray
 ) -> np.ndarray:
-    """Scores [n] by the discriminant that tells the shadows' own forgotten pairs from those they never saw."""
+    """Scores [n] of the discriminant between the shadows' forgotten pairs and pairs they never saw."""
     refuse_copy(before, shadows_before)
     return Discriminant.of(shadows_before, shadows_after, included).score(before, after)

@@ -1,4 +1,4 @@
-"""What a careful reader must know before believing an audit's numbers, in sentences."""
+"""Caveats of an audit, in sentences."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +28,7 @@ def sample_caveat(candidates: Candidates) -> str:
 
 
 def band_caveat(retrained: int, measures: Sequence[Measure]) -> str:
-    """Bands explain; that some measures leave them by chance is no finding."""
+    """A note on how many measures leave their bands by chance."""
     return (
         f"band: 95 % prediction interval from {retrained} retrained models of one seed, which reaches "
         f"{reach(retrained):.1f} of their standard deviations to either side; of {len(measures)} measures a retrained "
@@ -37,7 +37,7 @@ def band_caveat(retrained: int, measures: Sequence[Measure]) -> str:
 
 
 def settings_caveat(method: Unlearner) -> str:
-    """Settings that were chosen by looking at these very measures would flatter the method."""
+    """A note if the method's settings are not its defaults."""
     usual = type(method)().model_dump(mode="json")
     changed = [f"{key} = {value}" for key, value in method.model_dump(mode="json").items() if value != usual[key]]
     return (
@@ -47,7 +47,7 @@ def settings_caveat(method: Unlearner) -> str:
 
 
 def exposure_caveat(in_training: float, by_answer: float, by_retrain: float) -> str:
-    """A model that was shown the retained pairs more often than retrain knows them better for that alone."""
+    """A note on how often the models were shown retained pairs."""
     return (
         f"retained pairs shown in all: {in_training + by_answer:,.0f} to the answer ({in_training:,} in training), "
         f"{by_retrain:,.0f} to retrain; more showings alone raise the recall of retained pairs"
@@ -55,7 +55,7 @@ def exposure_caveat(in_training: float, by_answer: float, by_retrain: float) -> 
 
 
 def threshold_caveats(fpr: float, shadow_scores: int, others: int) -> Iterator[str]:
-    """Where the threshold comes from, and whether anything can check it."""
+    """Notes on the threshold and whether it can be checked."""
     if shadow_scores * fpr < EXPECTED_FALSE_POSITIVES:
         needed = EXPECTED_FALSE_POSITIVES / fpr
         yield (
@@ -70,7 +70,7 @@ def threshold_caveats(fpr: float, shadow_scores: int, others: int) -> Iterator[s
 
 
 def pair_caveats(copies: int, gap: float, unscored: int) -> Iterator[str]:
-    """Copies in the retained data, forget pairs that left no trace, and pairs that no attack can score."""
+    """Notes on duplicates, forget pairs without a trace, and pairs that no attack can score."""
     if copies:
         yield f"{copies} retained pairs are near-duplicates of forget pairs: no method can forget what is kept"
     if gap < LEAST_GAP:

@@ -1,4 +1,4 @@
-"""What an audit may spend, and what it promises."""
+"""Settings of an audit."""
 
 from typing import Literal
 

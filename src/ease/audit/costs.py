@@ -1,4 +1,4 @@
-"""What an answer costs beside retraining: traffic, steps, time and counted operations."""
+"""Costs relative to retraining: traffic, steps, time and operations."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from ease.runs.world import World
 
 
 def prices(answer: Mapping[str, float], retrain: Mapping[str, float], flops_per_pair: float) -> dict[str, Price]:
-    """Every total cost of two records' metrics, and the operations that their passed pairs stand for."""
+    """All total costs of a result and of retraining, and their floating-point operations."""
     totals = [key for key in sorted(answer) if key.startswith("cost/") and "seconds/" not in key]
     found = {key.removeprefix("cost/"): Price.of(answer[key], retrain.get(key, 0.0)) for key in totals}
     passed = [of.get("cost/pairs_passed", of["cost/pairs_trained"]) * flops_per_pair for of in (answer, retrain)]
@@ -21,12 +21,12 @@ def prices(answer: Mapping[str, float], retrain: Mapping[str, float], flops_per_
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """How long each phase of an answer took."""
+    """Phase -> seconds."""
     return {key.removeprefix("cost/seconds/"): value for key, value in metrics.items() if "seconds/" in key}
 
 
 def training_flops(world: World) -> float:
-    """Floating-point operations for each pair of a training step, forward and backward, counted by torch."""
+    """Floating-point operations per pair of a training step, forward and backward, counted by torch."""
     training, seen = world.config.training, world.evaluator
     examples = examples_at(seen.activations, seen.test[: training.batch_size], seen.device)
     positions = np.arange(len(examples))

@@ -1,4 +1,4 @@
-"""How far an unlearned model's statistics lie from those of models that never saw the pairs."""
+"""Distances between the statistics of an unlearned model and of models that never saw the pairs."""
 
 import warnings
 from dataclasses import dataclass

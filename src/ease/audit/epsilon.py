@@ -1,4 +1,4 @@
-"""How private a training was at most: a lower bound on epsilon from guesses about canaries, in one run."""
+"""Lower bounds on epsilon from guesses about the canaries of one run."""
 
 import math
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ GUESSED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Guesses:
-    """How often an auditor was right."""
+    """Number of guesses and of correct ones."""
 
     right: int
     made: int
 
     @property
     def epsilon(self) -> float:
-        """The training is not epsilon-differentially private for any smaller epsilon, with 95 % confidence."""
+        """The lower bound on epsilon with 95 % confidence."""
         return max(0.0, lower_bound(self.right, self.made))
 
 
@@ -34,7 +34,7 @@ def guess(scores: np.ndarray, inside: np.ndarray) -> Guesses:
 
 
 def lower_bound(right: int, made: int) -> float:
-    """Of epsilon, below 0 where guesses were no better than a coin.
+    """The lower bound on epsilon; below 0 if guesses were no better than a coin.
 
     Steinke, Nasr and Jagielski (2023): when each canary was in or out by a fair coin and the training is
     epsilon-differentially private, the number of right guesses is at most that of as many tosses of a coin that shows

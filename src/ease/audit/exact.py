@@ -1,4 +1,4 @@
-"""Whether an exact answer is the retrained model: hashes of sums and models are compared, and nothing is estimated."""
+"""Audit of exact results: the hashes of sums and models are compared with retraining."""
 
 import hashlib
 from dataclasses import replace
@@ -30,12 +30,12 @@ NOT_TESTED = (
 
 
 def rounds_of(run: Run, stored: StoredAnswer) -> History:
-    """The round that an exact answer keeps."""
+    """The history with the round of an exact result."""
     return replace(run.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
 
 
 def sums_hash(run: Run, stored: StoredAnswer) -> str:
-    """The hash of an answer's sums; empty where it has none, as answers of other trainings."""
+    """The hash of a result's sums; empty if it has none."""
     history = rounds_of(run, stored)
     if not history.rounds() or not history.sums_sha256(1):
         return ""
@@ -110,6 +110,6 @@ def hashes_of(finished: Round) -> tuple[str, str]:
 
 
 def sums_file(run: Run, stored: StoredAnswer) -> str:
-    """Where the sums of an answer lie, for a message."""
+    """The path of a result's sums, for a message."""
     history = rounds_of(run, stored)
     return str(history.record_path(1).with_name(SUMS))

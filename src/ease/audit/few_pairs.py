@@ -1,4 +1,4 @@
-"""What an audit measures of a request of few pairs: where each of them stands, beside retrained models."""
+"""Measures for requests of few pairs: the rank of each pair, compared with retrained models."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ retrained ones as those differ among themselves, and that would look like a trac
 
 @dataclass(frozen=True)
 class Place:
-    """All that is read off one model."""
+    """The readings of one model."""
 
     log_odds: np.ndarray
     """Of the forget pairs, against the pool."""
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class OneByOne(Instruments):
-    """Looks at a few forget pairs one by one: no attack, which compares many, and no shadow.
+    """Instruments for a few forget pairs, one by one, without attacks and shadows.
 
     The traces that are planted go up to the trained model itself, to tell whether anything can be seen at all, and into
     several retrained models: the noise of one is as large as what is looked for.
@@ -91,7 +91,7 @@ class OneByOne(Instruments):
         return galleries(self.world, self.sets["forget"], self.gallery().pairs)
 
     def _pairs(self, places: Mapping[str, Place]) -> tuple[PairRecord, ...]:
-        """Where each pair stands under each model."""
+        """Records of each pair under each model."""
         ids = self.world.evaluator.pairs.ids
         return tuple(
             PairRecord(
@@ -108,7 +108,7 @@ class OneByOne(Instruments):
 def standing_measures(
     found: Mapping[str, Standing], log_odds: Mapping[str, np.ndarray], gallery: int, pool: int, temperature: float
 ) -> list[Measure]:
-    """Means over the pairs, model by model, each in a gallery and against a pool of so many pairs.
+    """Measures of the mean rank, margin and log-odds of the pairs under every model.
 
     Ranks as logarithms: one place among the first says as much as many among the last. One direction of one pair may
     always be an octave off. Bands end where cosines do: margins at 2, and log-odds at 2 / temperature from what a pool

@@ -1,4 +1,4 @@
-"""One test over all measures at once: whether an answer could be one more retraining.
+"""Joint test over all measures: whether a result is indistinguishable from retraining.
 
 Retrained models that differ in the order of their data alone say how measures spread and go together. An answer is
 compared with them in two ways: along the line to the trained model, on which what was kept lies, and in every
@@ -26,7 +26,7 @@ TAILS = 4
 
 
 class JointTest(Config):
-    """What all measures say together."""
+    """The result of the joint test."""
 
     p_value: float
     """How often one more retraining would lie as far from the others."""
@@ -52,7 +52,7 @@ class JointTest(Config):
 
 @dataclass(frozen=True)
 class Null:
-    """Retrained models: where they lie, how far they spread, and what their measures share."""
+    """The distribution of retrained models: centre, spread and residuals."""
 
     centre: np.ndarray  # [m]
     spread: np.ndarray  # [m]
@@ -121,7 +121,7 @@ def joint_test(
 
 @dataclass(frozen=True)
 class _Simulated:
-    """Federations of retrained models drawn like the real ones, and one more model each."""
+    """Simulated sets of retrained models, each with one further model."""
 
     effect: np.ndarray
     further: np.ndarray  # [draws, m]
@@ -147,7 +147,7 @@ class _Simulated:
         return float((1 + np.searchsorted(self.least_p, smaller, "right")) / (1 + len(self.least_p)))
 
     def refused(self, shift: np.ndarray, level: float) -> float:
-        """How often a model is refused whose measures are shifted by so much."""
+        """The share of models that are refused if their measures are shifted."""
         shifted = _statistics(self.further + shift, self.estimated, self.effect)
         smaller = _tails(shifted, self.statistics).min(axis=1)
         places = np.searchsorted(self.least_p, smaller, "right")
@@ -187,7 +187,7 @@ def _statistics(answer: np.ndarray, estimated: Estimated, effect: np.ndarray) ->
 
 
 def _tails(statistics: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Share of the draws that are at least as far out, for each statistic [n, 2]."""
+    """Share of the draws that are at least as extreme, for each statistic [n, 2]."""
     columns = []
     for column in range(drawn.shape[1]):
         ordered = np.sort(drawn[:, column])
@@ -219,7 +219,7 @@ def _estimated(retrained: np.ndarray, least: np.ndarray) -> Estimated:
 
 
 def _smallest_caught(power: Sequence[tuple[float, float]]) -> float | None:
-    """Where the power reaches what is wanted and stays there, between the shares that were tried.
+    """The smallest share from which on the power is high enough, interpolated between the tried shares.
 
     Halfway between two models lies now and then something unlike either, which is caught where larger shares are not.
     """

@@ -1,4 +1,4 @@
-"""What an audit measures: every model of a request, retrained ones among them, with the same instruments."""
+"""Measurements of an audit: all models of a request are measured with the same instruments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ Shown = TypeVar("Shown")
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured, for the verdict and for pictures."""
+    """The measurements of one result, for the verdict and for figures."""
 
     measures: tuple[Measure, ...]
     verdict: Verdict
@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Look:
-    """All that is read off one model."""
+    """The readings of one model."""
 
     read: Readings
     """Of the subjects."""
@@ -74,7 +74,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Compared:
-    """A request, and the models that an answer to it is compared with."""
+    """A request, and the models that a result is compared with."""
 
     world: World
     request: Request
@@ -87,7 +87,7 @@ class Compared:
 
     @cached_property
     def _models(self) -> dict[str, Params]:
-        """All that an answer is compared with; some keep a known share of the way to the trained model."""
+        """The models that a result is compared with; planted ones keep a known share of the forget effect."""
         trained = self.trained.final
         planted = {
             f"kept-{share}-of-{name}": state + share * (trained - state)
@@ -99,7 +99,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Instruments(Compared):
-    """The pairs of a request and all that traces are measured with."""
+    """The pairs of a request and everything that they are measured with."""
 
     subjects: Subjects
     attacker: Attacker | None
@@ -107,17 +107,17 @@ class Instruments(Compared):
     config: AuditConfig
 
     def measure(self, answer: Params) -> Measured:
-        """Measure an answer beside the trained, the retrained and the planted models."""
+        """Measure a result and compare it with the trained, the retrained and the planted models."""
         return next(self.measure_each((answer,)))
 
     def measure_each(self, answers: Sequence[Params]) -> Iterator[Measured]:
-        """Measure one answer after the other; all are looked at in the same passes."""
+        """Measure several results; all are read in the same passes."""
         looks = self._look({str(place): answer for place, answer in enumerate(answers)})
         for answer, look in zip(answers, looks.values(), strict=True):
             yield self._measured(answer, {**self._known, "unlearned": look})
 
     def with_attacker(self, attacker: Attacker | None) -> "Instruments":
-        """The same for another method: what was looked at serves all, and shadows were unlearned by each."""
+        """The instruments for another method, with shared readings and the method's own attacker."""
         other = replace(self, attacker=attacker)
         other.__dict__["_known"] = self._known  # where a cached property keeps what it found
         return other
@@ -169,12 +169,12 @@ class Instruments(Compared):
 
     @cached_property
     def _known(self) -> dict[str, Look]:
-        """Looked at once, however many answers are measured."""
+        """Readings of the models that every result is compared with, taken once."""
         return self._look(self._models)
 
     @cached_property
     def _known_targets(self) -> dict[str, tuple[Readings, Readings]]:
-        """What attacks are given of them: always the same objects, so that each is attacked once."""
+        """The readings that attacks get; always the same objects, so that each is attacked once."""
         return {name: self.subjects.split(look.read) for name, look in self._known.items()}
 
     def _look(self, models: Mapping[str, Params]) -> dict[str, Look]:
@@ -204,7 +204,7 @@ class Instruments(Compared):
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
-        """Forget pairs, the retained ones nearest to them, retained and test pairs."""
+        """Positions of forget pairs, of the retained pairs nearest to them, of retained and of test pairs."""
         plain = self._plain_sets
         near = near_forget(self.nearest, plain["forget"], plain["retain"])
         return {"forget": plain["forget"], "near": near, "retain": plain["retain"], "test": plain["test"]}
@@ -218,7 +218,7 @@ class Instruments(Compared):
         return evaluation_sets(self.world, self.request)
 
     def gallery(self) -> Gallery:
-        """The size of every gallery, and what recall a random ranking of it would have."""
+        """The gallery size and the recall by chance."""
         size = common_size(self.sets, self.world.config.gallery)
         chance = chance_recall(size, len(self.world.evaluator.pairs.captions[0]))
         return Gallery(pairs=size, chance={f"recall@{k}": level for k, level in chance.items()})
@@ -234,7 +234,7 @@ class Instruments(Compared):
         return {name: read["log_odds"][:members] for name, read in reads.items()}
 
     def _relearning(self, models: Mapping[str, Params], odds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Curve]]:
-        """How much of the lost margin comes back in the same steps, from the unlearned and from retrained models.
+        """Relearning curves of unlearned and retrained models, all with the same steps.
 
         Where they start from is in the log-odds of the subjects, which were read already.
         """
@@ -260,7 +260,7 @@ class Instruments(Compared):
 
 
 def retrieval(found: Mapping[str, Mapping[str, GalleryRecall]], sets: Mapping[str, np.ndarray]) -> list[Measure]:
-    """Recall of each set of pairs, all on galleries of one size, under every model."""
+    """Measures of recall on each set of pairs."""
     measures = []
     for part, positions in sets.items():
         for k in (1, 5, 10):
@@ -274,7 +274,7 @@ def retrieval(found: Mapping[str, Mapping[str, GalleryRecall]], sets: Mapping[st
 
 
 def alignment(similar: Mapping[str, Tensor]) -> Measure:
-    """How near each forget pair lies to where retraining leaves it, by its cosine under every model."""
+    """The measure rho: distance of forget pairs from where retraining leaves them, by cosine."""
 
     def residual(name: str, other: str) -> float:
         return alignment_residual(similar[name], similar["trained"], similar[other])
@@ -284,7 +284,7 @@ def alignment(similar: Mapping[str, Tensor]) -> Measure:
 
 
 def distribution(forget: Mapping[str, np.ndarray], seed: int) -> Measure:
-    """KS distance of the forget pairs' log-odds to retrained models', of each of those to the others'."""
+    """The KS distance of the forget pairs' log-odds to those of retrained models."""
     members = len(forget["unlearned"])
     found = ks_distance(forget["unlearned"], forget["retrain"], generator(seed, "ks"))
     first = f"{found.distance.value:.3f} [{found.distance.low:.3f}, {found.distance.high:.3f}]"
@@ -299,12 +299,12 @@ def _came_back(taught: str, looks: Mapping[str, Look]) -> Measure:
 
 
 def shown(found: Mapping[str, Shown]) -> dict[str, Shown]:
-    """What is kept for pictures: not the models that keep a planted share."""
+    """The entries without planted models, for figures."""
     return {name: value for name, value in found.items() if not name.startswith("kept-")}
 
 
 def _from_others(distance: Callable[[str, str], float], names: Iterable[str]) -> dict[str, float]:
-    """How far each model lies from retrained ones on average, itself left out.
+    """The mean distance of each model to the other retrained models.
 
     Models that keep a planted share come from the first retrained one, so that it is left out for them too.
     """

@@ -1,7 +1,6 @@
 """Membership attacks on arrays of statistics, and what their scores are worth; a higher score means member.
 
-What only an attack needs of scipy and scikit-learn is imported there: every command comes by here, and it takes most
-of a second.
+scipy and scikit-learn take most of a second to import, so the attacks that need them import them.
 """
 
 import math
@@ -206,7 +205,7 @@ def refuse_copy(target: np.ndarray, shadows: np.ndarray) -> None:
 
 
 def unscored(scores: np.ndarray) -> int:
-    """How many pairs an attack could not score."""
+    """Number of pairs without a score."""
     return int(np.isnan(scores).sum())
 
 
@@ -328,7 +327,7 @@ def _known(name: str, value: str, choices: object) -> None:
 
 
 def shared_spread(values: np.ndarray, present: np.ndarray) -> float:
-    """One spread for all pairs: the root of the pooled variance around each pair's mean."""
+    """The common spread of all pairs: root of the pooled variance around each pair's mean."""
     counts = present.sum(1)
     freedom = int((counts - 1).clip(min=0).sum())
     if not freedom:

@@ -1,4 +1,4 @@
-"""What to do after an audit that did not pass: commands, each with what it is expected to cost."""
+"""Commands to try after an audit that did not pass, with expected costs."""
 
 from ease.audit.config import AuditConfig
 from ease.audit.joint import LEAST_RETRAINED
@@ -68,7 +68,7 @@ def _other_settings(record: AuditRecord, run: str) -> list[str]:
 
 
 def _set(record: AuditRecord, **changes: float) -> str:
-    """The settings that were changed by hand, and these."""
+    """The changed settings together with these, as options."""
     usual = METHODS[record.method_name]().model_dump(mode="json")
     kept = {key: value for key, value in record.method.items() if usual.get(key) != value}
     return " ".join(f"--set {key}={_value(value)}" for key, value in (kept | changes).items())

@@ -1,4 +1,4 @@
-"""Whether an audit of a run or a request would be refused, told before anyone waits for one."""
+"""Checks before an audit: whether it would be refused or see less."""
 
 from ease.audit.config import AuditConfig
 from ease.audit.joint import LEAST_RETRAINED
@@ -17,9 +17,9 @@ _NONE = "no audit of this request is possible: "
 
 
 def audit_prospects(world: World, request: Request | None = None) -> str:
-    """One line where an audit with the usual settings would be refused or see less, and what to do; else nothing.
+    """A note if an audit with default settings would be refused or see less; else empty.
 
-    Without a request, what no request of this run could do without is looked at: pairs that no client holds. Exact
+    Without a request only the pairs that no client holds are counted, because every audit needs them. Exact
     answers are compared with retraining by their hashes, which is always possible.
     """
     if trainer_of(world.config.model) == "sums":
@@ -77,19 +77,19 @@ def verdict_prospects(config: AuditConfig) -> str:
 
 
 def _unseen(world: World) -> int:
-    """How many pairs no client holds."""
+    """Number of pairs that no client holds."""
     return len(world.evaluator.spare) + len(world.evaluator.test)
 
 
 def _pools(spare: int) -> list[int]:
-    """Sizes to try, the largest first."""
+    """Pool sizes to try, largest first."""
     half = max(SMALLEST_POOL, spare // 2)
     usual = [USUAL_POOL] if spare >= USUAL_POOL + 2 else []
     return sorted({*usual, min(half, USUAL_POOL), SMALLEST_POOL}, reverse=True)
 
 
 def _subjects(world: World, request: Request, pool: int) -> Subjects | str:
-    """Which pairs an audit would look at, or why there is none."""
+    """The pairs that an audit would use, or why it is impossible."""
     try:
         return Subjects.of(world, request, pool)
     except UserError as error:
@@ -97,7 +97,7 @@ def _subjects(world: World, request: Request, pool: int) -> Subjects | str:
 
 
 def _at_sites(world: World, request: Request) -> str:
-    """The same where nodes measure."""
+    """A note if nodes cannot measure the request; else empty."""
     try:
         check_sites(world, request, closed=False)
     except UserError as error:
@@ -106,7 +106,7 @@ def _at_sites(world: World, request: Request) -> str:
 
 
 def check_sites(world: World, request: Request, closed: bool) -> None:
-    """Refuse what sites cannot measure, before anyone waits for it."""
+    """Refuse requests that sites cannot measure."""
     if closed:
         raise UserError(
             "this request is closed: nodes touch its pairs no more, so that nobody can measure them; audit an answer "
@@ -124,7 +124,7 @@ def check_sites(world: World, request: Request, closed: bool) -> None:
 
 
 def holdings_now(world: World) -> list[Holding]:
-    """What clients hold by ids, less what is closed."""
+    """The clients' current holdings by id."""
     left = held_without(world.server.membership.clients, world.gone)
 
     def kept(holding: Holding) -> Holding:

@@ -47,7 +47,7 @@ NO_VERDICT = "This is not a verdict. `ease audit` without --quick gives one"
 
 
 class Level(Config):
-    """Where the forget pairs stand under one model, as mean log-odds against others of their client."""
+    """Mean log-odds of forget pairs and similar held-out pairs under one model."""
 
     forget: float
     held_out: float
@@ -64,7 +64,7 @@ class Level(Config):
 
 
 class QuickCheck(MethodRecord, Judged):
-    """What a quick look found; `quick.json` beside the answer."""
+    """The record of a quick check, `quick.json` beside the result."""
 
     remedy: ClassVar[str] = "delete it and run `ease audit --quick` again"
     format: Literal[2] = 2
@@ -84,13 +84,13 @@ class QuickCheck(MethodRecord, Judged):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def found(self) -> bool:
-        """Whether forget pairs can be told from unseen ones; held less than those they are as visible as held more."""
+        """Whether forget pairs are distinguishable from unseen ones; over-forgetting is detectable as well."""
         return not self.after.gap.contains(0)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def words(self) -> str:
-        """What was found, in one line."""
+        """The finding in one line."""
         gap = self.after.gap
         if not self.found:
             said = "Nothing found: forget pairs stand"
@@ -103,7 +103,7 @@ class QuickCheck(MethodRecord, Judged):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know before believing it."""
+        """Caveats."""
         nothing_before = self.before.gap.low <= 0
         return (
             *(["Before, nothing could be seen either: this look is blind here"] if nothing_before else []),
@@ -116,7 +116,7 @@ def _signed(gap: Estimate) -> str:
 
 
 def quick_check(run: Run, world: World, name: str) -> QuickCheck:
-    """Look at the finished answer `REQUEST` or `REQUEST/METHOD`."""
+    """Check the finished result `REQUEST` or `REQUEST/METHOD`."""
     return check_answer(run, world, *find_answer(run, name))
 
 
@@ -128,7 +128,7 @@ def check_answer(
     method: Unlearner,
     trained: Trained | None = None,
 ) -> QuickCheck:
-    """Look at an answer and keep what was found; what is kept already is not looked at again."""
+    """Check a result and store the record; a stored record of the same model is returned."""
     answer = stored.model()
     found = current_check(stored)
     if found is not None:
@@ -159,7 +159,7 @@ def check_answer(
 
 
 def current_check(stored: StoredAnswer) -> QuickCheck | None:
-    """What an earlier look at the same model found."""
+    """The stored check of the same model, or None."""
     if not stored.quick_path.is_file():
         return None
     found = read_record(QuickCheck, stored.quick_path)
@@ -219,7 +219,7 @@ def chance_of_list(world: World, request: Request) -> float:
 
 
 def only(scores: Scores, matches: Matches | None) -> Scores:
-    """The same scores with only the held-out pairs that match."""
+    """The scores with only the matching held-out pairs."""
     if matches is None:
         return scores
     return {

@@ -1,4 +1,4 @@
-"""The record of an audit, as it is written and read."""
+"""Records of audits."""
 
 from typing import ClassVar, Literal
 
@@ -16,14 +16,14 @@ from ease.storage import sha256
 
 
 class RocPoints(Config):
-    """A ROC curve for drawing."""
+    """Points of a ROC curve, for figures."""
 
     fpr: tuple[float, ...]
     tpr: tuple[float, ...]
 
 
 class AttackRecord(Config):
-    """What one attack says of one model."""
+    """The result of one attack on one model."""
 
     auc: Estimate
     leakage: float
@@ -35,7 +35,7 @@ class AttackRecord(Config):
 
 
 class PairRecord(Config):
-    """Where one forget pair stands, under the trained, the unlearned and every retrained model."""
+    """Ranks of one forget pair under the trained, the unlearned and every retrained model."""
 
     id: str
     gallery: int
@@ -49,12 +49,12 @@ class PairRecord(Config):
 
     @property
     def rows(self) -> tuple[tuple[str, Metrics, int], ...]:
-        """What each is called, its values, and decimals to show."""
+        """Name, values and decimals of each statistic."""
         return ("rank", self.rank, 1), ("margin", self.margin, 3), ("log-odds", self.log_odds, 2)
 
 
 class Gallery(Config):
-    """Among how many pairs recall is measured, and what a random ranking would reach."""
+    """The gallery size of recalls and the recall by chance."""
 
     pairs: int
     chance: Metrics
@@ -63,7 +63,7 @@ class Gallery(Config):
 
 
 class Price(Config):
-    """One cost of an answer beside that of retraining."""
+    """One cost of a result and of retraining."""
 
     answer: float
     retrain: float
@@ -87,7 +87,7 @@ class Costs(Config):
 
 
 class AuditRecord(MethodRecord):
-    """A verdict and all that it rests on."""
+    """The record of an audit: the verdict and its measurements."""
 
     remedy: ClassVar[str] = "delete it and run `ease audit` again"
     format: Literal[2] = 2
@@ -118,13 +118,13 @@ class AuditRecord(MethodRecord):
 
     @property
     def pair_galleries(self) -> str:
-        """Among how many each of a few pairs is looked for; clients of their own hold out more or less."""
+        """Gallery sizes of single pairs; they differ between sites."""
         sizes = sorted({pair.gallery for pair in self.pairs})
         return " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else ""
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:
-    """The audit kept beside an answer, unless the model has changed since."""
+    """The stored audit of a result, or None if the model has changed since."""
     if not stored.audit_path.is_file():
         return None
     found = read_record(AuditRecord, stored.audit_path)

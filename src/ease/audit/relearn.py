@@ -1,4 +1,4 @@
-"""How fast the forgotten comes back when a model is trained again: a few forget pairs, or retained pairs alone."""
+"""Relearning: how fast forgotten pairs return when a model is trained on a few of them or on retained pairs only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ CHECKPOINTS = (8, 64)
 
 @dataclass(frozen=True)
 class Curve:
-    """Margin of forget pairs over pairs never seen, in log-odds, after some steps from a model's own start.
+    """Margin of forget pairs over unseen pairs, in log-odds, after some training steps.
 
     Training on a few pairs lowers everything else; the difference to unseen pairs cancels that.
     """
@@ -31,26 +31,26 @@ class Curve:
 
     @property
     def share_back(self) -> float:
-        """Share of the lost margin that is back at the end."""
+        """Share of the lost margin that returned."""
         return (self.levels[-1] - self.levels[0]) / self.lost if self.lost > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Forget pairs that are watched, beside pairs that no model ever saw."""
+    """Watched forget pairs and pairs that no model saw."""
 
     gauge: Gauge
     watched: np.ndarray
     unseen: np.ndarray
 
     def margin(self, state: Params) -> float:
-        """How much more strongly the watched pairs are held."""
+        """The margin of the watched pairs under a state."""
         odds = self.gauge.read(state, np.concatenate([self.watched, self.unseen]))["log_odds"]
         return self.between(odds[: len(self.watched)], odds[len(self.watched) :])
 
     @staticmethod
     def between(watched: np.ndarray, unseen: np.ndarray) -> float:
-        """The same, of log-odds that were read already."""
+        """The margin from log-odds."""
         return float(watched.mean() - unseen.mean())
 
 

@@ -1,4 +1,4 @@
-"""Retained pairs under attack: whether forgetting exposes those who stayed."""
+"""Attack on retained pairs: whether forgetting exposes them."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ import numpy as np
 def beyond_unseen(
     held: np.ndarray, held_at_start: np.ndarray, unseen: np.ndarray, unseen_at_start: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How much more strongly pairs are held than an unseen pair as hard as they are: scores of held and unseen pairs.
+    """Scores of retained and unseen pairs: log-odds above those of an equally hard unseen pair.
 
     A retained pair is a member of every shadow and of every retrained model, so there is no model without it to compare
     with, and no likelihood ratio. What the attacker does have is the public start of training, which tells how hard a

@@ -1,4 +1,4 @@
-"""Auditing an answer to a request: every measure beside retraining and its band, and what was not tested."""
+"""Run audits: train shadows, measure, judge and write the record."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ WORKER_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Audit:
-    """One audit: first the shadows, which take long and are kept, then the verdict."""
+    """The audit of one result: first the shadows, which are stored, then the verdict."""
 
     run: Run
     world: World
@@ -60,7 +60,7 @@ class Audit:
 
     @classmethod
     def of(cls, run: Run, world: World, name: str, config: AuditConfig) -> "Audit":
-        """Audit the finished answer `REQUEST` or `REQUEST/METHOD`; retraining must have been done too."""
+        """The audit of the finished result `REQUEST` or `REQUEST/METHOD`; retraining must be finished too."""
         stored, request, method = find_answer(run, name)
         check_audited(name, method)
         audit = cls(run, world, stored, request, method, config)
@@ -83,7 +83,7 @@ class Audit:
 
     @cached_property
     def pool(self) -> int:
-        """Pairs that every statistic is measured against."""
+        """Number of pairs that every statistic is measured against."""
         return fitted_pool(self.world, self.request, self.config.pool)
 
     @cached_property
@@ -103,22 +103,22 @@ class Audit:
 
     @property
     def why_no_attack(self) -> str:
-        """Why no shadows attack; nothing where they do."""
+        """Why there are no shadow attacks; empty if there are."""
         if self.apart:
             return "the clients' pairs lie at their sites alone"
         return self.subjects.candidates.why_no_attack()
 
     @property
     def attackable(self) -> int:
-        """How many shadows it takes: without attacks none is needed."""
+        """Number of shadows; none without attacks."""
         return 0 if self.why_no_attack else self.config.shadows
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Shadows of which something is not stored yet, and retraining orders."""
+        """Shadows and retraining orders that are not stored yet."""
         return Together((self,)).missing()
 
     def ticks_left(self) -> int:
-        """How many ticks `shadows` will give."""
+        """Number of ticks that `shadows` will yield."""
         return Together((self,)).ticks_left()
 
     def shadows(self) -> Iterator[int]:
@@ -138,7 +138,7 @@ class Audit:
     # The verdict
 
     def judge(self) -> AuditRecord:
-        """Measure everything, judge it, and keep it as `audit.json` beside the answer."""
+        """Measure and judge the result and write `audit.json` beside it."""
         found = self.instruments.measure(self.stored.model())
         record = AuditRecord(
             request=self.request,
@@ -166,7 +166,7 @@ class Audit:
         return record
 
     def _gaps(self) -> tuple[str, ...]:
-        """What this audit could not test beside what none does."""
+        """What this audit could not test."""
         if self.apart:
             return NOT_TESTED_THERE
         return () if self.attacker else (NO_ATTACKS,)
@@ -192,19 +192,19 @@ class Audit:
         return attacker_of(self.plan, self.subjects, self.config.shadows, self.config.fpr)
 
     def lend(self, other: "Audit") -> None:
-        """Let an audit of another answer to the request use what was looked at here: retrained models are the same."""
+        """Share the readings of retrained models with an audit of another result."""
         mine = self.instruments
         other.__dict__["instruments"] = mine if isinstance(mine, AtSites) else mine.with_attacker(other.attacker)
 
     @cached_property
     def retrained(self) -> dict[str, Params]:
-        """Retraining that answers the request, and further ones in other orders of the data."""
+        """The retrained models: the reference and those in other orders of the data."""
         orders = range(1, self.config.retrains + 1)
         further = {f"retrain-{order}": Params.load(self.plan.retrain_path(order)) for order in orders}
         return {"retrain": self.reference.model(), **further}
 
     def _costs(self) -> Costs:
-        """What the answer and retraining cost, their ratios, and what retraining gives for a share of its cost."""
+        """Costs of the result and of retraining, and recalls of retraining stopped early."""
         record = self.stored.record()
         ours, theirs = record.metrics, self.reference.record().metrics
         matched = {}
@@ -220,7 +220,7 @@ class Audit:
         )
 
     def _caveats(self, found: Measured) -> Iterator[str]:
-        """What a careful reader must know before believing the numbers."""
+        """Caveats in sentences."""
         missing = self.why_no_attack
         yield f"no attacks were made: {missing}" if missing else sample_caveat(self.subjects.candidates)
         yield band_caveat(len(self.retrained), found.measures)
@@ -240,7 +240,7 @@ class Audit:
         yield from pair_caveats(copies, gap, unscored)
 
     def _shown_in_training(self) -> int:
-        """How often retained pairs were shown to the trained model, all showings together."""
+        """Number of times that retained pairs were shown to the trained model, in total."""
         closed = (*self.world.gone, self.request)
         left = held_without(self.world.server.membership.clients, closed)
         training = self.trained.training
@@ -251,7 +251,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class Together:
-    """Audits of several answers to one request: what their methods go through begins from the same trained shadows."""
+    """Audits of several results of one request, which share their trained shadows."""
 
     audits: tuple[Audit, ...]
 
@@ -264,14 +264,14 @@ class Together:
         return replace(self.first.plan, beside=tuple(audit.method for audit in self.audits[1:]))
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Shadows of which some method lacks something, and retraining orders."""
+        """Shadows that some method lacks, and missing retraining orders."""
         return self.plan.missing_shadows(self.first.attackable), self.plan.missing_orders(self.first.config.retrains)
 
     def ticks_left(self) -> int:
         return self.plan.ticks(*self.missing())
 
     def processes(self) -> int:
-        """How many will work: each needs something to train; nodes train in processes of their own."""
+        """Number of worker processes."""
         shadows, orders = self.missing()
         if self.first.apart:
             return 1
@@ -295,7 +295,7 @@ class Together:
         self.plan.end()
 
     def judge(self) -> Iterator[AuditRecord]:
-        """One verdict after the other."""
+        """Judge all audits in order."""
         for place, audit in enumerate(self.audits):
             if place:
                 self.first.lend(audit)
@@ -309,7 +309,7 @@ def check_audited(name: str, method: Unlearner) -> None:
 
 
 def check_possible(run: Run, world: World, request: Request, config: AuditConfig) -> None:
-    """Refuse what cannot be audited: too few pairs, too large a pool, or pairs that nobody can measure any more."""
+    """Refuse impossible audits: too few pairs, too large a pool, or pairs that nobody can measure any more."""
     if not named_in(request, world.server.membership.clients):
         raise UserError("no model was trained on what the request names, so that there is nothing to audit")
     if world.config.partition.apart:

@@ -54,7 +54,7 @@ def shadow_shards(
 
 
 def shadow_request(request: Request, candidates: Candidates, included: np.ndarray) -> Request:
-    """What the shadow federation is asked to forget: the candidates it trained on."""
+    """The request of a shadow federation: the candidates that it trained on."""
     if isinstance(request, SampleRequest):
         return SampleRequest(ids=tuple(sorted(candidates.ids[i] for i in np.flatnonzero(included))))
     return request
@@ -71,7 +71,7 @@ def train_federations(
     seed: int,
     temperature: float,
 ) -> Iterator[list[Round]]:
-    """FedAvg of several federations at once, each as it would train alone; yields a round of all of them at a time."""
+    """FedAvg of several federations at once, equal to training each by itself; yields one round of all."""
     positions = np.unique(np.concatenate([shard.train for shards in federations for shard in shards]))
     examples = examples_at(activations, positions, device)
     captions, group_size = examples.captions, GroupSize.on(device)
@@ -99,7 +99,7 @@ def train_federations(
 
 
 def on_all_cores(work: Callable[..., Done], each: Iterable[tuple[Any, ...]], device: torch.device) -> list[Done]:
-    """What the host does for one federation after the other; where a GPU trains many at once, on all cores."""
+    """Call a function for each federation, on all cores if a GPU trains them."""
     if device.type == "cpu":
         return [work(*one) for one in each]
     before = torch.get_num_threads()
@@ -127,7 +127,7 @@ def scratch_history(
     request: Request,
     training: TrainingConfig,
 ) -> History:
-    """A history for what some methods read of a shadow's training, and nothing else of it."""
+    """A temporary history with only the updates that some methods read."""
     clients = sum(len(shard.train) >= MINIMUM_PAIRS for shard in shards)
     read = [method.reads_updates_of(request, training, clients) for method in readers]
     some = [chosen for chosen in read if chosen is not None]
@@ -138,7 +138,7 @@ def scratch_history(
 
 @dataclass(frozen=True, kw_only=True)
 class Ends(History):
-    """Both ends of a training whose rounds are not kept: all that a method reads that asks for no history."""
+    """A history with only the first and the last state, for methods that read nothing else."""
 
     first: Params
     last: Params
@@ -147,7 +147,7 @@ class Ends(History):
         return self.first
 
     def state(self, number: int) -> Params:
-        """Of any round but the start's, the last one's: `Trained.final` asks for no other."""
+        """The start state for round 0, else the last state."""
         return self.last if number else self.first
 
 
@@ -163,7 +163,7 @@ class Shadow:
 def unlearn_shadows(
     model: DualEncoder, activations: Activations, device: torch.device, shadows: Sequence[Shadow], method: Unlearner
 ) -> list[Params]:
-    """The shadows after the same unlearning that the target went through, all side by side."""
+    """The shadows after the target's unlearning method, computed in shared passes."""
 
     def whole(shadow: Shadow, federation: Federation) -> Params:
         state = shadow.trained.start

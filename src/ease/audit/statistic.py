@@ -1,4 +1,4 @@
-"""What is measured of one pair under one model: how strongly the model holds it, against a pool no model has seen."""
+"""Statistics of pairs under a model: how well it matches them, compared with a pool of unseen pairs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

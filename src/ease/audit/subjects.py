@@ -46,7 +46,7 @@ class Candidates:
         return len(self) - self.members
 
     def why_no_attack(self, fewest: int = FEW) -> str:
-        """What attacks lack, which compare many pairs; nothing where they can be made."""
+        """Why attacks are impossible; empty if they are possible."""
         if self.members < fewest:
             return f"attacks compare many pairs, {fewest} at least, and the request names {self.members}"
         if self.others < 2:
@@ -120,7 +120,7 @@ def _mismatch(a: np.ndarray, b: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Subjects:
-    """Which pairs an audit looks at."""
+    """The pairs that an audit measures."""
 
     candidates: Candidates
     population: np.ndarray

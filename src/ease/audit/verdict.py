@@ -1,4 +1,4 @@
-"""The verdict of an audit as a value: measures beside retrained models, one test over all, and the words for it."""
+"""The verdict of an audit: measures with bands, the joint test, and its words."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ TITLES = {
 
 
 class Judged(Config):
-    """A value whose consequences are stored with it, for readers in any language; ours draws them anew."""
+    """A record that stores its computed fields for other readers and computes them again when it is read."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,7 +58,7 @@ class Judged(Config):
 
 
 class Measure(Judged):
-    """One number of an answer, beside those of retrained models."""
+    """One measured value of a result, and its values for other models."""
 
     name: str
     value: float
@@ -85,7 +85,7 @@ class Measure(Judged):
         limits: Limits = (0.0, 1.0),
         at_most: bool = False,
     ) -> "Measure":
-        """From the values of every model: "unlearned", "trained", "retrain", "retrain-1", ..., "kept-0.1", ...
+        """The measure from the values of all models: "unlearned", "trained", "retrain", "retrain-1", "kept-0.1", ...
 
         "kept-0.1" was planted into "retrain", "kept-0.1-of-retrain-2" into another one.
         """
@@ -115,7 +115,7 @@ class Measure(Judged):
 
     @property
     def signed(self) -> bool:
-        """Whether it can tell too little forgetting from too much; a distance to retraining cannot."""
+        """Whether the sign of the difference to retraining has a meaning; a distance has none."""
         return self.band is not None and self.band.low is not None
 
     @property
@@ -124,12 +124,12 @@ class Measure(Judged):
 
     @property
     def digits(self) -> int:
-        """Decimals to show: recalls are in percent, all else are shares and distances."""
+        """Decimals to show; recalls are in percent, all others are shares and distances."""
         return 1 if "/recall@" in self.name else 3
 
 
 def judged_together(measures: Sequence[Measure], rng: np.random.Generator, level: float = LEVEL) -> JointTest | None:
-    """All measures together, judged by the retrained models; None where there are too few."""
+    """The joint test over all measures; None if there are too few retrained models."""
     if len(measures[0].retrained) < LEAST_RETRAINED:
         return None
     kept = [
@@ -176,7 +176,7 @@ class Reason(StrEnum):
 
 
 class Verdict(Judged):
-    """What an audit concludes: one question over all measures together, with known error rates."""
+    """The conclusion of an audit."""
 
     measures: tuple[Measure, ...]
     joint: JointTest | None
@@ -191,7 +191,7 @@ class Verdict(Judged):
 
     @property
     def outside(self) -> tuple[Measure, ...]:
-        """Measures that lie outside their own bands: where to look, no vote."""
+        """Measures outside their own bands; they are diagnostic and do not decide."""
         return tuple(measure for measure in self.measures if measure.inside is False)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -211,7 +211,7 @@ class Verdict(Judged):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool | None:
-        """Whether the answer could be one more retraining; None: it cannot be told."""
+        """Whether the result is indistinguishable from retraining; None if it cannot be decided."""
         if self.reason in (Reason.TOO_FEW, Reason.NO_SIGNAL):
             return None
         return self.reason in (Reason.IDENTICAL, Reason.LIKE_RETRAINING)
@@ -280,7 +280,7 @@ class Verdict(Judged):
 
 
 def _compared(found: Identity) -> str:
-    """What comparing an exact answer with retraining showed."""
+    """The reason for the verdict on an exact result."""
     if found.holds:
         return (
             f"the sums of the retained pairs ({found.sums[:12]}) and the model solved from them "

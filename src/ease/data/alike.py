@@ -1,4 +1,4 @@
-"""Ids that a person takes for the same although they are written in other letters."""
+"""Ids that look the same but consist of different characters."""
 
 import unicodedata
 from collections import defaultdict
@@ -12,7 +12,7 @@ LATIN = str.maketrans(
 
 
 def alike(ids: Sequence[str]) -> list[list[str]]:
-    """Groups of two and more different ids that look the same."""
+    """Groups of different ids that look the same."""
     if all(each.isascii() for each in ids):
         return []
     groups: dict[str, list[str]] = defaultdict(list)
@@ -22,6 +22,6 @@ def alike(ids: Sequence[str]) -> list[list[str]]:
 
 
 def _drawn(text: str) -> str:
-    """The same for all texts that look the same: one form of each letter, without what is not seen."""
+    """A canonical form that texts with the same appearance share."""
     whole = unicodedata.normalize("NFKC", text).translate(LATIN)
     return "".join(letter for letter in whole if unicodedata.category(letter) != "Cf")

@@ -1,4 +1,4 @@
-"""What the cache holds: read if it is whole, made if it is absent, made again and said so if it is damaged."""
+"""Cached values: read if undamaged, computed if absent, computed again with a warning if damaged."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,9 +10,9 @@ Value = TypeVar("Value")
 
 
 def cached(read: Callable[[], Value], make: Callable[[], object]) -> Value:
-    """What `read` finds, after `make` where it finds nothing that is whole.
+    """The result of `read`, after `make` if the cached value is missing or damaged.
 
-    Nothing is lost with a cache, so damage stops no one; a person should know of it all the same: disks fail slowly.
+    A damaged cache loses nothing, but the user should know, because disks fail slowly.
     """
     try:
         return read()

@@ -1,4 +1,4 @@
-"""Canaries: pairs planted into the training by the toss of a coin, so that an auditor's guesses can be counted.
+"""Canaries: pairs planted into the training with probability one half, so that an auditor's guesses can be counted.
 
 A canary is a validation photograph with the captions of another one. No model can guess such a pair, so whatever it
 knows of one it has from the training. Heads, a client trains on it; tails, no one does; nothing else tells the two
@@ -21,7 +21,7 @@ SPLIT = "canary"
 
 @dataclass(frozen=True)
 class Toss:
-    """What was drawn for each canary before anything was trained: arrays [canaries]."""
+    """The random draws for all canaries, made before training: arrays [canaries]."""
 
     heads: np.ndarray
     """bool: given to a client."""
@@ -30,7 +30,7 @@ class Toss:
 
 
 def with_canaries(pairs: PairSet, count: int, seed: int) -> PairSet:
-    """The same pairs, some of the validation ones turned into canaries."""
+    """The pairs, with some validation pairs turned into canaries."""
     if not count:
         return pairs
     spare = pairs.indices("validation")
@@ -54,7 +54,7 @@ def with_canaries(pairs: PairSet, count: int, seed: int) -> PairSet:
 
 
 def check_count(count: int, spare: int) -> None:
-    """Refuse more canaries than there are pairs to make them of."""
+    """Refuse more canaries than there are validation pairs."""
     if not 2 <= count <= spare:
         raise UserError(
             f"data.canaries = {count}: canaries are made of validation pairs, 2 or more, and there are {spare}; "
@@ -72,7 +72,7 @@ def toss(ids: Sequence[str], clients: Sequence[int], seed: int) -> Toss:
 def plant(
     shards: tuple[Shard, ...], pairs: PairSet, classes_of: Callable[[np.ndarray], np.ndarray], seed: int
 ) -> tuple[Shard, ...]:
-    """The clients with the canaries that fell to them, after their own pairs."""
+    """The shards with their canaries appended."""
     canaries = pairs.indices(SPLIT)
     if not len(canaries):
         return shards

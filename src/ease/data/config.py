@@ -1,4 +1,4 @@
-"""Which data a run uses and how they are dealt, and the one place that knows every layout by name."""
+"""Settings of the data and of their partition, and the layouts by name."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -98,7 +98,7 @@ class PartitionConfig(Config):
 
     @property
     def apart(self) -> bool:
-        """Whether no one but a client's own node opens its pairs."""
+        """Whether only a client's own node opens its pairs."""
         return self.scheme == "on_site"
 
 
@@ -147,7 +147,7 @@ def load_pairs(
 
 
 def count_listed(config: DataConfig) -> int:
-    """How many images a configuration lists, without opening one."""
+    """Number of images that a configuration lists, without opening one."""
     if config.name == "scenes":
         return config.train + config.validation + config.test
     return len({row.id for row in _listed(config)})
@@ -165,7 +165,7 @@ def _listed(config: DataConfig) -> list[Row]:
 
 
 def _place(pair_id: str) -> float:
-    """A number between 0 and 1 that an id always has."""
+    """A fixed number between 0 and 1 for an id."""
     name = digest("share", pair_id)
     return int(name, 16) / float(16 ** len(name))
 
@@ -197,7 +197,7 @@ def check_sizes(data: DataConfig, partition: PartitionConfig, splits: Mapping[st
 
 
 def check_splits(pairs: PairSet, config: DataConfig, needed: Sequence[str] = ("train", "test")) -> None:
-    """Refuse data that could be trained on but not measured, before the training."""
+    """Refuse data without the splits that are needed."""
     _check_splits(Counter(pairs.splits), config, needed)
 
 

@@ -1,4 +1,4 @@
-"""From pairs to clients: who holds what, by real sites or by a simulated deal, and which class each pair is of."""
+"""Partition of pairs among clients, by real sites or simulated, with pseudo-classes."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ease.data.partition import Shard, make_shards, partition, partition_by_site
 def deal(
     settings: PartitionConfig, pairs: PairSet, activations: Activations, world_seed: int, seed: int
 ) -> tuple[tuple[Shard, ...], np.ndarray]:
-    """Shards of all clients, and the centres of the pseudo-classes in the joint frozen space [classes, width].
+    """The shards of all clients and the centres of the pseudo-classes in the joint frozen space [classes, width].
 
     A simulated deal may need classes before there are clients; those are then of all pairs, whatever the clients do.
     """

@@ -1,4 +1,4 @@
-"""Cached activations of some pairs, ready for the adapted part of the model: on its device, or streamed to it."""
+"""Cached activations of some pairs, on the model's device or streamed to it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ RESIDENT_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Streamed:
-    """Rows of a memory-mapped array that would not fit on the device: each batch is gathered on the host."""
+    """Rows of a memory-mapped array that does not fit on the device; batches are gathered on the host."""
 
     array: np.ndarray
     rows: np.ndarray
     device: torch.device
-    """Where batches arrive."""
+    """The device of the batches."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -49,7 +49,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Examples:
-    """What a client computes with: on the device, or on the host where it is large."""
+    """The activations that a client computes with, on the device or, if large, on the host."""
 
     image: Tensor | Streamed
     """[pairs, ...]"""
@@ -63,7 +63,7 @@ class Examples:
 
     @property
     def device(self) -> torch.device:
-        """Where batches arrive."""
+        """The device of the batches."""
         return self.image.device
 
     @property
@@ -73,7 +73,7 @@ class Examples:
 
     @property
     def pair_bytes(self) -> int:
-        """What a pass reads of a pair: its image and one caption."""
+        """Bytes of a pair in one pass: its image and one caption."""
         image, text = (each.array if isinstance(each, Streamed) else each for each in (self.image, self.text))
         return int(image[:1].nbytes + text[:1, :1].nbytes)
 
@@ -96,7 +96,7 @@ class Examples:
         return next(self.feed([(positions, captions)]))
 
     def feed(self, batches: Sequence[Batch]) -> Iterator[States]:
-        """The states of one batch after the other, so that no training step waits for the host.
+        """Yield the states of each batch, prefetched so that no step waits for the host.
 
         From the device: all indices go there at once. From the host: a batch is gathered and copied while the device
         still works on the one before.
@@ -130,7 +130,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Chosen(Examples):
-    """Some of shared pairs, by their places there: no state is copied before it is asked for."""
+    """A selection of shared pairs by position; states are copied on demand."""
 
     rows: np.ndarray
 

@@ -1,4 +1,4 @@
-"""Images: decode each once into a memory-mapped array that is found again by what the files hold."""
+"""Decode images once into a memory-mapped array that is cached by file content."""
 
 import hashlib
 import io
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 class Decoded(NamedTuple):
-    """What a list of images became; positions count from the front of that list."""
+    """The decoded images of a list; positions refer to the list."""
 
     pixels: np.ndarray
     """uint8 [readable images, size, size, 3], memory-mapped."""
@@ -197,13 +197,13 @@ def squared(picture: Image.Image, size: int, crop: bool = False) -> np.ndarray:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Those that this Pillow can read."""
+    """The image formats that this Pillow can read."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 class Memory:
-    """What pictures being decoded may take together; a thread waits until there is room for its own."""
+    """A memory budget for pictures being decoded; threads wait until there is room."""
 
     def __init__(self) -> None:
         self._free = Condition()
@@ -255,7 +255,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _in_threads(work: Callable[[Item], Result], items: Sequence[Item], label: str) -> Iterator[Result]:
-    """Results in order, with progress; an interruption drops what has not begun.
+    """Results in order with progress; an interruption cancels the rest.
 
     Threads, not processes: Pillow works outside the interpreter lock, and the pixels need not travel.
     """

@@ -1,4 +1,4 @@
-"""What the cache folder holds, how large it is and who else may read it; and deleting what can be made again."""
+"""Contents, size and permissions of the cache folder, and deleting from it."""
 
 import re
 import shutil
@@ -39,7 +39,7 @@ class Part:
 
 
 def inventory(cache: Path) -> tuple[Part, ...]:
-    """Every part of a cache, those that are empty too; what is not ours comes last, where there is some."""
+    """All parts of a cache, empty ones too; foreign files come last."""
     found: dict[str, list[Path]] = {name: [] for name in PARTS}
     for entry in _entries(cache):
         found.setdefault(_part_of(entry, cache), []).append(entry)
@@ -47,7 +47,7 @@ def inventory(cache: Path) -> tuple[Part, ...]:
 
 
 def clear(cache: Path, parts: Collection[str] = (), older_than_days: float = 0.0) -> tuple[Part, ...]:
-    """Delete some parts, or all that are ours, of which nothing is younger; returns what went."""
+    """Delete some or all own parts that are old enough; returns what was deleted."""
     for name in parts:
         if name not in PARTS:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Who holds what, by id: stored when a run is trained, so that nothing has to be dealt again from files that change."""
+"""Membership: which client holds which pair, by id, stored when a run is trained."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
@@ -15,7 +15,7 @@ NAMED_IN_MESSAGE = 3
 
 
 class Joining(Config):
-    """How pairs came to a run that was trained before."""
+    """How pairs joined a trained run."""
 
     after_round: int
     after_releases: int
@@ -43,12 +43,12 @@ class Holding(Config):
 
     @model_serializer(mode="wrap")
     def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A run that no one joined is what it was before anyone could, to the byte."""
+        """Omit defaults, so that runs without joined clients keep their bytes."""
         return {name: value for name, value in dump(self).items() if name != "joined" or value is not None}
 
 
 class Membership(Config):
-    """Every pair of a run: whose it is, in which split, in which pseudo-class, and a hash of what it holds."""
+    """All pairs of a run with owner, split, pseudo-class and content hash."""
 
     format: Literal[1] = 1
     clients: tuple[Holding, ...]
@@ -59,7 +59,7 @@ class Membership(Config):
     """Id -> hash of the pair's picture and captions."""
 
     def named(self, client: int) -> str:
-        """A client as people call it."""
+        """The name of a client, or its number."""
         found = next(holding.name for holding in self.clients if holding.client == client)
         return str(client) if found is None else found
 
@@ -74,18 +74,18 @@ class Membership(Config):
         return {"held_out": held_out, "validation": frozenset(self.validation), "test": frozenset(self.test)}
 
     def owned(self, clients: Collection[int]) -> set[int]:
-        """Clients with all that they added later, which has numbers of its own."""
+        """Clients together with the numbers under which they added pairs later."""
         later = {each.client: each.joined.owner for each in self.clients if each.joined is not None}
         return {*clients, *(number for number, owner in later.items() if owner in clients)}
 
     def before(self, releases: int) -> "Membership":
-        """As it was when so many requests were closed: without those who joined later."""
+        """The membership after this number of releases, without clients that joined later."""
         there = [each for each in self.clients if each.joined is None or each.joined.after_releases <= releases]
         return self.model_copy(update={"clients": tuple(there)})
 
 
 def membership_of(pairs: PairSet, shards: Sequence[Shard]) -> Membership:
-    """What the dealt shards say, by id."""
+    """The membership of shards, by id."""
 
     def ids(positions: np.ndarray) -> tuple[str, ...]:
         return tuple(pairs.ids[position] for position in positions)
@@ -138,7 +138,7 @@ def shards_of(membership: Membership, pairs: PairSet, forgotten: Collection[str]
 
 
 def positions_of(ids: Sequence[str], pairs: PairSet) -> np.ndarray:
-    """Where some pairs stand, in the order of the pair set; those that are not there are left out."""
+    """Positions of some ids in the pair set, ascending; missing ones are left out."""
     wanted = set(ids)
     return np.array([place for place, pair_id in enumerate(pairs.ids) if pair_id in wanted], dtype=np.int64)
 

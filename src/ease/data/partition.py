@@ -1,4 +1,4 @@
-"""Who holds what: training pairs dealt to clients, by chance, skewed by pseudo-class, or as real sites hold them."""
+"""Partition of training pairs among clients: random, skewed by pseudo-class, or by real sites."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +72,7 @@ def joint_embedding(image: np.ndarray, text: np.ndarray) -> np.ndarray:
 def partition(
     scheme: Literal["iid", "dirichlet", "uniform"], labels: np.ndarray, clients: int, beta: float, seed: int
 ) -> list[np.ndarray]:
-    """Deal positions 0..n-1 to clients: by chance, skewed by Dirichlet(beta) per class, or each class evenly."""
+    """Positions 0..n-1 of each client: random, skewed by Dirichlet(beta) per class, or each class evenly."""
     check_clients(clients, len(labels))
     rng = generator(seed, "partition", scheme)
     if scheme == "iid":
@@ -100,7 +100,7 @@ def partition(
 
 
 def check_clients(clients: int, pairs: int) -> None:
-    """Refuse more clients than so many pairs can go round."""
+    """Refuse more clients than there are pairs for."""
     if clients * MINIMUM_PAIRS > pairs:
         raise UserError(
             f"partition.clients = {clients}: {pairs} pairs cannot give every client {MINIMUM_PAIRS}; "
@@ -140,7 +140,7 @@ def make_shards(
     seed: int,
     names: Sequence[str] | None = None,
 ) -> tuple[Shard, ...]:
-    """Turn dealt positions of `pool` into shards and set each client's validation share aside."""
+    """The shards of the clients' positions in `pool`, with validation shares set aside."""
     return tuple(
         make_shard(client, positions, pool, ids, labels, validation_share, seed, names[client] if names else None)
         for client, positions in enumerate(dealt)

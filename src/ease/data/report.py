@@ -1,4 +1,4 @@
-"""What was found while data was read: counts that a person should see before training on it."""
+"""Report on the data: counts of what was odd while they were read."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,11 +59,11 @@ class DataReport:
     """Columns that name sites, where the pairs are dealt in another way."""
 
     def counts(self) -> dict[str, int]:
-        """What occurred, and how often."""
+        """Findings and how often each occurred."""
         return {name: count for name in FINDINGS if (count := getattr(self, name))}
 
     def lines(self) -> Iterator[str]:
-        """The report in words; what did not occur is not mentioned."""
+        """The report in sentences; only findings that occurred."""
         total = sum(self.splits.values())
         yield f"{total:,} pairs: " + ", ".join(f"{count:,} {split}" for split, count in self.splits.items())
         for name, count in self.counts().items():
@@ -77,7 +77,7 @@ class DataReport:
 
 
 def count_cut(captions: Iterable[Sequence[str]], backbone: "Backbone") -> int:
-    """Captions whose end the tokenizer drops: without their last word they give the same tokens."""
+    """Number of captions that the tokenizer truncates."""
     # In practice no tokenizer makes more tokens than there are bytes, and two for the start and the end.
     long = sorted({text for texts in captions for text in texts if len(text.encode()) + 2 > backbone.context})
     if not long:

@@ -1,4 +1,4 @@
-"""Rows of any layout, and the one way from rows to pairs: check, join, decode, count."""
+"""Rows of any layout, and how they become pairs: check, join, decode, count."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def _check_sites(rows: Sequence[Row], source: Path) -> None:
 
 
 def _shows(caption: str) -> bool:
-    """Whether there is anything to read: spaces and control characters alone say nothing."""
+    """Whether a caption has visible characters."""
     return any(letter.isprintable() and not letter.isspace() for letter in caption)
 
 
@@ -266,7 +266,7 @@ def read_lists(path: Path, *keys: str) -> list[list[dict[str, Any]]]:
 
 
 def field(entry: dict[str, Any], key: str, where: str) -> Any:
-    """A value that must be there."""
+    """A required value of an entry."""
     if key not in entry:
         raise UserError(f"{where}.{key}: key is missing; add it or remove the entry")
     return entry[key]
@@ -284,7 +284,7 @@ def check_caption(value: Any, where: str) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it has bytes; half of a character has none."""
+    """Whether a value is text that can be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -317,7 +317,7 @@ def _site(value: Any, where: str) -> str | None:
 
 
 def check_split(value: Any, where: str) -> str:
-    """Our name of a split that a file names."""
+    """Our name for a split in a file."""
     known = SPLIT_NAMES.get(value.strip().lower()) if isinstance(value, str) else None
     if known is None:
         raise UserError(f"{where}: unknown split {value!r}; use one of: {', '.join(SPLIT_NAMES)}")

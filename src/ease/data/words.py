@@ -1,4 +1,4 @@
-"""What captions say and how near they are to some words: the part of a search that belongs where the pairs are."""
+"""Matching of words and captions, for searches where the pairs are."""
 
 import re
 from collections.abc import Sequence
@@ -109,5 +109,5 @@ def centred_cosines(query: np.ndarray, points: np.ndarray, centre: np.ndarray | 
 
 
 def telling(text: str) -> list[str]:
-    """The words of a text that say something."""
+    """The content words of a text."""
     return [word for word in WORD.findall(text.lower()) if not FILLING.fullmatch(word)]

@@ -14,7 +14,7 @@ import torch
 from ease.methods import make_method
 from ease.runs.answers import answer_of, continuation
 from ease.runs.config import load_config
-from ease.runs.forget import forget, go_on
+from ease.runs.forget import forget, train_further
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -59,7 +59,7 @@ def measure(work: Path, settings: list[str], scenario: Any, seed: int) -> Iterat
         method = make_method(name)
         for _ in forget(run, world, request, method, observe=False):
             pass
-        for _ in go_on(run, world, f"{request_id(request)}/{name}", ROUNDS, locked):
+        for _ in train_further(run, world, f"{request_id(request)}/{name}", ROUNDS, locked):
             pass
         answered = answer_of(run, request, method)
         for model, outcome in (

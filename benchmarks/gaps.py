@@ -19,7 +19,7 @@ from ease.params import Params
 from ease.runs.answers import StoredAnswer, answer_of, continuation, open_world, trained_of
 from ease.runs.config import load_config
 from ease.runs.evaluation import evaluation_sets, measure, similarities
-from ease.runs.forget import forget, go_on
+from ease.runs.forget import forget, train_further
 from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.studies.scenarios import scenario_config, scenario_request
@@ -56,7 +56,7 @@ def main() -> None:
         return answer_of(run, request, method)
 
     def later(stored: StoredAnswer, locked: bool) -> dict[str, float]:
-        for _ in go_on(run, world, f"{request_id(request)}/{stored.folder.name}", 10, locked):
+        for _ in train_further(run, world, f"{request_id(request)}/{stored.folder.name}", 10, locked):
             pass
         return measure(world, continuation(stored, 10, locked).model(), sets)
 

@@ -28,7 +28,7 @@ from ease.params import Params
 from ease.requests.request import Request, SampleRequest
 from ease.runs.answers import open_world, trained_of
 from ease.runs.config import load_config
-from ease.runs.resolve import Wanted, parse_request
+from ease.runs.resolve import RequestOptions, parse_request
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
@@ -48,7 +48,7 @@ def concepts(world: World, count: int, seed: int) -> list[tuple[str, Request]]:
     found: list[tuple[str, Request]] = []
     for word in generator(seed, "concepts").permutation(usual).tolist():
         try:
-            request = parse_request(world, Wanted(concepts=(word,))).request
+            request = parse_request(world, RequestOptions(concepts=(word,))).request
         except UserError:
             continue
         if isinstance(request, SampleRequest) and len(request.ids) <= SHARES[1] * len(positions):

@@ -30,7 +30,7 @@ import torch
 from ease.audit.band import prediction_band
 from ease.audit.config import AuditConfig
 from ease.audit.joint import JointTest
-from ease.audit.runner import Audit, Together
+from ease.audit.runner import Audit, AuditBatch
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.methods import make_method
 from ease.methods.base import Unlearner
@@ -78,7 +78,7 @@ def judge(asked: argparse.Namespace, done: set[str]) -> Iterator[dict[str, objec
     answers = [answer_of(run, request, named_method(name)) for name in names]
     audits = [Audit.of(run, world, f"{request_id(request)}/{each.folder.name}", settings) for each in answers]
     every = replace(audits[0], config=audits[0].config.model_copy(update={"retrains": asked.retrains + asked.fresh}))
-    for _ in Together((every, *audits[1:])).shadows():
+    for _ in AuditBatch((every, *audits[1:])).shadows():
         pass
     told("shadows made")
     for place, (name, answer, audit) in enumerate(zip(names, answers, audits, strict=True)):

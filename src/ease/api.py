@@ -40,7 +40,7 @@ from ease.params import Params
 from ease.runs import using
 from ease.runs.answers import StoredAnswer, finished_answers, open_world, trained_of
 from ease.runs.config import RunConfig, anchor_paths
-from ease.runs.resolve import Wanted, find_clients, request_id
+from ease.runs.resolve import RequestOptions, find_clients, request_id
 from ease.runs.run import Run
 from ease.runs.using import Hit, Picture, Source, forgotten_ids
 from ease.runs.world import World
@@ -211,7 +211,7 @@ class TrainedRun(_Uses, _Shows):
         if not isinstance(method, str):
             raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
         unlearner = make_method(method or "ease", table=_settings(settings)) if method or settings else None
-        wanted = Wanted(clients, (), concepts, ids or None, name=name, threshold=threshold)
+        wanted = RequestOptions(clients, (), concepts, ids or None, name=name, threshold=threshold)
         return Answer(self.folder, forget_run(self.folder, wanted, unlearner, quiet))
 
 

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from ease.audit.bavaria import (
     Prior,
-    Seen,
+    Statistics,
     bavaria,
     evidence_slope,
     fit_prior,
@@ -51,7 +51,7 @@ def test_the_posterior_of_two_shadows_by_hand() -> None:
 
     Mean 2, squares 2; mean of all (0 2 + 2 2) / 4 = 1; variance (4 1 + 2 + 2 2 / 4 2^2) / (4 + 2) = 10 / 6.
     """
-    seen = Seen.of(np.array([[1.0, 3.0, 99.0]]), np.array([[True, True, False]]))
+    seen = Statistics.of(np.array([[1.0, 3.0, 99.0]]), np.array([[True, True, False]]))
     found = posterior(seen, Prior(0, 2, 1, 4))
     assert (found.mean[0], found.mean_strength[0], found.variance_strength[0]) == (1, 4, 6)
     assert found.variance[0] == pytest.approx(10 / 6)
@@ -69,7 +69,7 @@ def test_the_predictive_and_the_evidence_are_integrals_over_mean_and_variance() 
         return float((weight * math.prod(norm.pdf(each, mean, np.sqrt(variance)) for each in data)).sum())
 
     everything = np.ones((1, 2), dtype=bool)
-    evidence = log_evidence(Seen.of(values[None], everything), prior)
+    evidence = log_evidence(Statistics.of(values[None], everything), prior)
     assert evidence == pytest.approx(math.log(integrated(values)), abs=1e-4)
     freedom, centre, spread = predict(values[None], everything, prior=prior)
     expected = integrated([*values, 1.1]) / integrated(values)
@@ -88,7 +88,7 @@ def test_the_fitted_prior_is_the_one_that_drew_the_pairs() -> None:
     assert found.mean_strength == pytest.approx(true.mean_strength, rel=0.05)
     assert found.variance == pytest.approx(true.variance, rel=0.05)
     assert found.variance_strength == pytest.approx(true.variance_strength, rel=0.15)
-    seen = Seen.of(values[present.any(1)], present[present.any(1)])
+    seen = Statistics.of(values[present.any(1)], present[present.any(1)])
     best = log_evidence(seen, found)
     for factor in (0.8, 1.25):
         for changed in (
@@ -102,7 +102,7 @@ def test_the_fitted_prior_is_the_one_that_drew_the_pairs() -> None:
 
 def test_the_slope_of_the_evidence_is_its_difference_quotient() -> None:
     values = generator(0, "slope").normal(1, 2, (30, 5))
-    seen, fields = Seen.of(values, values < 3), np.array([0.7, 0.4, 2.1, 6.0])
+    seen, fields = Statistics.of(values, values < 3), np.array([0.7, 0.4, 2.1, 6.0])
     found = evidence_slope(seen, Prior(*fields))
     for field, step in enumerate(1e-5 * np.eye(4)):
         rise = log_evidence(seen, Prior(*(fields + step))) - log_evidence(seen, Prior(*(fields - step)))

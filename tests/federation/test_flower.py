@@ -242,12 +242,12 @@ from pathlib import Path
 from ease.methods import make_method
 from ease.runs.answers import open_world
 from ease.runs.forget import forget
-from ease.runs.resolve import Wanted, parse_request
+from ease.runs.resolve import RequestOptions, parse_request
 from ease.runs.run import Run
 
 run, kind, what = Run.load(Path(sys.argv[1])), sys.argv[2], sys.argv[3]
 world = open_world(run)
-wanted = Wanted(samples=Path(what)) if kind == "--samples" else Wanted(clients=[what])
+wanted = RequestOptions(samples=Path(what)) if kind == "--samples" else RequestOptions(clients=[what])
 list(forget(run, world, parse_request(world, wanted).request, make_method("ease"), observe=False))
 """
 """What `ease forget` does, less the quick look behind it, whose four exchanges would take Flower half a minute."""

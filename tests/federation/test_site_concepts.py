@@ -19,7 +19,7 @@ from ease.methods import make_method
 from ease.requests.request import ClientRequest
 from ease.runs.answers import open_world, release
 from ease.runs.concepts import frozen_text, match_concept
-from ease.runs.resolve import Wanted, parse_request
+from ease.runs.resolve import RequestOptions, parse_request
 from ease.runs.run import Run
 from ease.runs.world import World
 
@@ -73,13 +73,13 @@ def test_nodes_find_what_one_place_finds(there: World, pooled: World) -> None:
 
 def test_a_dry_run_counts_by_site_and_shows_no_caption(sites: Sites, pooled: World) -> None:
     word = common_word(pooled)
-    seen = preview_run(sites.folder / "apart", Wanted(concepts=(word,)), make_method("ease"), quiet=True)
+    seen = preview_run(sites.folder / "apart", RequestOptions(concepts=(word,)), make_method("ease"), quiet=True)
     holders = {pair_id: pair_id[0] for pair_id in seen.ids}
     counts = {seen.names[client]: count for client, count in seen.impact.clients.items()}
     assert counts == {site: list(holders.values()).count(site) for site in set(holders.values())}
     assert seen.examples == () and seen.captions == {} and list(seen.render())
     assert set(
-        parse_request(open_world(Run.load(sites.folder / "apart")), Wanted(concepts=(word,))).request.ids
+        parse_request(open_world(Run.load(sites.folder / "apart")), RequestOptions(concepts=(word,))).request.ids
     ) == set(seen.ids)  # type: ignore[union-attr]
     listed = (sites.folder / "apart" / "previews").rglob("ids.txt")
     assert all(word not in line.partition("\t")[2] for path in listed for line in path.read_text().splitlines())

@@ -14,7 +14,7 @@ from ease.commands.train import train_run
 from ease.errors import UserError
 from ease.operations.ledger.impact import impact_of
 from ease.requests.request import ClientRequest, SampleRequest, every_id, remaining, untrained_in
-from ease.runs.answers import open_world, release, trained_of, usual_method
+from ease.runs.answers import default_method, open_world, release, trained_of
 from ease.runs.config import load_config
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.resolve import check_request
@@ -204,6 +204,6 @@ def test_splits_and_what_is_left_of_a_request(here: Path) -> None:
         wanted[each] for each in ("train", "validation", "test")
     }
     assert remaining(request, members.clients, (request,)).ids == ()
-    assert impact_of(run, request, usual_method(run)).to_forget == 1
+    assert impact_of(run, request, default_method(run)).to_forget == 1
     with pytest.raises(UserError, match="no pairs of this run"):
         check_request(open_world(run), SampleRequest(ids=("x",)))

@@ -17,7 +17,7 @@ from ease.methods.ease.method import Ease
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest
 from ease.runs.answers import answer_of, release
-from ease.runs.forget import forget, go_on
+from ease.runs.forget import forget, train_further
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import LEFTOVER, read_json, sha256, write_json
@@ -73,7 +73,7 @@ def test_a_locked_continuation_needs_every_file_of_the_answer(world, run: Run, n
     else:  # whole, and not what the record tells of
         run.history.state(1).save(path)
     with pytest.raises(UserError, match=f"{path}: (damaged|missing)"):
-        list(go_on(run, world, "client-1", 1, True))
+        list(train_further(run, world, "client-1", 1, True))
     assert not (path.parent / "after-1-locked").exists()
 
 
@@ -91,7 +91,7 @@ def test_more_rounds_after_a_release_need_every_file_of_the_answer(world, run: R
 
 def test_an_answer_that_locks_nothing_goes_on_free(world, run: Run) -> None:
     list(forget(run, world, CLIENT, make_method("finetune"), observe=False))
-    steps = list(go_on(run, world, "client-1/finetune", 1, True))
+    steps = list(train_further(run, world, "client-1/finetune", 1, True))
     assert len(steps) == 1
     assert not read_json(run.folder / "requests/client-1/finetune/after-1-locked/record.json")["locked"]
 

@@ -31,12 +31,12 @@ from ease.operations.evidence import issue, verify
 from ease.operations.purge import purge
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
-from ease.runs.answers import StoredAnswer, answer_of, find_answer, open_world, release, trained_of, usual_method
+from ease.runs.answers import StoredAnswer, answer_of, default_method, find_answer, open_world, release, trained_of
 from ease.runs.config import RunConfig, load_config
 from ease.runs.export import export
-from ease.runs.forget import forget, go_on
+from ease.runs.forget import forget, train_further
 from ease.runs.records import write_record
-from ease.runs.resolve import Wanted
+from ease.runs.resolve import RequestOptions
 from ease.runs.run import Run
 from ease.runs.using import Source, encode_text
 from ease.runs.world import World
@@ -472,7 +472,7 @@ def test_strengths_are_recorded_and_kept(kept: Site) -> None:
 
 def test_a_run_forgets_exactly_by_default_and_no_other_way(kept: Site, ease) -> None:
     folder = kept.run.folder
-    assert usual_method(kept.run) == Exact()
+    assert default_method(kept.run) == Exact()
     told = ease("forget", folder, "--client", "1", "--quiet")
     assert "audit:" not in told.out, "an exact answer can always be audited"
     assert told.code == 0 and (folder / "requests" / "client-1" / "exact" / "record.json").is_file()
@@ -497,7 +497,7 @@ def test_settings_that_sums_do_not_have_are_refused(setting: str) -> None:
 
 
 def test_an_audit_compares_hashes_and_says_why_nothing_is_tested(kept: Site) -> None:
-    forget_run(kept.run.folder, Wanted(clients=[1]), Exact(), quiet=True)
+    forget_run(kept.run.folder, RequestOptions(clients=[1]), Exact(), quiet=True)
     found = audit_run(kept.run.folder, "client-1", AuditConfig(), retrain=False, quiet=True)
     verdict = found.record.verdict
     assert verdict.passed and verdict.words.startswith("Identical to retraining: ")
@@ -509,7 +509,7 @@ def test_an_audit_compares_hashes_and_says_why_nothing_is_tested(kept: Site) -> 
 
 
 def test_a_certificate_holds_and_both_hashes_are_in_it(kept: Site, tmp_path: Path) -> None:
-    forget_run(kept.run.folder, Wanted(clients=[1]), Exact(), quiet=True)
+    forget_run(kept.run.folder, RequestOptions(clients=[1]), Exact(), quiet=True)
     audit_run(kept.run.folder, "client-1", AuditConfig(), retrain=False, quiet=True)
     path = certified(kept.run, tmp_path)
     found = verify(path, kept.run)
@@ -626,7 +626,7 @@ def test_hashes_of_a_round_are_those_of_its_files(kept: Site) -> None:
     step = next(Exact().unlearn(trained_of(kept.run), request, kept.world.federation))
     assert step.round is not None and hashes_of(step.round) == answered(kept.run, request, "exact")
     with pytest.raises(UserError, match="closed-form"):
-        list(go_on(kept.run, kept.world, "client-1", 2, locked=False))
+        list(train_further(kept.run, kept.world, "client-1", 2, locked=False))
 
 
 def test_python_forgets_and_audits_exactly(kept: Site) -> None:

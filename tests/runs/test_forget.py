@@ -27,7 +27,7 @@ from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRe
 from ease.runs.answers import StoredAnswer, answer_of, continuation, find_answer, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets
-from ease.runs.forget import forget, go_on
+from ease.runs.forget import forget, train_further
 from ease.runs.resolve import check_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -334,7 +334,7 @@ def test_training_goes_on_with_the_directions_locked_or_free(world, run: Run, lo
     bases = load_bases(outcome.folder / "bases.safetensors")
     held = outcome.model()
     drift = []
-    for step, metrics in go_on(run, world, name, 2, locked):
+    for step, metrics in train_further(run, world, name, 2, locked):
         assert step.phase == "further training" and "forget/recall@1" in metrics
         components = [
             bases[block.name].components(displacement(block, step.state, held)).norm() for block in held.blocks
@@ -345,17 +345,17 @@ def test_training_goes_on_with_the_directions_locked_or_free(world, run: Run, lo
     record = continuation(outcome, 2, locked).record()
     assert record.locked is locked and len(record.rounds) == 2
     assert all("forget/recall@1" in entry.metrics for entry in record.rounds)
-    assert list(go_on(run, world, name, 2, locked)) == []
+    assert list(train_further(run, world, name, 2, locked)) == []
 
 
 def test_further_training_is_resumed_byte_for_byte(world, run: Run, tmp_path: Path) -> None:
     list(forget(run, world, CLIENT, Ease(), observe=False))
     again = Run.load(shutil.copytree(run.folder, tmp_path / "again"))
-    list(go_on(run, world, "client-1", 3, True))
-    steps = go_on(again, world, "client-1", 3, True)
+    list(train_further(run, world, "client-1", 3, True))
+    steps = train_further(again, world, "client-1", 3, True)
     next(steps)
     steps.close()
-    assert len(list(go_on(again, world, "client-1", 3, True))) == 3
+    assert len(list(train_further(again, world, "client-1", 3, True))) == 3
     models = [continuation(answer_of(each, CLIENT, Ease()), 3, True).model_path.read_bytes() for each in (run, again)]
     assert models[0] == models[1]
 

@@ -17,7 +17,7 @@ from ease.audit.attack_suite import MOST_RETAINED, Records, attack_record, auc_m
 from ease.audit.attacks import AttackResult
 from ease.audit.config import AuditConfig
 from ease.audit.few_pairs import RECALLS, OneByOne, standing_measures
-from ease.audit.measurements import Compared, Measured, alignment, distribution, retrieval, shown
+from ease.audit.measurements import Measured, References, alignment, distribution, retrieval, shown
 from ease.audit.membership import auc
 from ease.audit.preflight import holdings_now
 from ease.audit.records import Gallery, PairRecord
@@ -128,7 +128,7 @@ def retained_recalls(
 
 
 @dataclass(frozen=True)
-class AtSites(Compared):
+class AtSites(References):
     """Instruments for a result whose pairs only the nodes can read."""
 
     federation: Federation

@@ -39,7 +39,7 @@ class Prior:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Statistics:
     """Sufficient statistics of the present shadows of each pair: arrays [n]."""
 
     count: np.ndarray
@@ -49,7 +49,7 @@ class Seen:
     """Sum of squares around the pair's mean."""
 
     @classmethod
-    def of(cls, values: np.ndarray, present: np.ndarray) -> "Seen":
+    def of(cls, values: np.ndarray, present: np.ndarray) -> "Statistics":
         """The statistics of values [n, m], of which only the present ones count."""
         count = present.sum(1)
         mean = np.where(present, values, 0).sum(1) / np.maximum(count, 1)
@@ -94,7 +94,7 @@ def predict(
     The Student-t also allows for the uncertainty of the mean and of the variance. "normal" takes both as they are
     inferred, which is LiRA with a steadier variance. The prior is fitted to these values unless one is given.
     """
-    seen = Seen.of(values, present)
+    seen = Statistics.of(values, present)
     after = posterior(seen, prior or fit_prior(values, present))
     centre = np.where(seen.count > 0, after.mean, np.nan)
     if predictive == "normal":
@@ -102,7 +102,7 @@ def predict(
     return after.variance_strength, centre, np.sqrt(after.variance * (1 + 1 / after.mean_strength))
 
 
-def posterior(seen: Seen, prior: Prior) -> Posterior:
+def posterior(seen: Statistics, prior: Prior) -> Posterior:
     """The conjugate update: strengths add up, means and variances are averages weighted by strength."""
     mean_strength = prior.mean_strength + seen.count
     variance_strength = prior.variance_strength + seen.count
@@ -118,10 +118,10 @@ def fit_prior(values: np.ndarray, present: np.ndarray) -> Prior:
     from scipy.optimize import minimize
 
     scale = shared_spread(values, present)
-    seen = Seen.of(values, present)
+    seen = Statistics.of(values, present)
     known = seen.count > 0
     centre = float(seen.mean[known].mean())
-    unit = Seen(seen.count[known], (seen.mean[known] - centre) / scale, seen.squares[known] / scale**2)
+    unit = Statistics(seen.count[known], (seen.mean[known] - centre) / scale, seen.squares[known] / scale**2)
 
     def cost(point: np.ndarray) -> tuple[float, np.ndarray]:
         prior, stretch = _prior_at(point)
@@ -135,7 +135,7 @@ def fit_prior(values: np.ndarray, present: np.ndarray) -> Prior:
     return Prior(centre + scale * prior.mean, prior.mean_strength, scale**2 * prior.variance, prior.variance_strength)
 
 
-def log_evidence(seen: Seen, prior: Prior) -> float:
+def log_evidence(seen: Statistics, prior: Prior) -> float:
     """Log probability of all pairs' values, every mean and variance integrated out."""
     after = posterior(seen, prior)
     shape, shape_after = prior.variance_strength / 2, after.variance_strength / 2
@@ -151,7 +151,7 @@ def log_evidence(seen: Seen, prior: Prior) -> float:
     return float(terms.sum())
 
 
-def evidence_slope(seen: Seen, prior: Prior) -> np.ndarray:
+def evidence_slope(seen: Statistics, prior: Prior) -> np.ndarray:
     """Derivatives [4] of the log evidence by the prior's fields, in their order."""
     after = posterior(seen, prior)
     shape, shape_after = prior.variance_strength / 2, after.variance_strength / 2

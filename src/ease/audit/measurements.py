@@ -73,7 +73,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Compared:
+class References:
     """A request, and the models that a result is compared with."""
 
     world: World
@@ -98,7 +98,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Instruments(Compared):
+class Instruments(References):
     """The pairs of a request and everything that they are measured with."""
 
     subjects: Subjects
@@ -131,6 +131,7 @@ class Instruments(Compared):
         if self.attacker is not None:
             targets = {**self._known_targets, "unlearned": self.subjects.split(reads["unlearned"])}
             found = attack_all(self.attacker, targets, self.config)
+        odds = self._forget_odds(reads)
         start, gauge = self.trained.initial, self.gauge
         stayed = attack_retained(self.world, self.subjects, gauge, start, reads, self._retained, held)
         measures = (
@@ -139,7 +140,7 @@ class Instruments(Compared):
             *found.measures,
             *stayed.measures,
             *attack_canaries(self.world, self.request, gauge, models, start),
-            distribution(self._forget_odds(reads), self.world.config.seed),
+            distribution(odds, self.world.config.seed),
             *(_came_back(taught, looks) for taught in looks["unlearned"].curves),
         )
         verdict = Verdict(measures=measures, joint=self._joint(measures), level=self.config.level)
@@ -148,7 +149,6 @@ class Instruments(Compared):
             taught: {name: look.curves[taught] for name, look in shown(looks).items() if look.curves}
             for taught in looks["unlearned"].curves
         }
-        odds = self._forget_odds(reads)
         return Measured(
             measures,
             verdict,

@@ -24,7 +24,7 @@ def audit_prospects(world: World, request: Request | None = None) -> str:
     """
     if trainer_of(world.config.model) == "sums":
         return ""
-    if world.config.partition.apart:
+    if world.config.partition.on_site:
         return "" if request is None else _at_sites(world, request)
     spare = _unseen(world)
     if spare < SMALLEST_POOL + 2:
@@ -57,7 +57,7 @@ def fitted_pool(world: World, request: Request, asked: int | None) -> int:
     The largest of the usual pool, half of the pairs that no client holds and the smallest one; a smaller one only if it
     leaves enough pairs for the attacks.
     """
-    if asked is not None or world.config.partition.apart:
+    if asked is not None or world.config.partition.on_site:
         return asked or USUAL_POOL
     found = {pool: _subjects(world, request, pool) for pool in _pools(_unseen(world))}
     possible = {pool: each for pool, each in found.items() if isinstance(each, Subjects)}

@@ -179,7 +179,7 @@ def held_out_like(world: World, request: Request) -> Matches | None:
     if not isinstance(request, SampleRequest):
         return None
     by_rule = bool(request.words or request.clients or request.classes) and not request.singles
-    if world.config.partition.apart:
+    if world.config.partition.on_site:
         if by_rule:
             raise UserError(
                 "no quick look: only the sites know which held-out pairs the words fit, and other pairs stand lower or "

@@ -97,14 +97,14 @@ class Audit:
     # The long part
 
     @property
-    def apart(self) -> bool:
+    def on_site(self) -> bool:
         """Whether pairs lie at their sites, where nodes retrain and measure."""
-        return self.world.config.partition.apart
+        return self.world.config.partition.on_site
 
     @property
     def why_no_attack(self) -> str:
         """Why there are no shadow attacks; empty if there are."""
-        if self.apart:
+        if self.on_site:
             return "the clients' pairs lie at their sites alone"
         return self.subjects.candidates.why_no_attack()
 
@@ -115,15 +115,15 @@ class Audit:
 
     def missing(self) -> tuple[list[int], list[int]]:
         """Shadows and retraining orders that are not stored yet."""
-        return Together((self,)).missing()
+        return AuditBatch((self,)).missing()
 
     def ticks_left(self) -> int:
         """Number of ticks that `shadows` will yield."""
-        return Together((self,)).ticks_left()
+        return AuditBatch((self,)).ticks_left()
 
     def shadows(self) -> Iterator[int]:
         """Train, unlearn and store what is missing; yields ticks as they happen."""
-        return Together((self,)).shadows()
+        return AuditBatch((self,)).shadows()
 
     @property
     def workers(self) -> int:
@@ -167,13 +167,13 @@ class Audit:
 
     def _gaps(self) -> tuple[str, ...]:
         """What this audit could not test."""
-        if self.apart:
+        if self.on_site:
             return NOT_TESTED_THERE
         return () if self.attacker else (NO_ATTACKS,)
 
     @cached_property
     def instruments(self) -> Instruments | AtSites:
-        if self.apart:
+        if self.on_site:
             sound = Guarded(self.engine, self.trained.training, everyone=True)
             there = instruments_for(self.world, self.request)
             return there(self.world, self.request, self.trained, self.retrained, sound, self.config)
@@ -250,7 +250,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Together:
+class AuditBatch:
     """Audits of several results of one request, which share their trained shadows."""
 
     audits: tuple[Audit, ...]
@@ -273,7 +273,7 @@ class Together:
     def processes(self) -> int:
         """Number of worker processes."""
         shadows, orders = self.missing()
-        if self.first.apart:
+        if self.first.on_site:
             return 1
         return min(self.first.workers, max(1, len(shadows) // 2 + len(orders)))
 
@@ -283,7 +283,7 @@ class Together:
         for audit in self.audits:
             remove_leftovers(audit.stored.folder)
         (shadows, orders), workers = self.missing(), self.processes()
-        if self.first.apart:
+        if self.first.on_site:
             yield from retrain_at_sites(self.plan, self.first.trained, self.first.engine, orders)
             return
         if workers == 1:
@@ -312,7 +312,7 @@ def check_possible(run: Run, world: World, request: Request, config: AuditConfig
     """Refuse impossible audits: too few pairs, too large a pool, or pairs that nobody can measure any more."""
     if not named_in(request, world.server.membership.clients):
         raise UserError("no model was trained on what the request names, so that there is nothing to audit")
-    if world.config.partition.apart:
+    if world.config.partition.on_site:
         check_sites(world, request, request in run.head.gone)
     else:
         Subjects.of(world, request, fitted_pool(world, request, config.pool))

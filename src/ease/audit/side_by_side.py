@@ -29,7 +29,7 @@ class _Abandoned(BaseException):
 
 
 @dataclass
-class _Desk:
+class _SharedFederation:
     """The federation of one unlearning: it asks, and sleeps until all the others have asked too.
 
     A method is a generator that calls its federation from within, so that each has a thread of its own. Only one of
@@ -113,7 +113,9 @@ class SideBySide:
     def unlearn(self, jobs: Sequence[Work]) -> list[Params]:
         """Where each of them ends, given to its own federation; the first mistake is everyone's."""
         desks = [
-            _Desk({client: frozenset(self.pool.clients[key].shard.train_ids) for client, key in keys.items()})
+            _SharedFederation(
+                {client: frozenset(self.pool.clients[key].shard.train_ids) for client, key in keys.items()}
+            )
             for keys in self.keys
         ]
         for desk, job in zip(desks, jobs, strict=True):
@@ -129,7 +131,7 @@ class SideBySide:
         assert all(isinstance(end, Params) for end in ends)  # whatever else they are was raised
         return [end for end in ends if isinstance(end, Params)]
 
-    def _all_day(self, desks: Sequence[_Desk]) -> None:
+    def _all_day(self, desks: Sequence[_SharedFederation]) -> None:
         while True:
             for desk in desks:
                 if desk.ended is None:

@@ -48,9 +48,9 @@ def forget(
     `ease forget runs/first --client 3 --samples ids.txt --name farewell`
     """
     unlearner = chosen_method(method, settings)
-    from ease.runs.resolve import Wanted
+    from ease.runs.resolve import RequestOptions
 
-    wanted = Wanted(client or [], class_ or [], concept or [], samples, canaries, name, threshold)
+    wanted = RequestOptions(client or [], class_ or [], concept or [], samples, canaries, name, threshold)
     if dry_run:
         from ease.commands.preview import preview_run
 

@@ -57,9 +57,9 @@ def add(
     """
     unlearner = chosen_method(method, settings)
     from ease.commands.requests import add_request
-    from ease.runs.resolve import Wanted
+    from ease.runs.resolve import RequestOptions
 
-    wanted = Wanted(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
+    wanted = RequestOptions(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
     return add_request(run, wanted, unlearner, by, ground, reason, priority, due, id, approve, key, quiet)
 
 

@@ -16,7 +16,7 @@ from ease.audit.next_steps import next_steps
 from ease.audit.preflight import verdict_prospects
 from ease.audit.quick_check import RULE, Level, QuickCheck, quick_check
 from ease.audit.records import AuditRecord, PairRecord, Price
-from ease.audit.runner import Audit, Together, check_audited, check_possible
+from ease.audit.runner import Audit, AuditBatch, check_audited, check_possible
 from ease.audit.verdict import EVIDENCE, Identity, Measure
 from ease.commands.forget import answer
 from ease.commands.train import tell_threads
@@ -205,7 +205,7 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
     check_possible(run, world, request, config)  # before the long work begins
     if retrain:
         answer(run, world, request, Retrain(), quiet)
-    together = Together(tuple(Audit.of(run, world, name, config) for name in names))
+    together = AuditBatch(tuple(Audit.of(run, world, name, config) for name in names))
     if (why := verdict_prospects(config)) and not quiet:
         errors.print(f"note: {why}", soft_wrap=True, markup=False, highlight=False)
     with run.locked():
@@ -242,7 +242,7 @@ def _identity_audit(
     return AuditsSummary((AuditSummary(record, name, stored.folder),))
 
 
-def _tell_time(run: Run, audit: Together, quiet: bool) -> None:
+def _tell_time(run: Run, audit: AuditBatch, quiet: bool) -> None:
     """How long the trainings of an audit are expected to take, by the rounds of the run itself."""
     (shadows, orders), each = audit.missing(), seconds_per_round(run)
     if quiet or each is None or not (shadows or orders):

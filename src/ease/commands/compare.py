@@ -17,7 +17,7 @@ from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
 from ease.methods.base import Unlearner
 from ease.requests.request import Request
-from ease.runs.answers import answer_of, open_world, trained_of, usual_method
+from ease.runs.answers import answer_of, default_method, open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
 from ease.runs.records import ContributionNotes
@@ -154,7 +154,7 @@ class CompareSummary:
 def try_model(config: RunConfig, folder: Path, scenario: Scenario, quiet: bool) -> Trial:
     """Train a model and answer one request by the usual method of its kind."""
     run, world, cost = train_only(config, folder, quiet)
-    request, method = scenario_request(world, scenario, config.seed), usual_method(run)
+    request, method = scenario_request(world, scenario, config.seed), default_method(run)
     answer(run, world, request, method, quiet)
     before = measure(world, trained_of(run).final, evaluation_sets(world, request))
     after = answer_of(run, request, method).record().metrics

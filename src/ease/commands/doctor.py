@@ -25,7 +25,7 @@ from ease.console import disk, megabytes, plain, status
 from ease.errors import UserError
 from ease.methods import BROKEN, METHODS, make_method
 from ease.runs.config import load_config
-from ease.runs.resolve import Wanted
+from ease.runs.resolve import RequestOptions
 from ease.runs.run import Run
 from ease.storage import exclusive, sha256, write_atomic
 
@@ -211,7 +211,7 @@ def _self_test() -> Iterator[tuple[State, str]]:
         if states[0] != states[1]:
             yield "failed", "the same training gave two different models; tell us, with all that stands above"
             return
-        answer = forget_run(runs[0], Wanted(clients=[1]), make_method("ease"), quiet=True)
+        answer = forget_run(runs[0], RequestOptions(clients=[1]), make_method("ease"), quiet=True)
         Run.load(runs[0]).history.state(1)
         model = sha256(answer.folder / "model.safetensors")
     if model == states[0]:

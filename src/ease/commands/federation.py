@@ -56,7 +56,7 @@ def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None 
     """The worker of one client: its own shard of the configured data, and a folder of its own."""
     import_all()  # jobs may name the objective of any method
     rules = validate(Policy, read_toml(policy), str(policy)) if policy is not None else Policy()
-    if config.partition.apart:
+    if config.partition.on_site:
         return make_node_apart(config, client, folder, rules, quiet)
     world = World.open(config)
     shard = next((each for each in world.shards if each.client == client), None)

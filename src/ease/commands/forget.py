@@ -26,16 +26,16 @@ from ease.runs.answers import (
     check_method,
     check_named,
     continuation,
+    default_method,
     find_answer,
     open_world,
     release,
-    usual_method,
 )
 from ease.runs.evaluation import evaluation_sets, measure
-from ease.runs.forget import forget, go_on
+from ease.runs.forget import forget, train_further
 from ease.runs.head import Release
 from ease.runs.records import AnswerRecord, ContributionNotes, SpectrumNotes
-from ease.runs.resolve import Wanted, check_request, check_wanted, parse_request, request_id
+from ease.runs.resolve import RequestOptions, check_options, check_request, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import check_writable
@@ -155,14 +155,14 @@ def bars(cosines: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(cosines[index] * len(BARS)))] for index in shown)
 
 
-def forget_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bool) -> ForgetSummary:
+def forget_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, quiet: bool) -> ForgetSummary:
     """Answer a request on a finished run, by its usual method where none is given."""
     run = Run.load(folder)
-    method = method or usual_method(run)
+    method = method or default_method(run)
     snapshot = Snapshot.of(run)  # refuses a run without a finished round before the long work begins
     check_method(run, method)
     check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
-    check_wanted(run, wanted)
+    check_options(run, wanted)
     tell_threads(run)
     tell_unfinished(run)
     with status("preparing data and backbone", quiet):
@@ -276,7 +276,7 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     with rounds_bar("training on", rounds, 0, quiet) as bar:
-        for step, metrics in go_on(run, world, after, rounds, locked):
+        for step, metrics in train_further(run, world, after, rounds, locked):
             tell_left_out(step.phase, step.notes.get("rejected", {}), quiet)
             bar.step(**{f"{part} R@1": recalled(metrics, f"{part}/recall@1") for part in ("forget", "test")})
     record = continuation(stored, rounds, locked).record()

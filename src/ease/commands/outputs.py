@@ -25,7 +25,7 @@ from ease.operations.serving.messages import Facts, FoundPair
 from ease.requests.request import Request
 from ease.requests.tombstones import Tombstones
 from ease.runs.config import RunConfig
-from ease.runs.head import Head, Release
+from ease.runs.head import Release, ReleaseChain
 from ease.runs.records import AnswerRecord, Metrics
 from ease.studies.experiment import Chosen
 from ease.studies.records import BenchResults, CellRecord, OverlapRecord, TrialRecord
@@ -623,7 +623,7 @@ FILES: dict[str, type[Config]] = {
     "world.json": WorldFile,
     "membership.json": Membership,
     "summary.json": TrainOutput,
-    "head.json": Head,
+    "head.json": ReleaseChain,
     "purge.json": PurgeRecord,
     "lost_sites.json": LostSites,
     "recipients.json": Recipients,

@@ -14,9 +14,17 @@ from ease.console import duration, errors, labelled, plain, status, table
 from ease.methods.base import Unlearner
 from ease.operations.ledger.impact import Impact, impact_of
 from ease.requests.request import ClassRequest, Request, SampleRequest, in_words
-from ease.runs.answers import StoredAnswer, answer_of, check_method, open_world, trained_of, usual_method
+from ease.runs.answers import StoredAnswer, answer_of, check_method, default_method, open_world, trained_of
 from ease.runs.concepts import Match, class_words
-from ease.runs.resolve import Resolved, Wanted, check_request, check_wanted, named_ids, parse_request, request_id
+from ease.runs.resolve import (
+    RequestOptions,
+    Resolved,
+    check_options,
+    check_request,
+    named_ids,
+    parse_request,
+    request_id,
+)
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
@@ -182,13 +190,13 @@ def tell(preview: Preview, quiet: bool) -> None:
         errors.print(plain(preview.line()), soft_wrap=True, markup=False, highlight=False)
 
 
-def preview_run(folder: Path, wanted: Wanted, method: Unlearner | None, quiet: bool) -> Preview:
+def preview_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, quiet: bool) -> Preview:
     """Look at a request on a finished run; write its ids and pictures into the run, and change nothing else."""
     run = Run.load(folder)
-    method = method or usual_method(run)
+    method = method or default_method(run)
     trained_of(run)
     check_method(run, method)
-    check_wanted(run, wanted)
+    check_options(run, wanted)
     tell_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)

@@ -28,8 +28,8 @@ from ease.operations.purge import Pass
 from ease.operations.recipients import read_recipients, to_notify
 from ease.requests.request import Request, in_words
 from ease.requests.tombstones import read_tombstones
-from ease.runs.answers import check_method, check_named, open_world, usual_method
-from ease.runs.resolve import Wanted, check_wanted, find_clients, parse_request, request_id
+from ease.runs.answers import check_method, check_named, default_method, open_world
+from ease.runs.resolve import RequestOptions, check_options, find_clients, parse_request, request_id
 from ease.runs.run import Run
 
 
@@ -236,7 +236,7 @@ def someone(name: str | None) -> str:
 
 def add_request(
     folder: Path,
-    wanted: Wanted,
+    wanted: RequestOptions,
     method: Unlearner | None,
     by: str | None,
     ground: str,
@@ -250,12 +250,12 @@ def add_request(
 ) -> EntrySummary:
     """Hand a request in; it is resolved now, so that what is approved is what will be done."""
     run, policy = Run.load(folder), load_policy(folder)
-    method = method or usual_method(run)
+    method = method or default_method(run)
     zone = policy.time_zone
     deadline = None if due is None else parse_deadline(due, zone)
     who = person(policy.approval, someone(None), key) if approve or key else None  # `by` is who asked
     check_method(run, method)
-    check_wanted(run, wanted)
+    check_options(run, wanted)
     with status("preparing data and backbone", quiet):
         request = _resolved(run, wanted)
     draft = Draft(request, method.model_dump(mode="json"), someone(by), ground, reason, priority, deadline, id, zone)
@@ -268,7 +268,7 @@ def add_request(
     return shown_entry(run, entry.id, added)
 
 
-def _resolved(run: Run, wanted: Wanted) -> Request:
+def _resolved(run: Run, wanted: RequestOptions) -> Request:
     found = parse_request(open_world(run), wanted).request
     check_named(run, found)
     return read_tombstones(run.folder).renamed(found)  # what was purged is not written down again

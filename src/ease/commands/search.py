@@ -14,7 +14,7 @@ from ease.console import labelled, plain, status, table
 from ease.errors import UserError
 from ease.operations.ledger.names import answer_name
 from ease.runs.run import Run
-from ease.runs.using import Compared, Hit, check_sought
+from ease.runs.using import Hit, SearchModels, check_sought
 from ease.show.found import found_sheet
 from ease.storage import digest, write_atomic
 
@@ -76,7 +76,7 @@ def search_run(
         raise UserError(f"-k {count}: choose 1 to {MOST}")
     check_sought(words)
     with status("preparing data and backbone", quiet):
-        compared = Compared.of(run, request)
+        compared = SearchModels.of(run, request)
         found = compared.search(words, count, among)
     name = re.sub("[^a-z0-9]+", "-", words.lower()).strip("-")[:40] or "search"
     out = out or folder / FOLDER / f"{name}-{digest(words, request, count, among)[:6]}.html"

@@ -17,7 +17,7 @@ from ease.federation.fedavg import Round
 from ease.measures.evaluate import recalls
 from ease.measures.retrieval import GalleryRecall
 from ease.params import Params
-from ease.runs.answers import open_world, settle_head
+from ease.runs.answers import open_world, release_only_result
 from ease.runs.config import RunConfig
 from ease.runs.forget import check_trains_on
 from ease.runs.run import Run
@@ -102,7 +102,7 @@ FROZEN = (
 def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     """Train in a run directory, continuing what is there, and measure the result."""
     run = Run.plan(out, config)
-    released = settle_head(run)
+    released = release_only_result(run)
     if released and not quiet:
         errors.print(
             f"going on from {released.answer}: what it forgot is not trained on again", soft_wrap=True, markup=False

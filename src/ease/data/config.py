@@ -52,7 +52,7 @@ class DataConfig(Config):
     """Read images outside the image folder where links in it lead to them."""
 
     @model_serializer(mode="wrap")
-    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit defaults of settings that most runs leave alone, so that their configurations keep their bytes."""
         usual = {"canaries": 0, "share": 1.0}
         return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
@@ -74,8 +74,8 @@ class PartitionConfig(Config):
     clients: int = Field(10, ge=1)
     """Simulated clients; with `scheme = "sites"` the data name them."""
     scheme: Literal["iid", "dirichlet", "uniform", "sites", "on_site"] = "dirichlet"
-    """`iid`, `dirichlet` (skewed by pseudo-class), `uniform` (no such skew), `sites` (as the data say) or `apart` (each
-    client's pairs lie at its own node alone)."""
+    """`iid`, `dirichlet` (skewed by pseudo-class), `uniform` (no such skew), `sites` (as the data say) or `on_site`
+    (each client's pairs stay at its node)."""
     beta: float = Field(0.5, gt=0)
     """Dirichlet concentration; smaller is more skewed."""
     classes: int = Field(10, ge=1)
@@ -87,7 +87,7 @@ class PartitionConfig(Config):
 
     @model_validator(mode="after")
     def _leaves_pairs_where_they_lie(self) -> "PartitionConfig":
-        if self.apart and self.clustering == "pooled":
+        if self.on_site and self.clustering == "pooled":
             raise ValueError('partition.clustering = "pooled" would bring pairs together that lie apart; leave it out')
         return self
 
@@ -97,7 +97,7 @@ class PartitionConfig(Config):
         return self.clustering == "federated" or (self.clustering == "auto" and self.scheme in ("sites", "on_site"))
 
     @property
-    def apart(self) -> bool:
+    def on_site(self) -> bool:
         """Whether only a client's own node opens its pairs."""
         return self.scheme == "on_site"
 

@@ -42,7 +42,7 @@ class Holding(Config):
     """None: it was there when the run was first trained."""
 
     @model_serializer(mode="wrap")
-    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit defaults, so that runs without joined clients keep their bytes."""
         return {name: value for name, value in dump(self).items() if name != "joined" or value is not None}
 

@@ -95,7 +95,7 @@ def pairs_like(run: Run, picture: Path) -> tuple[HeldPair, ...]:
     except DECODER_ERRORS as error:
         raise UserError(f"--image {picture}: cannot be read as a picture ({error}); name an image file") from error
     same, similar = _alike(world, pixels)
-    if run.config.partition.apart and isinstance(world.federation, Remote):
+    if run.config.partition.on_site and isinstance(world.federation, Remote):
         same |= holders_of(world.federation, picture_digest(pixels))
     return (*held_pairs(run, same, "same picture"), *held_pairs(run, similar - same, "similar picture"))
 

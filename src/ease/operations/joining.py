@@ -112,14 +112,14 @@ def _known_already(run: Run, members: Membership, wish: Wish) -> Joined | None:
             continue
         same = (consent.text, consent.given_by) == (wish.consent, wish.by)
         whole = wish.ids == {*holding.train_ids, *holding.validation_ids} if wish.ids else None
-        apart = run.config.partition.apart  # a site comes once, with all that it has
+        apart = run.config.partition.on_site  # a site comes once, with all that it has
         if same and (apart or whole or (whole is None and not _pool(run, members, wish).named(wish))):
             return Joined(holding, consent, added=False)
     return None
 
 
 def _added(run: Run, members: Membership, wish: Wish) -> Joined:
-    return _from_its_site(run, members, wish) if run.config.partition.apart else _from_the_data(run, members, wish)
+    return _from_its_site(run, members, wish) if run.config.partition.on_site else _from_the_data(run, members, wish)
 
 
 def _from_the_data(run: Run, members: Membership, wish: Wish) -> Joined:
@@ -325,7 +325,7 @@ def _pool(run: Run, members: Membership, wish: Wish) -> Pool:
 def _gone(run: Run, members: Membership) -> frozenset[str]:
     """Ids of pairs that were forgotten and are not purged."""
     gone = {each for request in run.head.gone for each in every_id(request, members)}
-    if run.config.partition.apart:  # where no content of theirs is known
+    if run.config.partition.on_site:  # where no content of theirs is known
         return frozenset(gone - read_tombstones(run.folder).ids)
     return frozenset(gone & members.digests.keys())
 

@@ -37,7 +37,7 @@ from ease.requests.request import Request, SampleRequest, every_id, forget_mask,
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import BASE, open_world, start_hash, trained_of
-from ease.runs.head import Head, Release
+from ease.runs.head import Release, ReleaseChain
 from ease.runs.resolve import request_id
 from ease.runs.run import PURGING, Run
 from ease.runs.world import World
@@ -116,7 +116,7 @@ def read_purges(folder: Path) -> PurgeRecord:
     return validate(PurgeRecord, read_json(path), str(path)) if path.is_file() else PurgeRecord()
 
 
-def unpurged(head: Head) -> tuple[Release, ...]:
+def unpurged(head: ReleaseChain) -> tuple[Release, ...]:
     return tuple(release for release in head.releases if not release.purged)
 
 
@@ -137,7 +137,7 @@ def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pa
             yield _apply(staged)
 
 
-def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None) -> None:
+def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int | None) -> None:
     """Write everything that will take the place of something, and then the plan.
 
     Rounds before a training from the start that is purged with it need not be made again: nobody goes on from them.
@@ -150,7 +150,7 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
         if path.name != "journal":  # answers of clients, which need not be asked for again
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     world = open_world(run)
-    then = Head(releases=head.releases[:place])
+    then = ReleaseChain(releases=head.releases[:place])
     # Nodes touch nothing that any closed request named, so that what they repeat is without all of it.
     gone = head.gone if run.config.remote else head.gone[: place + 1]
     before = World(world.server, world.evaluator, renewed=then.renewed).without(*gone)
@@ -161,7 +161,7 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
     buried = stones.buried(known[0])
     if run.config.remote:
         _tell_nodes(run, buried, stones, dry_run=True)  # before the long work begins
-    superseded = Head(releases=head.releases[:until]).renewed > place
+    superseded = ReleaseChain(releases=head.releases[:until]).renewed > place
     trained_on = named_in(release.request, known[0].clients)
     rederived = (
         []
@@ -171,7 +171,7 @@ def _stage(staged: Staged, head: Head, place: int, time: str, until: int | None)
     newer = head.releases[place + 1 :]
     purged = release.model_copy(update={"request": stones.renamed(release.request), "purged": True})
     releases = (*head.releases[:place], purged, *newer)
-    write_json(staged.folder / "head.json", Head(releases=releases).model_dump(mode="json"))
+    write_json(staged.folder / "head.json", ReleaseChain(releases=releases).model_dump(mode="json"))
     write_json(staged.folder / TOMBSTONES, as_json(stones))
     write_json(staged.folder / "membership.json", buried.model_dump(mode="json"))
     removed = [*_removed(run, head, place), *_cached(world, ids)]
@@ -277,7 +277,7 @@ def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool 
 # --- the history ---
 
 
-def _replaced_rounds(run: Run, head: Head) -> Iterator[Line]:
+def _replaced_rounds(run: Run, head: ReleaseChain) -> Iterator[Line]:
     """The training that a head comes from, if it is still there."""
     for name in (head.places[-1], _starts(head.places[-1])):
         if (run.folder / name).exists():
@@ -370,7 +370,7 @@ def _made(folder: Path) -> Path:
 # --- everything else ---
 
 
-def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
+def _removed(run: Run, head: ReleaseChain, place: int) -> Iterator[Line]:
     """Files of the run that hold the pairs, or a model that does, and are needed no more."""
     folder, release = run.folder, head.releases[place]
     answer = folder / "requests" / release.answer
@@ -389,7 +389,7 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
         if path.is_dir() and not (release.rounds and path.name in (ROUNDS, _starts(ROUNDS))):
             yield Line(what=path.relative_to(folder).as_posix(), why="a trial or a journal of the released answer")
     since = head.releases[head.renewed :]
-    locking = next((each for each in reversed(since) if run.tells_directions(each)), None)
+    locking = next((each for each in reversed(since) if run.locks_directions(each)), None)
     for older in head.releases[:place]:  # the newest purged one stays: later ones began from it
         for name in (
             "model.safetensors",
@@ -411,7 +411,7 @@ def _removed(run: Run, head: Head, place: int) -> Iterator[Line]:
             yield Line(what=f"clients/{client:05d}", why="what the client kept on its own disk")
 
 
-def _answers(head: Head) -> set[str]:
+def _answers(head: ReleaseChain) -> set[str]:
     return {release.answer for release in head.releases}
 
 
@@ -419,7 +419,7 @@ def _cached(world: World, ids: frozenset[str]) -> Iterator[Line]:
     """Cached pixels, activations and lists of this run's data; generated scenes are no one's, and where pairs lie
     at sites the server has only its own."""
     members = world.server.membership
-    elsewhere = world.config.partition.apart and ids.isdisjoint({*members.test, *members.validation})
+    elsewhere = world.config.partition.on_site and ids.isdisjoint({*members.test, *members.validation})
     if world.config.data.name == "scenes" or elsewhere:
         return
     for path, why in cached_files(world.evaluator.pairs, world.evaluator.activations, ids):
@@ -444,7 +444,7 @@ def _write_renamed(path: Path, staged: Staged, stones: Tombstones) -> None:
         write_json(staged.folder / path.relative_to(staged.run.folder), renamed)
 
 
-def _stayed(run: Run, head: Head, place: int) -> Iterator[Line]:
+def _stayed(run: Run, head: ReleaseChain, place: int) -> Iterator[Line]:
     release = head.releases[place]
     yield Line(what=f"requests/{release.answer}/model.safetensors", why="the run goes on from it")
     if (run.folder / "requests" / release.answer / "bases.safetensors").is_file():

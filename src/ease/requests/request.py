@@ -49,7 +49,7 @@ class SampleRequest(Config):
     """How many pairs were named one by one, where other things were named too."""
 
     @model_serializer(mode="wrap")
-    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit empty fields, so that plain lists keep their bytes."""
         usual = {name: field.default for name, field in type(self).model_fields.items() if name not in ("scope", "ids")}
         return {key: value for key, value in dump(self).items() if key not in usual or getattr(self, key) != usual[key]}

@@ -13,7 +13,7 @@ from ease.methods.unlearning_base import UnlearningBase
 from ease.params import Params
 from ease.requests.request import REQUESTS, Request, SampleRequest, every_id, in_words
 from ease.requests.tombstones import Tombstones, read_tombstones
-from ease.runs.head import Head, Release, write_head
+from ease.runs.head import Release, ReleaseChain, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import request_id
 from ease.runs.run import Run, check_answer_file, released_model
@@ -95,7 +95,7 @@ class StoredAnswer:
         return read_record(AnswerRecord, self.record_path)
 
 
-def _before(run: Run, request: Request | None) -> tuple[Head, TrainingConfig]:
+def _before(run: Run, request: Request | None) -> tuple[ReleaseChain, TrainingConfig]:
     """The head and the training that a request starts from, or started from if it is closed.
 
     The last finished round is a usable model, so a training that stopped early does not keep requests waiting.
@@ -123,7 +123,7 @@ class Snapshot:
 
     run: Run
     request: Request | None
-    head: Head
+    head: ReleaseChain
     """Releases before the request."""
     trained: Trained
     """The training and the model that a method starts from."""
@@ -182,7 +182,7 @@ def check_method(run: Run, method: Unlearner) -> None:
     method.check(run.config.training)
 
 
-def usual_method(run: Run) -> Unlearner:
+def default_method(run: Run) -> Unlearner:
     """The default method for requests of a run."""
     return make_method("exact" if trainer_of(run.config.model) == "sums" else "ease")
 
@@ -249,11 +249,11 @@ def release(run: Run, name: str) -> Release:
             after_round=run.history.rounds(),
             rounds=again.place if stored.rounds_path.exists() else "",
         )
-        write_head(run.folder / "head.json", Head(releases=(*run.head.releases, made)))
+        write_head(run.folder / "head.json", ReleaseChain(releases=(*run.head.releases, made)))
     return made
 
 
-def settle_head(run: Run) -> Release | None:
+def release_only_result(run: Run) -> Release | None:
     """Release the only result before more rounds are trained.
 
     If there are several, training refuses until a person has chosen one. A result that another release has replaced
@@ -319,7 +319,7 @@ def find_answer(run: Run, name: str) -> tuple[StoredAnswer, Request, Unlearner]:
     request_name, _, label = name.partition("/")
     if ".." in Path(name).parts or Path(name).is_absolute() or Path(label).is_absolute() or "\0" in name:
         raise UserError(f"{name!r}: leads out of the run; write REQUEST or REQUEST/METHOD, such as client-3/ease")
-    stored = StoredAnswer(run.folder / "requests" / request_name / (label or usual_method(run).name))
+    stored = StoredAnswer(run.folder / "requests" / request_name / (label or default_method(run).name))
     if not label and not stored.done:  # the queue may have answered by another method
         released = [each.answer for each in run.head.releases if each.answer.startswith(f"{request_name}/")]
         stored = StoredAnswer(run.folder / "requests" / released[-1]) if released else stored

@@ -66,7 +66,11 @@ def match_concept(world: World, words: str, threshold: float | None = None, unle
     """
     wanted = check_words(words)
     phrases = check_phrases(words, unless)
-    seen = _told_by_sites(world, words, unless) if world.config.partition.apart else _seen_here(world, words, phrases)
+    seen = (
+        _reported_by_sites(world, words, unless)
+        if world.config.partition.on_site
+        else _seen_here(world, words, phrases)
+    )
     ids, says, near, captions = seen.ids, seen.says, seen.near, seen.captions
     if threshold is None:
         if not says.any():
@@ -96,7 +100,7 @@ def match_concept(world: World, words: str, threshold: float | None = None, unle
 
 
 @dataclass(frozen=True)
-class Seen:
+class ScoredPairs:
     """Training pairs beside some words."""
 
     ids: list[str]
@@ -114,7 +118,7 @@ class Seen:
         return self.says if threshold is None else self.says | ((self.near >= threshold) & ~self.excluded)
 
 
-def _seen_here(world: World, words: str, phrases: Sequence[Sequence[str]]) -> Seen:
+def _seen_here(world: World, words: str, phrases: Sequence[Sequence[str]]) -> ScoredPairs:
     ids, positions = _training_pairs(world)
     return _seen_among(world, words, phrases, ids, positions, positions)
 
@@ -126,7 +130,7 @@ def _seen_among(
     ids: list[str],
     positions: np.ndarray,
     training: np.ndarray,
-) -> Seen:
+) -> ScoredPairs:
     """Some pairs beside the words; how near they are is measured from the mean of the training pairs."""
     wanted = check_words(words)
     captions = [world.evaluator.pairs.captions[position] for position in positions]
@@ -134,7 +138,7 @@ def _seen_among(
     excluded = np.array(
         [any(has_phrase(caption, phrase) for caption in each for phrase in phrases) for each in captions], dtype=bool
     )
-    return Seen(ids, says, nearness(world, words, positions, training), captions, excluded)
+    return ScoredPairs(ids, says, nearness(world, words, positions, training), captions, excluded)
 
 
 def held_out_matches(world: World, request: SampleRequest) -> dict[int, np.ndarray]:
@@ -162,7 +166,7 @@ def held_out_matches(world: World, request: SampleRequest) -> dict[int, np.ndarr
     return found
 
 
-def _told_by_sites(world: World, words: str, unless: Sequence[str]) -> Seen:
+def _reported_by_sites(world: World, words: str, unless: Sequence[str]) -> ScoredPairs:
     """The same by nodes, each of pairs that it still holds.
 
     What all pairs have in common is the mean of the class centres that everybody agreed on, so that no site has to tell
@@ -185,7 +189,7 @@ def _told_by_sites(world: World, words: str, unless: Sequence[str]) -> Seen:
     for phrase in unless:  # sites compare words in any order, so that a phrase excludes whoever has all of its words
         other = searched(engine, phrase, np.stack([query, text, image] if aligned else [query, text]))
         excluded |= np.concatenate([other[client][0] for client in sorted(other)]).astype(bool)
-    return Seen(ids, says & ~excluded, near, (), excluded)
+    return ScoredPairs(ids, says & ~excluded, near, (), excluded)
 
 
 def _common(world: World) -> np.ndarray:

@@ -71,7 +71,7 @@ class RunConfig(Config):
         return self
 
     @model_serializer(mode="wrap")
-    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit `federation` if it is not set, so that such configurations keep their bytes."""
         return {name: value for name, value in dump(self).items() if name != "federation" or value is not None}
 

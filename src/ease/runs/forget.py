@@ -87,7 +87,9 @@ def _unchanged(trained: Trained, request: Request, federation: Federation) -> It
     yield Step(trained.start, "nothing was trained on", base=trained.base)
 
 
-def go_on(run: Run, world: World, after: str, rounds: int, locked: bool) -> Iterator[tuple[Step, dict[str, float]]]:
+def train_further(
+    run: Run, world: World, after: str, rounds: int, locked: bool
+) -> Iterator[tuple[Step, dict[str, float]]]:
     """Train further on retained pairs after a request, with its directions locked or free."""
     check_trains_on(run, f"--after {after}")
     stored, request, method = find_answer(run, after)

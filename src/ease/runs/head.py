@@ -27,16 +27,16 @@ class Release(Config):
     """Folder of the rounds if the result is a training from the start that later requests continue; else empty."""
 
 
-class Head(Config):
+class ReleaseChain(Config):
     """All releases, oldest first."""
 
     format: Literal[1] = 1
     releases: tuple[Release, ...] = ()
 
-    def before(self, request: Request) -> "Head":
+    def before(self, request: Request) -> "ReleaseChain":
         """The head at the time when a request was answered, without its own release and later ones."""
         place = next((n for n, each in enumerate(self.releases) if each.request == request), len(self.releases))
-        return Head(releases=self.releases[:place])
+        return ReleaseChain(releases=self.releases[:place])
 
     @property
     def gone(self) -> tuple[Request, ...]:
@@ -57,15 +57,15 @@ class Head(Config):
         return next((each for each in reversed(self.releases) if each.after_round == rounds), None)
 
 
-def read_head(path: Path) -> Head:
+def read_head(path: Path) -> ReleaseChain:
     """The stored head, or one without releases; the file is read again only after it was replaced."""
-    return _read_head(path, *identity(path)) if path.is_file() else Head()
+    return _read_head(path, *identity(path)) if path.is_file() else ReleaseChain()
 
 
 @lru_cache(maxsize=16)
-def _read_head(path: Path, *identity: int) -> Head:
-    return validate(Head, read_json(path, most=SMALL_JSON), str(path))
+def _read_head(path: Path, *identity: int) -> ReleaseChain:
+    return validate(ReleaseChain, read_json(path, most=SMALL_JSON), str(path))
 
 
-def write_head(path: Path, head: Head) -> None:
+def write_head(path: Path, head: ReleaseChain) -> None:
     write_json(path, head.model_dump(mode="json"))

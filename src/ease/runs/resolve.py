@@ -121,7 +121,7 @@ def _is_number(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestOptions:
     """What a person asks to forget; several kinds of things make one request."""
 
     clients: Sequence[str | int] = ()
@@ -160,7 +160,7 @@ class Resolved:
     matches: tuple[Match, ...] = ()
 
 
-def check_wanted(run: Run, wanted: Wanted) -> None:
+def check_options(run: Run, wanted: RequestOptions) -> None:
     """Refuse impossible requests before the data are opened, which may take minutes."""
     known = run.known()
     if known is not None:
@@ -169,7 +169,7 @@ def check_wanted(run: Run, wanted: Wanted) -> None:
             read_ids(wanted.samples)
 
 
-def _whole(members: Membership, classes: int, wanted: Wanted) -> tuple[ClientRequest | ClassRequest, ...]:
+def _whole(members: Membership, classes: int, wanted: RequestOptions) -> tuple[ClientRequest | ClassRequest, ...]:
     """The requests for whole clients and classes; contradictory options are refused."""
     if not any(wanted.kinds):
         raise UserError("name what to forget with --client, --concept, --class, --samples or --canaries, or several")
@@ -193,7 +193,7 @@ def _whole(members: Membership, classes: int, wanted: Wanted) -> tuple[ClientReq
     return tuple(found)
 
 
-def parse_request(world: World, wanted: Wanted) -> Resolved:
+def parse_request(world: World, wanted: RequestOptions) -> Resolved:
     """The request for names, words and ids. Several kinds of things become a list of all their pairs."""
     whole = _whole(world.server.membership, len(world.server.centroids), wanted)
     if sum(wanted.kinds) == 1 and whole:

@@ -21,7 +21,7 @@ from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params
 from ease.runs.config import RunConfig
-from ease.runs.head import Head, Release, read_head
+from ease.runs.head import Release, ReleaseChain, read_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.world import World
 from ease.storage import (
@@ -109,7 +109,7 @@ class Run:
         write_json(self.folder / "run.json", {"format": FORMAT, "config": self.config.model_dump(mode="json")})
         write_atomic(self._config_path, to_toml(self.config).encode())
 
-    def _tells_config(self) -> bool:
+    def _config_is_current(self) -> bool:
         """Whether config.toml is up to date; a process may have died before writing it."""
         return self._config_path.is_file() and self._config_path.read_bytes() == to_toml(self.config).encode()
 
@@ -117,7 +117,7 @@ class Run:
     def history(self) -> History:
         return self.history_of(self.head)
 
-    def history_of(self, head: Head) -> History:
+    def history_of(self, head: ReleaseChain) -> History:
         """The history of the training from the start that a head continues."""
         training = self.config.training
         return History(
@@ -184,7 +184,7 @@ class Run:
         centroids = _centroids(self._classes_path, *identity(self._classes_path))
         return membership if releases is None else membership.before(releases), centroids
 
-    def _remember(self, world: World) -> None:
+    def _store_world(self, world: World) -> None:
         """Store who holds which pair and what is frozen, because data may change or vanish later."""
         write_tensors(self._classes_path, {"centroids": torch.from_numpy(world.server.centroids)})
         write_json(self.folder / "world.json", _frozen_parts(world))
@@ -214,7 +214,7 @@ class Run:
         return self.folder / "classes.safetensors"
 
     @property
-    def head(self) -> Head:
+    def head(self) -> ReleaseChain:
         return read_head(self.folder / "head.json")
 
     def model_path(self, release: Release) -> Path:
@@ -260,7 +260,7 @@ class Run:
         done = history.rounds()
         if done == 0:
             world.server.initial().save(history.initial_path)
-            self._remember(world)
+            self._store_world(world)
         self.check_frozen(world.server.backbone, world.server.device)
         history.verify()
         self.check_released()
@@ -276,7 +276,7 @@ class Run:
             )
         if Run.plan(self.folder, self.config).config != self.config:
             raise UserError(f"{self.folder}: another process trains more rounds here; run the same command again")
-        if Run.load(self.folder).config != self.config or not self._tells_config():
+        if Run.load(self.folder).config != self.config or not self._config_is_current():
             self._write_config()
         here = self.hosted(world.without(*(each for each in head.gone if each not in world.gone)))
         federation = Guarded(here.federation, config.training, metered=True)
@@ -298,19 +298,19 @@ class Run:
             yield finished
             start = history.state_path(finished.number)
 
-    def held(self, head: Head) -> ServerLock | None:
+    def held(self, head: ReleaseChain) -> ServerLock | None:
         """The directions that releases lock, at the model that the run continues from, or None.
 
         Each release's directions include those of all releases before it. A release without directions leaves the
         earlier ones locked. A training from the start never saw what they were of.
         """
-        locking = [release for release in head.releases[head.renewed :] if self.tells_directions(release)]
+        locking = [release for release in head.releases[head.renewed :] if self.locks_directions(release)]
         if not locking:
             return None
         bases = load_directions(self.model_path(locking[-1]).parent)
         return ServerLock(bases, released_model(self, head.releases[-1]))
 
-    def tells_directions(self, release: Release) -> bool:
+    def locks_directions(self, release: Release) -> bool:
         """Whether a release has directions to lock."""
         record = read_record(AnswerRecord, self.model_path(release).parent / "record.json")
         return "bases.safetensors" in record.files

@@ -226,7 +226,7 @@ def pictures(world: World, state: Params, places: np.ndarray) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Compared:
+class SearchModels:
     """Models that answer the same searches, and the pairs that are searched."""
 
     world: World
@@ -236,7 +236,7 @@ class Compared:
     """Pairs that the request named, if there is one."""
 
     @classmethod
-    def of(cls, run: Run, request: str | None) -> "Compared":
+    def of(cls, run: Run, request: str | None) -> "SearchModels":
         """The run's model, or the models before and after a request in the world of that time."""
         if request is None:
             return cls(open_world(run), {"the run's model": Source.of(run, None)}, frozenset())

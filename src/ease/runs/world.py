@@ -114,7 +114,7 @@ class World:
         device = choose_device(config.device)
         backbone = load_backbone(config.model.backbone, device)
         check_fits(backbone, config.model)  # here and below: whatever cannot work is refused before the long decoding
-        apart, run_name = config.partition.apart, ""
+        apart, run_name = config.partition.on_site, ""
         if apart:
             check_apart(config)
         by_site = config.partition.scheme == "sites"
@@ -170,7 +170,7 @@ class World:
 
     def check_together(self, what: str) -> None:
         """Refuse an operation that needs all clients' pairs in one place."""
-        if self.config.partition.apart:
+        if self.config.partition.on_site:
             raise UserError(
                 f'{what}: needs the clients\' pairs, and they lie at their sites alone (partition.scheme = "on_site")'
             )

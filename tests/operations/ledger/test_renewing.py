@@ -28,7 +28,7 @@ from ease.requests.request import ClientRequest, SampleRequest, forget_mask, red
 from ease.runs.answers import answer_of, find_answer, open_world, release, trained_of
 from ease.runs.config import load_config
 from ease.runs.forget import forget
-from ease.runs.head import Head
+from ease.runs.head import ReleaseChain
 from ease.runs.run import Run
 from ease.runs.world import World
 
@@ -260,7 +260,7 @@ def test_a_head_names_no_rounds_outside_its_answers() -> None:
     told = {"request": {"scope": "client", "clients": [1]}, "answer": "a/b", "model_sha256": "", "after_round": 1}
     for path in ("../rounds", "requests/../../rounds", "/rounds", "requests/a/rounds"):
         with pytest.raises(ValueError, match="rounds"):
-            Head.model_validate({"releases": [{**told, "rounds": path}]})
+            ReleaseChain.model_validate({"releases": [{**told, "rounds": path}]})
 
 
 @pytest.mark.slow

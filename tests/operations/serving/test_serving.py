@@ -138,14 +138,14 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.go_on = threading.Event()
+        self.train_further = threading.Event()
 
     def facts(self) -> Facts:
         return Facts(model="0" * 64, release=None, request=None, releases=0, pairs=0, backbone="slow")
 
     def encode_text(self, texts: Sequence[str]) -> torch.Tensor:
         self.asked += texts
-        assert self.go_on.wait(20)
+        assert self.train_further.wait(20)
         return torch.ones(len(texts), 1)
 
     def encode_image(self, content: memoryview, most_pixels: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Slow:
 def slow() -> Iterator[Slow]:
     model = Slow()
     yield model
-    model.go_on.set()
+    model.train_further.set()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -396,7 +396,7 @@ def test_no_connection_outlives_the_last_deadline(serve, slow, monkeypatch) -> N
     ask, body = serve(slow), b'{"texts": ["a"]}'
     with ask.post(body, len(body)) as line:
         assert line.recv(100) == b""
-    assert slow.asked == ["a"] and not slow.go_on.is_set()
+    assert slow.asked == ["a"] and not slow.train_further.is_set()
 
 
 def test_idle_connections_give_way_and_questions_do_not(serve, slow, monkeypatch) -> None:
@@ -418,7 +418,7 @@ def test_idle_connections_give_way_and_questions_do_not(serve, slow, monkeypatch
             monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
             with ask.connect() as newcomer:
                 assert newcomer.recv(100).startswith(b"HTTP/1.1 503 ")
-        slow.go_on.set()
+        slow.train_further.set()
         assert asked.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
@@ -431,7 +431,7 @@ def test_few_questions_wait_for_the_model_and_health_does_not(serve, slow, monke
         refused = ask("/encode?text=c")
         assert refused.status == 503 and refused.headers["Retry-After"] == "1"
         assert ask("/health").value["backbone"] == "slow"
-        slow.go_on.set()
+        slow.train_further.set()
         assert all(each.recv(100).startswith(b"HTTP/1.1 200 ") for each in (first, second))
     assert slow.asked == ["a", "a"]
     assert ask("/encode?text=d").status == 200, "there is room again"
@@ -445,7 +445,7 @@ def test_the_model_is_not_asked_for_those_who_have_gone(serve, slow) -> None:
         ask.post(bodies[1], len(bodies[1])).close()
         with ask.post(bodies[2], len(bodies[2])) as last:
             assert ask("/health").status == 200, "the server has seen what was sent before"
-            slow.go_on.set()
+            slow.train_further.set()
             assert last.recv(100).startswith(b"HTTP/1.1 200 ")
     assert slow.asked == ["a", "c"]
 

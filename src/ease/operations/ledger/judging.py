@@ -7,7 +7,7 @@ from ease.audit.config import AuditConfig
 from ease.audit.exact import judge_identity
 from ease.audit.preflight import USUAL_POOL
 from ease.audit.records import current_audit
-from ease.audit.runner import Audit, Together, check_audited, check_possible
+from ease.audit.runner import Audit, AuditBatch, check_audited, check_possible
 from ease.errors import UserError
 from ease.methods.base import Step, Unlearner
 from ease.methods.retrain import Retrain
@@ -29,7 +29,7 @@ def audit_settings(run: Run, world: World, request: Request, method: Unlearner, 
     usual = AuditConfig()
     if trainer_of(run.config.model) == "sums":
         return usual
-    settings = usual if asked_for or run.config.partition.apart else usual.model_copy(update={"pool": USUAL_POOL})
+    settings = usual if asked_for or run.config.partition.on_site else usual.model_copy(update={"pool": USUAL_POOL})
     try:
         check_audited("this answer", method)
         check_possible(run, world, request, settings)
@@ -55,7 +55,7 @@ def audit_answer(
             judge_identity(run, stored, request, settings)
             return
     name = stored.folder.relative_to(run.folder / "requests").as_posix()
-    together = Together((Audit.of(run, world, name, settings),))
+    together = AuditBatch((Audit.of(run, world, name, settings),))
     with run.locked():
         for _ in together.shadows():
             pass

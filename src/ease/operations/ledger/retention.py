@@ -12,7 +12,7 @@ from ease.operations.ledger.work import worker_lock
 from ease.operations.lost_sites import record_lost_sites
 from ease.operations.purge import PLAN, Pass, purge
 from ease.requests.tombstones import read_tombstones
-from ease.runs.head import Head
+from ease.runs.head import ReleaseChain
 from ease.runs.run import PURGING, Run
 
 
@@ -63,7 +63,7 @@ def redact_closed(folder: Path, older_than_days: float) -> list[str]:
     return ids
 
 
-def _released_at(run: Run, head: Head, ledger: Ledger) -> list[str]:
+def _released_at(run: Run, head: ReleaseChain, ledger: Ledger) -> list[str]:
     """When each release was made, by the ledger, or by its answer's record where someone released it by hand."""
     noted = {}
     for entry in ledger.entries():

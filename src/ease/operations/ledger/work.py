@@ -220,7 +220,7 @@ def _retained(
 ) -> tuple[float | None, float | None]:
     """Recall@1 of retained pairs before and after an answer. Where pairs lie at sites, sites measure it."""
     trained = trained_of(run, request)
-    if not run.config.partition.apart:
+    if not run.config.partition.on_site:
         before = measure(world, trained.start, evaluation_sets(world, request))
         return before.get(RETAINED), stored.record().metrics.get(RETAINED)
     if closed:

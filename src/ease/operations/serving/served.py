@@ -14,7 +14,7 @@ from ease.operations.serving.messages import Facts
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.runs.answers import find_answer, start_hash
 from ease.runs.run import Run
-from ease.runs.using import Compared, Hit, Source, encode_image, encode_text, gallery
+from ease.runs.using import Hit, SearchModels, Source, encode_image, encode_text, gallery
 from ease.storage import SMALL_JSON, read_bytes, sha256
 
 FOLLOWED = ("head.json", TOMBSTONES)
@@ -100,7 +100,7 @@ class ServedRun:
         paths = [self._folder / name for name in FOLLOWED]
         return tuple(read_bytes(path, most=SMALL_JSON) if path.is_file() else None for path in paths)
 
-    def _open(self) -> tuple[Compared, Facts]:
+    def _open(self) -> tuple[SearchModels, Facts]:
         run = Run.load(self._folder)
         head, releases = run.head.follows(run.history.rounds()), len(run.head.releases)
         if self._request is None:
@@ -112,7 +112,7 @@ class ServedRun:
                     f"{self._request} is released and its pairs are gone: serve {self._folder} without --request"
                 )
             model = sha256(stored.model_path)
-        compared = Compared.of(run, self._request)
+        compared = SearchModels.of(run, self._request)
         facts = Facts(
             model=model,
             release=head.answer if head is not None and self._request is None else None,
@@ -123,7 +123,7 @@ class ServedRun:
         )
         return compared, facts
 
-    def _now(self) -> tuple[Compared, Facts]:
+    def _now(self) -> tuple[SearchModels, Facts]:
         """What is served, opened again if the run has forgotten something since."""
         with self._opening:
             stamp = self._read_stamp()

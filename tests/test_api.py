@@ -81,7 +81,7 @@ def test_results_show_themselves(run: "ease.TrainedRun") -> None:
 def test_a_verdict_says_whether_it_passed_and_why(audited) -> None:
     """In the very words of the terminal."""
     for name, passed in (("nothing", False), ("finetune", False)):
-        summary = AuditSummary(audited.records[name], f"client-1/{name}", audited.run.folder)
+        summary = AuditSummary.of(audited.records[name], f"client-1/{name}", audited.run.folder)
         verdict = ease.Verdict(summary)
         assert verdict.passed is passed and verdict.reason is Reason.KEPT and verdict.p_value <= 0.05
         assert verdict.measures == audited.records[name].verdict.measures

@@ -142,8 +142,7 @@ class TrainedRun(_Uses, _Shows):
             >>> 0 <= run.metrics["test/recall@1"] <= 100
             True
         """
-        metrics: dict[str, float] = self.summary.as_json()["metrics"]
-        return metrics
+        return self.summary.metrics
 
     @property
     def clients(self) -> dict[str, int]:
@@ -277,7 +276,7 @@ class Answer(_Uses, _Shows):
             >>> sorted(name for name in answer.metrics if name.endswith("recall@1"))
             ['forget/recall@1', 'retain/recall@1', 'test/recall@1']
         """
-        return self.summary.record.metrics
+        return self.summary.metrics
 
     def check(self, *, quiet: bool = False) -> "Check":
         """A quick look: are the forget pairs held like unseen ones? Takes seconds, and is no verdict.
@@ -316,16 +315,16 @@ class Check(_Shows):
     @property
     def found(self) -> bool:
         """Whether forget pairs can be told from unseen ones, be they held more or less."""
-        return self.summary.check.found
+        return self.summary.found
 
     @property
     def words(self) -> str:
-        return self.summary.check.words
+        return self.summary.words
 
     @property
     def gap(self) -> Estimate:
         """How far forget pairs stand above held-out ones like them, in log-odds."""
-        return self.summary.check.after.gap
+        return self.summary.after.gap
 
 
 @dataclass(frozen=True, repr=False)
@@ -337,23 +336,23 @@ class Verdict(_Shows):
     @property
     def passed(self) -> bool | None:
         """Whether the answer could be one more retraining; None: it cannot be told."""
-        return self.summary.record.verdict.passed
+        return self.summary.verdict.passed
 
     @property
     def reason(self) -> Reason:
         """Why."""
-        return self.summary.record.verdict.reason
+        return self.summary.verdict.reason
 
     @property
     def p_value(self) -> float | None:
         """How often one more retraining would lie as far from the others; None with too few of them."""
-        joint = self.summary.record.verdict.joint
+        joint = self.summary.verdict.joint
         return None if joint is None else joint.p_value
 
     @property
     def words(self) -> str:
         """The verdict in one sentence, as the command and the page say it."""
-        return self.summary.record.verdict.words
+        return self.summary.verdict.words
 
     @property
     def next_steps(self) -> tuple[str, ...]:
@@ -362,12 +361,12 @@ class Verdict(_Shows):
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        return self.summary.record.verdict.measures
+        return self.summary.verdict.measures
 
     @property
     def pairs(self) -> tuple[PairRecord, ...]:
         """Of a request of few pairs: where each stands before, after and under every retraining."""
-        return self.summary.record.pairs
+        return self.summary.pairs
 
 
 def train(

@@ -96,8 +96,8 @@ def test_less_than_unseen_is_a_finding_too_and_it_is_never_a_verdict() -> None:
     assert "held more than unseen" in check(seen, seen).words and check(seen, seen).found
     assert "held less than unseen" in check(Estimate(-2.0, -3.0, -1.0), seen).words
     for each in (check(none, seen), check(seen, seen), check(none, none)):
-        assert any("not a verdict" in note for note in each.notes)
-    assert any("blind" in note for note in check(none, none).notes)
+        assert any("not a verdict" in note for note in each.limits)
+    assert any("blind" in note for note in check(none, none).limits)
 
 
 @pytest.fixture

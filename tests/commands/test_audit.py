@@ -147,14 +147,13 @@ def test_a_single_photo_gets_a_verdict_in_the_same_words_everywhere(ease, run: P
     page = (run / "report.html").read_text()
     assert words.partition(": ")[2] in page and "Each pair in its gallery" in page and one in page
     kept = AuditRecord.model_validate(read_json(run / "requests" / name / "audit.json"))
-    spoken = Verdict(AuditSummary(kept, name, run / "requests" / name))
+    spoken = Verdict(AuditSummary.of(kept, name, run / "requests" / name))
     assert spoken.words == words and spoken.pairs[0].rank == pair["rank"] and spoken.passed is None
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1), (None, 3)])
 def test_the_exit_code_tells_scripts_only_when_asked(ease, monkeypatch, passed: bool | None, code: int) -> None:
-    verdict = SimpleNamespace(verdict=SimpleNamespace(passed=passed))
-    summary = AuditSummary(verdict, "client-1", Path("runs/first"))  # type: ignore[arg-type]
+    summary = AuditSummary.model_construct(verdict=SimpleNamespace(passed=passed))
     monkeypatch.setattr(AuditSummary, "render", lambda _: iter(["the page"]))
     monkeypatch.setattr("ease.commands.audit.audit_run", lambda *_: summary)
     assert ease("audit", "runs/first", "--request", "client-1").code == 0
@@ -166,8 +165,8 @@ def test_the_exit_code_tells_scripts_only_when_asked(ease, monkeypatch, passed: 
     ("passed", "code"), [((True, True), 0), ((True, None), 3), ((None, False), 1), ((False, True), 1)]
 )
 def test_several_answers_pass_only_if_all_do(ease, monkeypatch, passed: tuple[bool | None, ...], code: int) -> None:
-    verdicts = [SimpleNamespace(verdict=SimpleNamespace(passed=each)) for each in passed]
-    audits = AuditsSummary(tuple(AuditSummary(each, "client-1", Path("r")) for each in verdicts))  # type: ignore[arg-type]
+    verdicts = [SimpleNamespace(passed=each) for each in passed]
+    audits = AuditsSummary(audits=tuple(AuditSummary.model_construct(verdict=each) for each in verdicts))
     monkeypatch.setattr(AuditSummary, "render", lambda _: iter(["a page"]))
     monkeypatch.setattr("ease.commands.audit.audits_run", lambda *_: audits)
     result = ease("audit", "runs/first", "--request", "client-1", "--request", "client-1/not", "--exit-code")
@@ -204,7 +203,7 @@ def test_a_quick_look_refuses_what_only_an_audit_can_give(ease, run: Path, other
 
 def page(record: AuditRecord, width: int) -> list[str]:
     screen = Console(width=width, file=io.StringIO())
-    for part in AuditSummary(record, "client-1", Path("runs/first")).render():
+    for part in AuditSummary.of(record, "client-1", Path("runs/first")).render():
         screen.print(part, soft_wrap=isinstance(part, str | Text))
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue().splitlines()

@@ -190,7 +190,7 @@ def test_a_label_in_brackets_is_shown() -> None:
         for role, label in models
     ]
     found = BenchResults(header=header(Experiment(title="x")), bands=(), rows=tuple(rows))
-    shown = as_text(BenchSummary(Path("out/[x]"), found, (Path("out/[x]/results.json"),)))
+    shown = as_text(BenchSummary(**dict(found), folder=Path("out/[x]"), files=(Path("out/[x]/results.json"),)))
     assert "EASE [ours]" in shown and "written to out/[x]: results.json" in shown and "[bold]" not in shown
 
 
@@ -221,7 +221,7 @@ def test_tables_fit_a_screen_of_80_columns_without_cutting_a_number(width: int) 
     experiment = Experiment(title="x", seeds=(0, 1), reduced=True)
     found = BenchResults(header=header(experiment), bands=(), rows=tuple(rows))
     screen = Screen(width=width, record=True, file=StringIO(), force_jupyter=False)
-    show(BenchSummary(Path("out"), found, (Path("out/results.json"),)), screen)
+    show(BenchSummary(**dict(found), folder=Path("out"), files=(Path("out/results.json"),)), screen)
     shown = screen.export_text()
     lines = [line for line in shown.splitlines() if not line.startswith(("caveat", "written"))]
     assert max(map(len, lines)) <= width and "…" not in shown

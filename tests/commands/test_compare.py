@@ -15,7 +15,8 @@ PAIRS = ("partition.validation_share=0.3", "data.train=90")
 def trial(recall: float, method: str) -> Trial:
     recalls = {f"test/recall@{k}": recall for k in (1, 5, 10)} | {"forget/recall@1": 60.0, "gallery": 20.0}
     cost = {"cost/bytes_up": 1e6, "cost/bytes_down": 2e6, "cost/seconds": 3.0}
-    return Trial("closed form" if method == "exact" else "projectors", method, recalls | cost, recalls | cost)
+    model = "closed form" if method == "exact" else "projectors"
+    return Trial(model=model, method=method, trained=recalls | cost, forgotten=recalls | cost)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def trial(recall: float, method: str) -> Trial:
     ],
 )
 def test_the_advice_follows_from_recall(exact: float, other: float, words: str) -> None:
-    assert words in CompareSummary("client", trial(exact, "exact"), trial(other, "ease")).advice
+    assert words in CompareSummary.of("client", trial(exact, "exact"), trial(other, "ease")).advice
 
 
 def test_the_models_differ_in_their_head_only() -> None:
@@ -55,11 +56,11 @@ def test_both_models_are_trained_and_forget_alike(ease, small, tmp_path: Path) -
     found = ease("compare", "--json", "--out", tmp_path / "both", *settings(*small, *PAIRS))
     assert found.code == 0 and found.err == ""
     shown = json.loads(found.out)
-    assert [(each["model"], each["method"]) for each in shown["models"]] == [
+    assert [(each["model"], each["method"]) for each in (shown["exact"], shown["trained"])] == [
         ("closed form", "exact"),
         ("projectors", "ease"),
     ]
-    exact, trained = shown["models"]
+    exact, trained = shown["exact"], shown["trained"]
     assert exact["identical"] is True and trained["identical"] is None
     assert shown["gap"] == round(exact["trained"]["test/recall@1"] - trained["trained"]["test/recall@1"], 4)
     assert exact["forgotten"]["cost/bytes_up"] == 0 < trained["forgotten"]["cost/bytes_up"]

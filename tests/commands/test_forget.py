@@ -116,7 +116,7 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
 
 def test_a_quick_look_ends_an_answer_and_says_what_an_audit_would_need(ease, run: Path) -> None:
     first = ease("forget", run, "--client", "1", "--method", "finetune", "--quiet")
-    assert "quick look, no verdict: " in first.out
+    assert "quick check, no verdict: " in first.out
     shown = json.loads(ease("forget", run, "--client", "1", "--method", "finetune", "--json").out)
     kept = read_json(run / "requests" / "client-1" / "finetune" / "quick.json")
     assert shown["check"] == kept and kept["words"] in first.out
@@ -134,10 +134,10 @@ def test_without_held_out_pairs_there_is_no_quick_look_and_the_answer_stands(eas
     run = tmp_path / "run"
     train_run(load_config(None, (*small, "partition.validation_share=0")), run, quiet=True)
     result = ease("forget", run, "--client", "1", "--method", "finetune")
-    assert result.code == 0 and "no quick look: 20 forget pairs and 0 held-out pairs" in result.out
+    assert result.code == 0 and "no quick check: 20 forget pairs and 0 held-out pairs" in result.out
     assert not (run / "requests" / "client-1" / "finetune" / "quick.json").exists()
     shown = json.loads(ease("forget", run, "--client", "1", "--method", "finetune", "--json").out)
-    assert "check" not in shown and shown["why_no_check"].startswith("20 forget pairs and 0 held-out pairs")
+    assert shown["check"] is None and shown["why_no_check"].startswith("20 forget pairs and 0 held-out pairs")
 
 
 def test_what_is_shown_does_not_change_what_is_stored(ease, run: Path) -> None:
@@ -218,8 +218,8 @@ def test_a_dry_run_shows_whose_pairs_go_and_changes_nothing_else(ease, run: Path
     told = json.loads(ease("forget", run, "--concept", word, "--dry-run", "--json").out)
     shown = ease("forget", run, "--concept", word, "--dry-run")
     assert shown.code == 0 and "Nothing was forgotten" in shown.out and f"“{word}”: " in shown.out
-    assert sum(told["touches"]["clients"].values()) == len(told["ids"]) == told["touches"]["named"]
-    near = [miss["id"] for miss in told["matches"][0]["near_misses"]]
+    assert sum(told["impact"]["clients"].values()) == len(told["ids"]) == told["impact"]["named"]
+    near = told["matches"][0]["near_misses"]
     after = fingerprint(run)
     previews = {name for name in after if name.startswith("previews")}
     assert {name: value for name, value in after.items() if name not in previews} == before

@@ -108,7 +108,7 @@ def test_generated_pictures_are_shown_and_the_page_is_small(run: Path) -> None:
     html = summary.path.read_text()
     assert summary.path == run / "report.html" and summary.answers == 2 and summary.audited == 0
     assert html.count("<img ") == MOVED + RESISTED
-    assert summary.size == len(html.encode()) < 1_500_000
+    assert summary.bytes == len(html.encode()) < 1_500_000
 
 
 def test_it_opens_with_whose_pairs_what_was_found_and_which_model(run: Path, world: World) -> None:

@@ -89,7 +89,7 @@ def test_a_request_from_its_words_to_its_purge(ease: Callable, processes: Proces
         word for each in captions if each["id"] in held for word in each["captions"][0].lower().split() if len(word) > 4
     )
     seen = told(ease, "forget", run, "--concept", word, "--dry-run")
-    assert seen["ids"] and seen["touches"]["clients"] and seen["examples"] == []
+    assert seen["ids"] and seen["impact"]["clients"] and seen["examples"] == []
     name = told(ease, "forget", run, "--concept", word)["id"]
     # An audit needs every node; a killed one is named, and the same command goes on.
     audit = ("audit", run, "--request", name, "--retrain", "--retrains", 1)

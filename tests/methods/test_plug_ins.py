@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ease import methods
-from ease.commands.methods import MethodsSummary
+from ease.commands.methods import list_methods
 from ease.errors import UserError
 from ease.methods import BROKEN, METHODS, make_method, plug_ins
 
@@ -80,7 +80,7 @@ def test_a_refused_one_is_told_when_it_is_asked_for(monkeypatch, ease) -> None:
         UserError, match="--method sad: this plug-in cannot be used: sad_package:Sad cannot be imported"
     ):
         make_method("sad")
-    assert MethodsSummary().as_json()["refused"] == {"sad": BROKEN["sad"]}
+    assert list_methods().refused == {"sad": BROKEN["sad"]}
     shown = " ".join(ease("methods").out.split())
     assert "refused: sad: sad_package:Sad cannot be imported (ImportError: no luck)" in shown
     monkeypatch.setitem(BROKEN, "ease", "taken")

@@ -46,7 +46,7 @@ def test_what_the_package_declares_is_listed_with_its_settings(monkeypatch) -> N
     sys.modules.pop("ease_halfway")
     OBJECTIVES.pop("halfway: softened")
     assert list(usable) == ["halfway"] and not refused
-    assert settings_of_halfway(MethodsSummary(tuple(usable.values())).as_json()) == ["back", "softness", "share"]
+    assert settings_of_halfway(MethodsSummary.of(usable.values()).model_dump()) == ["back", "softness", "share"]
 
 
 @pytest.mark.slow

@@ -91,10 +91,10 @@ def test_a_client_joins_with_its_consent_and_further_rounds_train_with_it(ease, 
 
 def test_who_joined_can_leave_and_only_its_own_rounds_are_touched(ease, run: Path, spare: Path) -> None:
     told(ease, "join", run, "--samples", spare, *JOIN)
-    shown = told(ease, "request", "add", run, "--client", 3, "--id", "early")["touches"]
+    shown = told(ease, "request", "add", run, "--client", 3, "--id", "early")["impact"]
     assert shown["clients"] == {"3": 10} and shown["rounds"] == []
     told(ease, "train", "--resume", run, "--until", 4)
-    shown = told(ease, "request", "add", run, "--client", 3, "--approve", "--id", "c", "--by", "her")["touches"]
+    shown = told(ease, "request", "add", run, "--client", 3, "--approve", "--id", "c", "--by", "her")["impact"]
     assert shown["rounds"] == [3, 4]
     assert told(ease, "work", run)["finished"][0]["state"] == "done"
     assert [shard.client for shard in open_world(Run.load(run)).shards] == [0, 1, 2]

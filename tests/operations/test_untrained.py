@@ -103,8 +103,8 @@ def test_a_pair_outside_training_is_erased_without_a_new_model(ease, here: Path,
 def test_a_mixed_request_forgets_training_pairs_and_erases_the_others(ease, here: Path, tmp_path: Path) -> None:
     run, wanted = here / "run", one_of_each(here / "run")
     touches = told(ease, "request", "add", run, "--samples", listed(tmp_path, list(wanted.values())), "--id", "r")
-    assert touches["touches"]["untrained"] == {"held_out": 1, "validation": 1, "test": 1}
-    assert touches["touches"]["named"] == 1
+    assert touches["impact"]["untrained"] == {"held_out": 1, "validation": 1, "test": 1}
+    assert touches["impact"]["named"] == 1
     told(ease, "request", "approve", run, "r")
     told(ease, "work", run)
     request = Run.load(run).head.gone[0]
@@ -119,7 +119,7 @@ def test_a_mixed_request_forgets_training_pairs_and_erases_the_others(ease, here
     checked = ease("verify", out, "--run", run)
     assert checked.code == 0, checked.out + checked.err
     page = told(ease, "request", "show", run, "r")
-    assert page["touches"] is None and page["state"] == "done"
+    assert page["impact"] is None and page["state"] == "done"
 
 
 def test_certificates_say_what_was_removed_from_which_split(ease, here: Path, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_pairs_are_matched_by_what_their_captions_say(world: World) -> None:
     told = _with_captions(world, "Zebras under the moon.", "one zebra", "a moon", "moons and a zebra")
     first = world.evaluator.shards[0].train_ids
     found = match_concept(told, "zebra")
-    assert set(found.ids) == {first[0], first[1], first[3]} == found.saying and found.threshold is None
-    assert found.captions[first[1]] == "one zebra" and not set(found.near) & set(found.ids)
+    assert set(found.ids) == {first[0], first[1], first[3]} == set(found.saying) and found.threshold is None
+    assert found.captions[first[1]] == "one zebra" and not set(found.near_misses) & set(found.ids)
     assert set(match_concept(told, "the zebras and the moon").ids) == {first[0], first[3]}
     order = [found.scores[each] for each in found.ids]
     assert order == sorted(order, reverse=True)
@@ -85,7 +85,7 @@ def test_a_threshold_takes_in_what_is_near_and_near_misses_are_the_next(world: W
     first = told.evaluator.shards[0].train_ids[0]
     assert set(found.ids) == {each for each, score in zip(ids, near, strict=True) if score >= limit} | {first}
     rest = sorted((-score, each) for each, score in zip(ids, near, strict=True) if each not in found.ids)
-    assert {each for _, each in rest[:10]} == set(found.near)
+    assert {each for _, each in rest[:10]} == set(found.near_misses)
 
 
 @pytest.mark.parametrize(

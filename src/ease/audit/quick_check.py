@@ -102,7 +102,7 @@ class QuickCheck(MethodRecord, Judged):
         )
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def limits(self) -> tuple[str, ...]:
         """Caveats."""
         nothing_before = self.before.gap.low <= 0
         return (

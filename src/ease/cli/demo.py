@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Json, Quiet, Result, Settings, command, print_summary
+from ease.cli.options import Quiet, Result, Settings, command
 
 
 class Scenario(StrEnum):
@@ -21,7 +21,6 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the run here. By default it is deleted.")] = None,
     settings: Settings = None,
     quiet: Quiet = False,
-    as_json: Json = False,
 ) -> Result:
     """Train, forget and compare with retraining in one go.
 
@@ -37,7 +36,4 @@ def demo(
 
     config = load_config(None, tuple(settings or ()))
     with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:
-        trained, compared = demo_run(config, scenario.value, out or Path(temporary) / "run", quiet)
-    if not as_json:
-        print_summary(trained, as_json)
-    return compared
+        return demo_run(config, scenario.value, out or Path(temporary) / "run", quiet)

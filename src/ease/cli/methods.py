@@ -21,9 +21,9 @@ def methods(
     """
     if markdown and as_json:
         raise UserError("--markdown and --json: choose one of them")
-    from ease.commands.methods import MethodsSummary, methods_page
+    from ease.commands.methods import list_methods, methods_page
 
     if markdown:
         print(methods_page(), end="")
         return None
-    return MethodsSummary()
+    return list_methods()

@@ -21,9 +21,9 @@ REFUTED = 1
 
 
 class Summary(Protocol):
-    """What a command returns: an object for machines, tables for people."""
+    """What a command returns: a model whose fields are the JSON object, and which renders as tables for people."""
 
-    def as_json(self) -> dict[str, Any]: ...
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
     def render(self) -> "Iterator[RenderableType]": ...
 
@@ -124,7 +124,7 @@ def _command(function: Callable[..., Result], shared: tuple[inspect.Parameter, .
 def print_summary(summary: Summary, as_json: bool) -> None:
     """Print a JSON object for machines or tables for people."""
     if as_json:
-        print(json.dumps(summary.as_json(), allow_nan=False))
+        print(json.dumps(summary.model_dump(mode="json"), allow_nan=False))
     else:
         from ease.console import show
 

@@ -32,4 +32,4 @@ def verify(
     from ease.commands.evidence import verify_certificate
 
     summary = verify_certificate(certificate, run, key or [], model, quick, quiet)
-    return summary, REFUTED if not summary.found.holds else 0
+    return summary, REFUTED if not summary.holds else 0

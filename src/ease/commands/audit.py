@@ -2,9 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -20,6 +18,7 @@ from ease.audit.runner import Audit, AuditBatch, check_audited, check_possible
 from ease.audit.verdict import EVIDENCE, Identity, Measure
 from ease.commands.forget import answer
 from ease.commands.train import tell_threads
+from ease.config import Config
 from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
 from ease.errors import UserError
 from ease.methods.base import Unlearner
@@ -38,80 +37,75 @@ EXIT_CODES = {True: 0, False: 1, None: 3}
 PARTS = ("forget", "near", "retain", "test")
 
 
-@dataclass(frozen=True)
-class AuditSummary:
-    """An audit as one page."""
+class AuditSummary(AuditRecord):
+    """`ease audit`: the stored record, where it is, and what to do next."""
 
-    record: AuditRecord
-    name: str
+    id: str
+    """REQUEST/METHOD, as `--request` takes it."""
     folder: Path
+    """Folder of the result and its audit.json."""
+    next_steps: tuple[str, ...]
+    """Commands to continue with after a verdict that did not pass."""
 
-    def as_json(self) -> dict[str, Any]:
-        stored = self.record.model_dump(mode="json")
-        return {**stored, "id": self.name, "folder": str(self.folder), "next_steps": list(self.next_steps)}
-
-    @property
-    def next_steps(self) -> tuple[str, ...]:
-        """What to do after a verdict that did not pass."""
-        return next_steps(self.record, shlex.quote(str(self.folder.parent.parent.parent)), self.name)
+    @classmethod
+    def of(cls, record: AuditRecord, id: str, folder: Path) -> "AuditSummary":
+        steps = next_steps(record, shlex.quote(str(folder.parent.parent.parent)), id)
+        return cls(**dict(record), id=id, folder=folder, next_steps=steps)
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.record.verdict.passed]
+        return EXIT_CODES[self.verdict.passed]
 
     def render(self) -> Iterator[RenderableType]:
-        found, verdict = self.record, self.record.verdict
+        verdict = self.verdict
         yield Panel(
             Text(verdict.words),
-            title=Text(f"Audit of {self.name} ({found.method_name})"),
+            title=Text(f"Audit of {self.id} ({self.method_name})"),
             title_align="left",
             border_style="green" if verdict.passed else "yellow",
         )
         yield from (labelled("next", step, "bold") for step in self.next_steps)
-        if found.relative is not None:
-            yield labelled("relative", found.relative.words, "bold")
-        for each in found.strata:
+        if self.relative is not None:
+            yield labelled("relative", self.relative.words, "bold")
+        for each in self.strata:
             told = each.test.words if each.test else f"{each.pairs} pairs, too few to see anything"
             yield labelled(each.name, told, "bold")
         yield from self._measured() if verdict.identity is None else [identity_table(verdict.identity)]
-        costs = [_cost(name, price) for name, price in found.costs.totals.items()]
+        costs = [_cost(name, price) for name, price in self.costs.totals.items()]
         yield table("Cost", ["", "answer", "retrain", "ratio"], costs)
-        if found.costs.compute_matched_retrain:
+        if self.costs.compute_matched_retrain:
             yield table(
                 "Retraining stopped early, R@1",
                 ["share of rounds", *PARTS],
                 [
                     [share, *(f"{row[part]:.1f}" if part in row else "" for part in PARTS)]
-                    for share, row in found.costs.compute_matched_retrain.items()
+                    for share, row in self.costs.compute_matched_retrain.items()
                 ],
             )
-        yield from (labelled("note", warning, "yellow") for warning in found.warnings)
-        yield from (labelled("not tested", gap) for gap in found.not_tested)
+        yield from (labelled("note", warning, "yellow") for warning in self.warnings)
+        yield from (labelled("not tested", gap) for gap in self.not_tested)
         most = "" if verdict.identity else f"{EVIDENCE.capitalize()} is the most such measures can show. "
         yield f"{most}Kept in {self.folder / 'audit.json'}"
 
     def _measured(self) -> Iterator[RenderableType]:
         """The measures that the verdict rests on."""
-        found = self.record
-        shown = [each for each in found.verdict.measures if each.inside is False or "recall@5" not in each.name]
+        shown = [each for each in self.verdict.measures if each.inside is False or "recall@5" not in each.name]
         yield table(
             "Each measure beside retraining",
             ["", "before", "answer", "retrain", "band", ""],
             [_row(measure) for measure in shown],
             caption="band: where one more retrained model would fall (95 %)",
         )
-        if found.pairs:
+        if self.pairs:
             yield table(
-                f"Each pair in its gallery of {found.pair_galleries} pairs",
+                f"Each pair in its gallery of {self.pair_galleries} pairs",
                 ["pair", "", "before", "answer", "retrain", "retrained models"],
-                [row for pair in found.pairs for row in _pair_rows(pair)],
-                caption=f"gallery: {found.gallery.among}",
+                [row for pair in self.pairs for row in _pair_rows(pair)],
+                caption=f"gallery: {self.gallery.among}",
             )
-        chance = ", ".join(
-            f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in found.gallery.chance.items()
-        )
+        chance = ", ".join(f"R@{key.removeprefix('recall@')} {level:.1f}" for key, level in self.gallery.chance.items())
         yield labelled(
-            "recall", f"in percent, both ways, in galleries of {found.gallery.pairs} pairs; by chance {chance}"
+            "recall", f"in percent, both ways, in galleries of {self.gallery.pairs} pairs; by chance {chance}"
         )
         yield from (labelled(each.title, each.note) for each in shown if each.note and "recall" not in each.name)
 
@@ -160,14 +154,10 @@ def _cost(name: str, price: Price) -> list[str]:
     return [name.replace("_", " "), *shown, f"{price.ratio:.0%}"]
 
 
-@dataclass(frozen=True)
-class AuditsSummary:
-    """Audits of several answers to one request, one page after the other."""
+class AuditsSummary(Config):
+    """`ease audit` with several `--request`: audits of several results of one request."""
 
     audits: tuple[AuditSummary, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"audits": [each.as_json() for each in self.audits]}
 
     @property
     def exit_code(self) -> int:
@@ -217,8 +207,8 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
         with status("attacks, distances and relearning", quiet):
             records = list(together.judge())
     return AuditsSummary(
-        tuple(
-            AuditSummary(record, name, audit.stored.folder)
+        audits=tuple(
+            AuditSummary.of(record, name, audit.stored.folder)
             for record, name, audit in zip(records, names, together.audits, strict=True)
         )
     )
@@ -239,7 +229,7 @@ def _identity_audit(
     with run.locked():
         remove_leftovers(stored.folder)
         record = judge_identity(run, stored, request, config)
-    return AuditsSummary((AuditSummary(record, name, stored.folder),))
+    return AuditsSummary(audits=(AuditSummary.of(record, name, stored.folder),))
 
 
 def _tell_time(run: Run, audit: AuditBatch, quiet: bool) -> None:
@@ -257,25 +247,26 @@ def _tell_time(run: Run, audit: AuditBatch, quiet: bool) -> None:
     )
 
 
-@dataclass(frozen=True)
-class QuickSummary:
-    """A quick look in a few lines."""
+class QuickSummary(QuickCheck):
+    """`ease audit --quick`: the quick check, and what to know before relying on it."""
 
-    check: QuickCheck
-    name: str
+    id: str
+    """REQUEST/METHOD, as `--request` takes it."""
     folder: Path
-
-    def as_json(self) -> dict[str, Any]:
-        return {**check_json(self.check), "id": self.name, "folder": str(self.folder)}
+    """Folder of the result."""
+    rule: str = RULE
+    """When something counts as found."""
+    notes: tuple[str, ...]
+    """Limits of this check."""
 
     def render(self) -> Iterator[RenderableType]:
         yield Panel(
-            Text(self.check.words),
-            title=Text(f"Quick look at {self.name} ({self.check.method_name})"),
+            Text(self.words),
+            title=Text(f"Quick look at {self.id} ({self.method_name})"),
             title_align="left",
-            border_style="yellow" if self.check.found else "dim",
+            border_style="yellow" if self.found else "dim",
         )
-        rows = [_level_row("before", self.check.before), _level_row("answer", self.check.after)]
+        rows = [_level_row("before", self.before), _level_row("answer", self.after)]
         yield table(
             "Mean log-odds of pairs",
             ["", "forget", "held out", "expected", "gap", "98 % interval"],
@@ -283,13 +274,8 @@ class QuickSummary:
             caption="expected: where retraining would leave the forget pairs, by held-out pairs as hard as they\n"
             "gap: forget pairs above that",
         )
-        yield labelled("rule", RULE)
-        yield from (labelled("note", note, "yellow") for note in self.check.notes)
-
-
-def check_json(check: QuickCheck) -> dict[str, Any]:
-    """A quick look for machines: what is kept, and what to know before believing it."""
-    return {**check.model_dump(mode="json"), "rule": RULE, "notes": list(check.notes)}
+        yield labelled("rule", self.rule)
+        yield from (labelled("note", note, "yellow") for note in self.notes)
 
 
 def _level_row(name: str, level: Level) -> list[str | Text]:
@@ -306,4 +292,5 @@ def quick_run(folder: Path, name: str, quiet: bool) -> QuickSummary:
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     with status("asking clients", quiet):
-        return QuickSummary(quick_check(run, world, name), name, stored.folder)
+        found = quick_check(run, world, name)
+        return QuickSummary(**dict(found), id=name, folder=stored.folder, notes=found.limits)

@@ -1,9 +1,7 @@
 """What `ease bench` does: run an experiment's grid, with progress, and write its results, tables and figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -46,22 +44,17 @@ COSTS = (
 )
 
 
-@dataclass(frozen=True)
-class BenchSummary:
-    """A finished experiment and the files it left."""
+class BenchSummary(BenchResults):
+    """`ease bench`: the stored results and the files that were written."""
 
     folder: Path
-    results: BenchResults
     files: tuple[Path, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return {**self.results.model_dump(mode="json"), "files": [str(path) for path in self.files]}
-
     def render(self) -> Iterator[RenderableType]:
-        for sheet in sheets(self.results):
+        for sheet in sheets(self):
             yield from _sheet_tables(sheet)
-        yield from _paired_table(self.results)
-        yield from (labelled("caveat", note, "yellow") for note in caveats(self.results))
+        yield from _paired_table(self)
+        yield from (labelled("caveat", note, "yellow") for note in caveats(self))
         yield f"written to {self.folder}: {', '.join(path.name for path in self.files)}"
 
 
@@ -139,4 +132,4 @@ def write_tables(folder: Path) -> BenchSummary:
         written |= {f"{name}.{form}": encode(figure, form) for form in ("svg", "pdf")}
     for name, content in written.items():
         write_atomic(folder / name, content)
-    return BenchSummary(folder, found, (path, *(folder / name for name in written)))
+    return BenchSummary(**dict(found), folder=folder, files=(path, *(folder / name for name in written)))

@@ -1,44 +1,55 @@
 """What `ease cache` does: say what the cache holds, and delete what can be made again."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from ease.config import Config
 from ease.console import labelled, megabytes, table
 from ease.data.inventory import OTHER, PARTS, Part, clear, inventory
 from ease.storage import cache_folder
 
 
-@dataclass(frozen=True)
-class CacheSummary:
-    """The parts of a cache, as they are or as they were before they were deleted."""
+class CachedPart(Config):
+    """One kind of cached files."""
+
+    name: str
+    files: int
+    bytes: int
+    newest: str
+    """When the last of them was written. Empty if there is none."""
+    exposed: int
+    """Files and folders that other users of the machine may read or change."""
+
+
+class CacheSummary(Config):
+    """`ease cache list`, and `ease cache clear` with what was deleted."""
 
     folder: Path
-    parts: tuple[Part, ...]
-    cleared: bool = False
+    bytes: int
+    exposed: int
+    """Files and folders of ours that other users may read or change."""
+    cleared: bool
+    """Whether the files were deleted."""
+    parts: tuple[CachedPart, ...]
 
-    @property
-    def size(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    @property
-    def exposed(self) -> int:
-        """Files and folders of ours that are not private."""
-        return sum(part.exposed for part in self.parts if part.name != OTHER)
-
-    def as_json(self) -> dict[str, Any]:
-        parts = [{**asdict(part), "newest": _moment(part.newest)} for part in self.parts]
-        told = {"folder": str(self.folder), "bytes": self.size, "cleared": self.cleared}
-        return {**told, "private": not self.exposed, "parts": parts}
+    @classmethod
+    def of(cls, folder: Path, parts: Sequence[Part], cleared: bool = False) -> "CacheSummary":
+        return cls(
+            folder=folder,
+            bytes=sum(part.bytes for part in parts),
+            exposed=sum(part.exposed for part in parts if part.name != OTHER),
+            cleared=cleared,
+            parts=tuple(CachedPart(**{**asdict(part), "newest": _moment(part.newest)}) for part in parts),
+        )
 
     def render(self) -> Iterator[RenderableType]:
         if self.cleared:
-            yield f"{megabytes(self.size)} deleted from {self.folder}; what is needed again is made again"
+            yield f"{megabytes(self.bytes)} deleted from {self.folder}; what is needed again is made again"
             return
         rows: list[list[str | Text]] = [
             [
@@ -46,13 +57,13 @@ class CacheSummary:
                 PARTS.get(part.name, "not made by ease, and left alone"),
                 str(part.files),
                 megabytes(part.bytes),
-                _moment(part.newest)[:10] if part.newest else "",
+                part.newest[:10],
                 Text("yes", "green") if not part.exposed else Text("no", "dim" if part.name == OTHER else "red"),
             ]
             for part in self.parts
         ]
         columns = ["part", "what", "files", "size", "newest", "private"]
-        yield table(f"Cache: {megabytes(self.size)} in {self.folder}", columns, rows, text_columns=2)
+        yield table(f"Cache: {megabytes(self.bytes)} in {self.folder}", columns, rows, text_columns=2)
         if self.exposed:
             yield labelled("open", exposed_remedy(self), "yellow")
 
@@ -67,9 +78,9 @@ def _moment(seconds: float | None) -> str:
 
 def list_cache() -> CacheSummary:
     folder = cache_folder()
-    return CacheSummary(folder, inventory(folder))
+    return CacheSummary.of(folder, inventory(folder))
 
 
 def clear_cache(parts: Sequence[str], older_than_days: float) -> CacheSummary:
     folder = cache_folder()
-    return CacheSummary(folder, clear(folder, parts, older_than_days), cleared=True)
+    return CacheSummary.of(folder, clear(folder, parts, older_than_days), cleared=True)

@@ -2,15 +2,13 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
 from ease.commands.forget import answer, contribution_line
 from ease.commands.train import TrainSummary, train_run
-from ease.config import override, validate
+from ease.config import Config, override, validate
 from ease.console import duration, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.config import count_listed
 from ease.measures.alignment import alignment_residual
@@ -20,7 +18,7 @@ from ease.requests.request import Request
 from ease.runs.answers import answer_of, default_method, open_world, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure, similarities
-from ease.runs.records import ContributionNotes
+from ease.runs.records import ContributionNotes, Metrics
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import sha256
@@ -73,27 +71,18 @@ def model_words(config: RunConfig) -> str:
     return " and ".join(parts + (["adapters"] if config.model.lora != "off" else []))
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One model: what its training and one request came to."""
+class Trial(Config):
+    """One model of `ease compare`: its training and one request."""
 
     model: str
     method: str
-    trained: Mapping[str, float]
-    """Recall before the request, and what training cost."""
-    forgotten: Mapping[str, float]
-    """The same of the answer."""
+    """The method that forgot."""
+    trained: Metrics
+    """Recall before the request, and the cost of training."""
+    forgotten: Metrics
+    """Recall after the request, and the cost of forgetting."""
     identical: bool | None = None
-    """Whether the answer is the retrained model; null where it was not retrained."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "method": self.method,
-            "trained": dict(self.trained),
-            "forgotten": dict(self.forgotten),
-            "identical": self.identical,
-        }
+    """Whether the result is the file that retraining gives. Null if the model was not retrained."""
 
     def column(self) -> list[str]:
         recalls = " / ".join(f"{self.trained[f'test/recall@{k}']:.1f}" for k in (1, 5, 10))
@@ -105,38 +94,36 @@ def _price(metrics: Mapping[str, float]) -> str:
     return f"{duration(metrics['cost/seconds'])}, {megabytes(int(sum(metrics[key] for key in TRAFFIC)))}"
 
 
-@dataclass(frozen=True)
-class CompareSummary:
-    """A closed-form head beside a model that is trained in rounds."""
+class CompareSummary(Config):
+    """`ease compare`: a closed-form head and a model that is trained in rounds."""
 
     request: str
+    """Kind of request."""
     exact: Trial
+    """The closed-form head."""
     trained: Trial
+    """The configured model."""
+    gap: float
+    """Test R@1 of the closed form minus that of the other model, in points."""
+    advice: str
+    """Which of them to train."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "request": self.request,
-            "models": [self.exact.as_json(), self.trained.as_json()],
-            "gap": round(self.gap, 4),
-            "advice": self.advice,
-        }
-
-    @property
-    def gap(self) -> float:
-        """Points of test R@1 that the closed form has more."""
+    @classmethod
+    def of(cls, request: str, exact: Trial, trained: Trial) -> "CompareSummary":
         key = "test/recall@1"
-        return self.exact.trained[key] - self.trained.trained[key]
-
-    @property
-    def advice(self) -> str:
-        side = "more" if self.gap >= 0 else "less"
-        found = f"The closed form has {abs(self.gap):.1f} points of test R@1 {side} than {self.trained.model}."
-        if self.gap >= -SAME:
-            return (
-                f"{found} Train it, with --set model.projector=closed_form --set model.lora=off: its answers are "
-                "identical to retraining"
+        gap = exact.trained[key] - trained.trained[key]
+        found = f"The closed form has {abs(gap):.1f} points of test R@1 {'more' if gap >= 0 else 'less'} than "
+        if gap >= -SAME:
+            advice = (
+                f"{found}{trained.model}. Train it, with --set model.projector=closed_form --set model.lora=off: its "
+                "results are identical to retraining"
             )
-        return f"{found} If these points matter, train {self.trained.model} and audit each answer with `ease audit`"
+        else:
+            advice = (
+                f"{found}{trained.model}. If these points matter, train {trained.model} and audit each result with "
+                "`ease audit`"
+            )
+        return cls(request=request, exact=exact, trained=trained, gap=round(gap, 4), advice=advice)
 
     def render(self) -> Iterator[RenderableType]:
         names = ["test R@1 / 5 / 10", "forget R@1, before → after", "forgotten by", "training", "forgetting"]
@@ -159,7 +146,9 @@ def try_model(config: RunConfig, folder: Path, scenario: Scenario, quiet: bool) 
     before = measure(world, trained_of(run).final, evaluation_sets(world, request))
     after = answer_of(run, request, method).record().metrics
     identical = same_as_retrained(run, world, request, method, quiet) if trainer_of(config.model) == "sums" else None
-    return Trial(model_words(config), method.name, {**before, **cost}, after, identical)
+    return Trial(
+        model=model_words(config), method=method.name, trained={**before, **cost}, forgotten=after, identical=identical
+    )
 
 
 def train_only(config: RunConfig, folder: Path, quiet: bool) -> tuple[Run, World, dict[str, float]]:
@@ -187,32 +176,44 @@ def compare_run(config: RunConfig, scenario: Scenario, folder: Path, pairs: int,
     config = scenario_config(smaller(config, pairs), scenario)
     exact = try_model(closed_form(config), folder / "exact", scenario, quiet)
     other = try_model(trained_by_fedavg(config), folder / "trained", scenario, quiet)
-    return CompareSummary(scenario, exact, other)
+    return CompareSummary.of(scenario, exact, other)
 
 
 # --- the demonstration ---
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Several methods on one request, for each model with the trained one first and retraining as the reference."""
+class Compared(Config):
+    """One model of a demonstration."""
 
-    rows: tuple[dict[str, Any], ...]
+    scenario: str
+    """Kind of request."""
+    seed: int
+    model: str
+    """What is trained: `projectors and adapters`, `projectors`, `adapters` or `closed form`."""
+    method: str
+    """`trained` is the model before the request."""
+    metrics: Metrics
+
+
+class DemoSummary(Config):
+    """`ease demo`: several methods on one request, for each model with retraining as the reference."""
+
+    training: TrainSummary
+    rows: tuple[Compared, ...]
     contribution: ContributionNotes | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {"rows": list(self.rows)}
+    """What `ease` subtracted."""
 
     def render(self) -> Iterator[RenderableType]:
+        yield from self.training.render()
         if self.contribution is not None:
             yield contribution_line(self.contribution)
-        retrained = {row["model"]: row["metrics"] for row in self.rows if row["method"] == "retrain"}
+        retrained = {row.model: row.metrics for row in self.rows if row.method == "retrain"}
         first = self.rows[0]
         yield table(
-            f"{first['scenario']} request, seed {first['seed']}: recall in percent, galleries of "
-            f"{first['metrics']['gallery']:.0f} pairs",
+            f"{first.scenario} request, seed {first.seed}: recall in percent, galleries of "
+            f"{first.metrics['gallery']:.0f} pairs",
             ["", "forget R@1", "R@10", "retain R@1", "test R@1", "gap", "rho", "bytes", "time"],
-            [_comparison_row(row, retrained[row["model"]], retrained[first["model"]]) for row in self.rows],
+            [_comparison_row(row, retrained[row.model], retrained[first.model]) for row in self.rows],
             caption="The aim is retrain's row, not zero: what a model never saw it can still partly guess.\n"
             "gap: forget R@1 minus retrain's. rho: 0 as retrain, 1 as before.\n"
             "bytes, time: share of the first retrain's.\n"
@@ -220,13 +221,13 @@ class Comparison:
         )
 
 
-def _comparison_row(row: Mapping[str, Any], retrain: dict[str, float], most: dict[str, float]) -> list[str]:
+def _comparison_row(row: Compared, retrain: Metrics, most: Metrics) -> list[str]:
     """A model's figures beside retraining of its kind; what it cost is a share of `most`."""
-    metrics, method = row["metrics"], row["method"]
+    metrics, method = row.metrics, row.method
     keys = ("forget/recall@1", "forget/recall@10", "retain/recall@1", "test/recall@1")
     recalls = [f"{metrics[key]:.1f}" for key in keys]
     gap = "" if method == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
-    name = f"exact: {method}" if row["model"] == CLOSED_FORM and method != "exact" else method
+    name = f"exact: {method}" if row.model == CLOSED_FORM and method != "exact" else method
     if method == "trained":
         return [name, *recalls, gap, f"{metrics['rho']:.2f}", "", ""]
     bytes_share = sum(metrics[key] for key in TRAFFIC) / sum(most[key] for key in TRAFFIC)
@@ -234,7 +235,7 @@ def _comparison_row(row: Mapping[str, Any], retrain: dict[str, float], most: dic
     return [name, *recalls, gap, f"{metrics['rho']:.2f}", f"{bytes_share:.0%}", f"{time_share:.0%}"]
 
 
-def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> tuple[TrainSummary, Comparison]:
+def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> DemoSummary:
     """Train, forget in several ways, and set them beside a closed-form head, whose answer is exact."""
     config = scenario_config(config, scenario)
     trained = train_run(config, out, quiet)
@@ -247,12 +248,10 @@ def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> t
         exact = train_only(closed_form(config), out.with_name(f"{out.name}-exact"), quiet)
         rows += compared(exact[0], exact[1], scenario, [make_method(name) for name in ("retrain", "exact")], quiet)
     ease = answer_of(run, scenario_request(world, scenario, config.seed), make_method("ease"))
-    return trained, Comparison(tuple(rows), ease.record().contribution)
+    return DemoSummary(training=trained, rows=tuple(rows), contribution=ease.record().contribution)
 
 
-def compared(
-    run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool
-) -> list[dict[str, Any]]:
+def compared(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> list[Compared]:
     """One request answered by several methods, retraining among them: a row for each, and one for the trained model."""
     request = scenario_request(world, scenario, run.config.seed)
     trained = trained_of(run)
@@ -263,12 +262,15 @@ def compared(
     reference = next(stored for method, stored in answers.items() if method.name == "retrain")
     before = similarities(world, trained.final, sets["forget"])
     goal = similarities(world, reference.model(), sets["forget"])
-    common = {"scenario": scenario, "seed": run.config.seed, "model": model_words(run.config)}
-    first = {**measure(world, trained.final, sets), **traffic(run), "cost/seconds": 0.0, "rho": 1.0}
-    rows = [{**common, "method": "trained", "metrics": first}]
+
+    def row(method: str, metrics: Metrics) -> Compared:
+        kind = model_words(run.config)
+        return Compared(scenario=scenario, seed=run.config.seed, model=kind, method=method, metrics=metrics)
+
+    rows = [row("trained", {**measure(world, trained.final, sets), **traffic(run), "cost/seconds": 0.0, "rho": 1.0})]
     for method, stored in answers.items():
         rho = alignment_residual(similarities(world, stored.model(), sets["forget"]), before, goal)
-        rows.append({**common, "method": method.name, "metrics": {**stored.record().metrics, "rho": rho}})
+        rows.append(row(method.name, {**stored.record().metrics, "rho": rho}))
     return rows
 
 

@@ -7,10 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from packaging.requirements import Requirement
@@ -21,6 +20,7 @@ import ease
 from ease.commands.cache import CacheSummary, exposed_remedy, list_cache
 from ease.commands.forget import forget_run
 from ease.commands.train import train_run
+from ease.config import Config
 from ease.console import disk, megabytes, plain, status
 from ease.errors import UserError
 from ease.methods import BROKEN, METHODS, make_method
@@ -50,30 +50,23 @@ SELF_TEST = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
+class Finding(Config):
+    """One thing that was checked."""
 
     name: str
     state: State
     words: str
 
 
-@dataclass(frozen=True)
-class DoctorSummary:
-    """All that was found; healthy where nothing failed."""
+class DoctorSummary(Config):
+    """`ease doctor`: all that was checked."""
 
+    version: str
+    healthy: bool
+    """Whether nothing failed."""
     findings: tuple[Finding, ...]
     cache: CacheSummary | None
-
-    @property
-    def healthy(self) -> bool:
-        return all(each.state != "failed" for each in self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        cache = None if self.cache is None else self.cache.as_json()
-        told = {"version": ease.__version__, "healthy": self.healthy}
-        return {**told, "findings": [asdict(each) for each in self.findings], "cache": cache}
+    """Null if it could not be read."""
 
     def render(self) -> Iterator[RenderableType]:
         styles = {"fine": "green", "warning": "yellow", "failed": "bold red"}
@@ -101,15 +94,20 @@ def doctor(quiet: bool) -> DoctorSummary:
         cache = list_cache()
     except UserError:
         cache = None  # told above
-    return DoctorSummary(tuple(findings), cache)
+    return DoctorSummary(
+        version=ease.__version__,
+        healthy=all(each.state != "failed" for each in findings),
+        findings=tuple(findings),
+        cache=cache,
+    )
 
 
 def _looked(name: str, look: Callable[[], Iterator[tuple[State, str]]]) -> list[Finding]:
     try:
-        return [Finding(name, *found) for found in look()]
+        return [Finding(name=name, state=state, words=words) for state, words in look()]
     except Exception as error:  # whatever it is, it is what someone asks the doctor about
         words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        return [Finding(name, "failed", words)]
+        return [Finding(name=name, state="failed", words=words)]
 
 
 def _versions() -> Iterator[tuple[State, str]]:
@@ -181,7 +179,7 @@ def _cache() -> Iterator[tuple[State, str]]:
     found = list_cache()
     yield from _place(found.folder)
     held = ", ".join(f"{part.name} {megabytes(part.bytes)}" for part in found.parts if part.files)
-    yield "fine", f"{megabytes(found.size)} ({held or 'empty'}); `ease cache clear` deletes it"
+    yield "fine", f"{megabytes(found.bytes)} ({held or 'empty'}); `ease cache clear` deletes it"
     if found.exposed:
         yield "warning", exposed_remedy(found)
 

@@ -1,22 +1,24 @@
 """What `ease certificate`, `ease verify` and `ease keys` do: issue, sign and check evidence, and say what holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from pydantic import Field
 from rich.console import RenderableType
 from rich.text import Text
 
+from ease.config import Config
 from ease.console import labelled, plain, status
 from ease.errors import UserError
 from ease.operations.evidence.canonical import hashed
 from ease.operations.evidence.certificates import answer_named, read_certificate
-from ease.operations.evidence.checks import Verification, verify
+from ease.operations.evidence.checks import Check, Signer, Verification, verify
 from ease.operations.evidence.envelope import Envelope, countersigned
 from ease.operations.evidence.events import issue
 from ease.operations.evidence.keys import PublicKey, new_key, public_path, read_public_key, read_signing_key
 from ease.operations.evidence.page import certificate_page
+from ease.operations.evidence.statement import VerdictWords
 from ease.operations.evidence.witnesses import countersign
 from ease.operations.ledger.names import answer_name
 from ease.operations.ledger.store import Ledger
@@ -25,51 +27,44 @@ from ease.runs.run import Run
 from ease.storage import remove_leftovers_of, write_atomic
 
 
-@dataclass(frozen=True)
-class KeySummary:
-    path: Path
+class KeysSummary(Config):
+    """`ease keys new`: a key pair."""
+
+    private: Path
+    public: Path
     key_id: str
 
-    def as_json(self) -> dict[str, Any]:
-        return {"private": str(self.path), "public": str(public_path(self.path)), "key_id": self.key_id}
-
     def render(self) -> Iterator[RenderableType]:
-        yield f"private key, for its owner alone: {self.path}"
-        yield f"public key, for everyone: {public_path(self.path)}"
+        yield f"private key, only for its owner: {self.private}"
+        yield f"public key, for everyone: {self.public}"
         yield f"key id: {self.key_id}"
 
 
-def make_keys(path: Path) -> KeySummary:
-    return KeySummary(path, new_key(path).public.id)
+def make_keys(path: Path) -> KeysSummary:
+    key = new_key(path)
+    return KeysSummary(private=path, public=public_path(path), key_id=key.public.id)
 
 
-@dataclass(frozen=True)
-class CertificateSummary:
-    """A written certificate."""
+class CertificateSummary(Config):
+    """`ease certificate`, and `ease certificate sign` of a certificate that holds."""
 
-    path: Path
+    certificate: Path
     page: Path | None
-    envelope: Envelope
-    words: str
-    """Of the verdict that it tells."""
+    """The page for people, if one was asked for."""
+    sha256: str
+    """Hash of the signed statement."""
+    signatures: tuple[str, ...]
+    """Ids of the keys."""
+    verdict: str
+    """The verdict in words."""
     unchecked: tuple[str, ...] = ()
-    """What whoever signed could not check."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "certificate": str(self.path),
-            "unchecked": list(self.unchecked),
-            "page": None if self.page is None else str(self.page),
-            "sha256": hashed(self.envelope.content),
-            "signatures": [each.keyid for each in self.envelope.signatures],
-            "verdict": self.words,
-        }
+    """What the signer could not check."""
 
     def render(self) -> Iterator[RenderableType]:
-        yield self.words
-        yield from (f"signed by {each.keyid}" for each in self.envelope.signatures)
+        yield self.verdict
+        yield from (f"signed by {each}" for each in self.signatures)
         yield from (labelled("not checked", each, "yellow") for each in self.unchecked)
-        yield f"certificate in {self.path}"
+        yield f"certificate in {self.certificate}"
         if self.page is not None:
             yield f"page for people in {self.page}; it checks itself, offline"
 
@@ -94,10 +89,10 @@ def sign_certificate(
     with status("checking before signing", quiet):
         found = verify(path, None if folder is None else Run.load(folder), quick=quick)
     if not found.holds:
-        return VerifySummary(path, found, "not signed")
+        return VerifySummary.of(path, found, "not signed")
     envelope, _ = read_certificate(path)
     unchecked = tuple(check.words for check in found.checks if check.holds is None)
-    return replace(_written(out or path, countersigned(envelope, signer), html), unchecked=unchecked)
+    return _written(out or path, countersigned(envelope, signer), html, unchecked)
 
 
 def _check_names(path: Path, html: bool) -> None:
@@ -105,7 +100,7 @@ def _check_names(path: Path, html: bool) -> None:
         raise UserError(f"{path}: is the name of the page; name the certificate .json, and the page lies beside it")
 
 
-def _written(path: Path, envelope: Envelope, html: bool) -> CertificateSummary:
+def _written(path: Path, envelope: Envelope, html: bool, unchecked: tuple[str, ...] = ()) -> CertificateSummary:
     remove_leftovers_of(path)
     write_atomic(path, envelope.file_bytes() + b"\n")
     _, certificate = read_certificate(path)
@@ -113,42 +108,55 @@ def _written(path: Path, envelope: Envelope, html: bool) -> CertificateSummary:
     if page is not None:
         remove_leftovers_of(page)
         write_atomic(page, certificate_page(envelope, certificate).encode())
-    return CertificateSummary(path, page, envelope, certificate.verdict.words)
+    return CertificateSummary(
+        certificate=path,
+        page=page,
+        sha256=hashed(envelope.content),
+        signatures=tuple(each.keyid for each in envelope.signatures),
+        verdict=certificate.verdict.words,
+        unchecked=unchecked,
+    )
 
 
-@dataclass(frozen=True)
-class VerifySummary:
-    """What was found of a certificate."""
+class VerifySummary(Config):
+    """`ease verify`, and `ease certificate sign` of a certificate that is refused."""
 
-    path: Path
-    found: Verification
-    otherwise: str = "refused"
-    """What is said of one that does not hold."""
+    certificate: Path
+    holds: bool
+    reasons: tuple[str, ...]
+    """Why it is refused."""
+    checks: tuple[Check, ...]
+    signatures: tuple[Signer, ...]
+    verdict: VerdictWords | None
+    """What it states. Null if it could not be read."""
+    refusal: str = Field("refused", exclude=True)
+    """What the command did with a certificate that is refused."""
 
-    def as_json(self) -> dict[str, Any]:
-        certificate = self.found.certificate
-        return {
-            "certificate": str(self.path),
-            "holds": self.found.holds,
-            "reasons": list(self.found.reasons),
-            "checks": [asdict(check) for check in self.found.checks],
-            "signatures": [asdict(signer) for signer in self.found.signers],
-            "verdict": None if certificate is None else certificate.verdict.model_dump(mode="json"),
-        }
+    @classmethod
+    def of(cls, path: Path, found: Verification, refusal: str = "refused") -> "VerifySummary":
+        return cls(
+            certificate=path,
+            holds=found.holds,
+            reasons=found.reasons,
+            checks=found.checks,
+            signatures=found.signers,
+            verdict=None if found.certificate is None else found.certificate.verdict,
+            refusal=refusal,
+        )
 
     def render(self) -> Iterator[RenderableType]:
         marks = {True: ("holds", "green"), False: ("refused", "red"), None: ("not checked", "yellow")}
-        for check in self.found.checks:
+        for check in self.checks:
             word, style = marks[check.holds]
             yield Text.assemble((f"{word}: ", style), f"{plain(check.name)}: {plain(check.words)}")
-        for signer in self.found.signers:
+        for signer in self.signatures:
             yield labelled("signed by", f"{signer.name or 'a key that you did not name'}, {signer.key_id}")
-        if not self.found.holds:
-            yield f"{self.path}: {self.otherwise}"
+        if not self.holds:
+            yield f"{self.certificate}: {self.refusal}"
             return
-        yield f"{self.path}: nothing contradicts it"
-        if self.found.certificate is not None:
-            yield labelled("it says", self.found.certificate.verdict.words)
+        yield f"{self.certificate}: nothing contradicts it"
+        if self.verdict is not None:
+            yield labelled("it says", self.verdict.words)
 
 
 def verify_certificate(
@@ -164,22 +172,20 @@ def verify_certificate(
         found = verify(path, run, named, model, quick)
         if run is not None:
             found = replace(found, checks=(*found.checks, *ledger_checks(run)))
-        return VerifySummary(path, found)
+        return VerifySummary.of(path, found)
 
 
 def _verified_run(folder: Path) -> VerifySummary:
     """Check log, ledger and countersignatures of a run without a certificate."""
     run = Run.load(folder)
-    return VerifySummary(folder, Verification((log_check(run), *ledger_checks(run))))
+    return VerifySummary.of(folder, Verification((log_check(run), *ledger_checks(run))))
 
 
-@dataclass(frozen=True)
-class WitnessSummary:
+class WitnessSummary(Config):
+    """`ease certificate attest`: the countersignature."""
+
     path: Path
     key_id: str
-
-    def as_json(self) -> dict[str, Any]:
-        return {"path": str(self.path), "key_id": self.key_id}
 
     def render(self) -> Iterator[RenderableType]:
         yield f"signed by {self.key_id}"
@@ -193,7 +199,7 @@ def witness_run(folder: Path, key: Path) -> WitnessSummary:
     if reason := next((each.words for each in checks if each.holds is False), None):
         raise UserError(f"not signed: {reason}")
     path, envelope = countersign(run, signer, Ledger(folder).check())
-    return WitnessSummary(path, envelope.signatures[0].keyid)
+    return WitnessSummary(path=path, key_id=envelope.signatures[0].keyid)
 
 
 def known_keys(texts: Sequence[str]) -> dict[str, PublicKey]:

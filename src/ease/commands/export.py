@@ -1,14 +1,13 @@
 """What `ease export` does: write a model in a form that other tools read, and say where."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
 from ease.commands.requests import someone
 from ease.commands.train import tell_unfinished
+from ease.config import Config
 from ease.console import labelled, megabytes, status
 from ease.operations.ledger.names import answer_name
 from ease.operations.recipients import record_recipient
@@ -18,21 +17,16 @@ from ease.show.model_card import model_card
 from ease.storage import sha256
 
 
-@dataclass(frozen=True)
-class ExportSummary:
+class ExportSummary(Config):
+    """`ease export`: the files of a model."""
+
     request: str | None
-    form: Format
+    """The request whose model this is. Null for the trained model."""
+    format: Format
     files: tuple[Path, ...]
     folder: Path
-    recipient: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "request": self.request,
-            "format": self.form,
-            "files": [str(path) for path in self.files],
-            "recipient": self.recipient,
-        }
+    recipient: str | None
+    """Who is recorded to have it."""
 
     def render(self) -> Iterator[RenderableType]:
         for path in self.files:
@@ -62,4 +56,4 @@ def export_run(
     if recipient is not None:
         hashes = {path.relative_to(out).as_posix(): sha256(path) for path in files}
         record_recipient(run, recipient, someone(by), form, request, hashes)
-    return ExportSummary(request, form, files, out, recipient)
+    return ExportSummary(request=request, format=form, files=files, folder=out, recipient=recipient)

@@ -6,19 +6,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
 from rich.console import RenderableType
 
 import ease.audit.site_measures  # noqa: F401 - registers its objective
 from ease import __version__
-from ease.config import read_toml, validate
+from ease.config import Config, read_toml, validate
 from ease.console import labelled, megabytes, table
 from ease.data.config import load_pairs
 from ease.data.partition import Shard
@@ -29,6 +30,7 @@ from ease.federation.launch import FlowerServer, die_with_parent, free_port, sta
 from ease.federation.node import Node, Policy, closed_pairs, listen, private_folder, serve
 from ease.federation.question_log import question_log
 from ease.federation.remote import Line, Remote, Sockets, node_socket
+from ease.federation.wire import Present
 from ease.methods import import_all
 from ease.model.backbones import Backbone, load_backbone
 from ease.model.dual_encoder import DualEncoder, check_fits
@@ -119,31 +121,41 @@ def frozen_words(backbone: Backbone, model: DualEncoder, device: torch.device, w
         return tower(states, mask, first)[0].cpu().double().numpy()
 
 
-@dataclass(frozen=True)
-class AskedSummary:
-    """What a node was asked, from its own list."""
+class Asked(Config):
+    """One question that a node was asked."""
+
+    model_config = ConfigDict(extra="allow")
+
+    time: str
+    kind: str
+    objective: str = ""
+    """Objective of a job. Empty for other questions."""
+    run: str
+    cohort: int
+    bytes_in: int
+    bytes_out: int
+    refused: str
+    """Why it was refused. Empty if it was answered."""
+
+
+class AskedSummary(Config):
+    """`ease node --audit`: what a node was asked, from its own list."""
 
     path: Path
-    lines: tuple[dict[str, Any], ...]
-    counts: dict[tuple[str, str, bool], int]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"path": str(self.path), "asked": list(self.lines)}
+    asked: tuple[Asked, ...]
 
     def render(self) -> Iterator[RenderableType]:
-        rows = [
-            [kind, objective, "refused" if no else "answered", str(n)]
-            for (kind, objective, no), n in self.counts.items()
-        ]
-        yield table(
-            f"{len(self.lines)} questions in {self.path}", ["kind", "objective", "", "times"], rows, text_columns=3
-        )
+        counts = Counter((each.kind, each.objective, "refused" if each.refused else "answered") for each in self.asked)
+        rows = [[*what, str(times)] for what, times in sorted(counts.items())]
+        title = f"{len(self.asked)} questions in {self.path}"
+        yield table(title, ["kind", "objective", "", "times"], rows, text_columns=3)
 
 
 def asked_of_node(folder: Path) -> AskedSummary:
     """What the node of this folder was asked so far."""
-    asked = question_log(folder)
-    return AskedSummary(asked.path, tuple(asked.lines()), asked.counts())
+    log = question_log(folder)
+    asked = tuple(validate(Asked, line, str(log.path)) for line in log.lines())
+    return AskedSummary(path=log.path, asked=asked)
 
 
 @dataclass(frozen=True)
@@ -221,33 +233,32 @@ def _group(name: str | None) -> int | None:
 # --- keys ---
 
 
-@dataclass(frozen=True)
-class Made:
-    """Files that were written, and what each is for."""
+class KeyFiles(Config):
+    """`ease keys server`, `ease keys node` and `ease keys admit`: files, and what each is for."""
 
     files: dict[str, Path]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"files": {name: str(path) for name, path in self.files.items()}}
+    """What it is -> the file."""
 
     def render(self) -> Iterator[RenderableType]:
         for name, path in self.files.items():
             yield f"{name}: {path}"
 
 
-def server_keys(folder: Path, hosts: Sequence[str]) -> Made:
+def server_keys(folder: Path, hosts: Sequence[str]) -> KeyFiles:
     made = make_authority(folder / "keys", hosts)
-    return Made({"certificate, for every node": made.certificate, "private key of the server": made.server_key})
+    return KeyFiles(
+        files={"certificate, for every node": made.certificate, "private key of the server": made.server_key}
+    )
 
 
-def node_key(path: Path) -> Made:
+def node_key(path: Path) -> KeyFiles:
     public = make_node_key(path)
-    return Made({"private key, for this node alone": path, "public key, for the server": public})
+    return KeyFiles(files={"private key, only for this node": path, "public key, for the server": public})
 
 
-def admit_key(folder: Path, client: int, key: Path) -> Made:
+def admit_key(folder: Path, client: int, key: Path) -> KeyFiles:
     admit(folder, client, key)
-    return Made({f"client {client} is the node with": key})
+    return KeyFiles(files={f"client {client} is the node with": key})
 
 
 # --- the server, and a whole federation on one machine ---
@@ -357,43 +368,48 @@ def _tell(line: str, quiet: bool) -> None:
 # --- how it stands ---
 
 
-@dataclass(frozen=True)
-class NodeStatus:
+class NodeStatus(Config):
     """One client's node."""
 
     client: int
     state: str
-    """`ready`, `working`, or why nothing is heard of it."""
+    """`ready`, `working`, or why it does not answer."""
     jobs: int = 0
     refused: int = 0
     last: float | None = None
-    """Seconds since it last began a job."""
+    """Seconds since it began its last job. Null if it never did."""
     parts: int = 0
+    """Parts of jobs that it keeps."""
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """A run beside its federation."""
+class WaitingRequest(Config):
+    """A request that waits for an answer."""
 
-    run: str
+    id: str
+    state: str
+    deadline: str
+
+
+class RunStatus(Config):
+    """A run of the federation."""
+
+    run: Path
     round: int
     rounds: int
     bytes_down: int
     bytes_up: int
-    queue: tuple[tuple[str, str, str], ...]
-    """Requests that wait: name, state, until when."""
-    late: int
+    queue: tuple[WaitingRequest, ...]
+    overdue: int
+    """How many of them are past their deadline."""
 
 
-@dataclass(frozen=True)
-class FederationStatus:
-    folder: str
+class FederationStatus(Config):
+    """`ease status`: who is there, what they did, and what waits."""
+
+    folder: Path
     server: str
     nodes: tuple[NodeStatus, ...]
     run: RunStatus | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def render(self) -> Iterator[RenderableType]:
         yield labelled("server", self.server)
@@ -413,11 +429,11 @@ class FederationStatus:
             told = f"round {self.run.round} of {self.run.rounds}"
             sent = f"{megabytes(self.run.bytes_down)} sent, {megabytes(self.run.bytes_up)} received"
             yield labelled("run", f"{self.run.run}: {told}; {sent}")
-            late = f", {self.run.late} OVERDUE" if self.run.late else ""
+            late = f", {self.run.overdue} OVERDUE" if self.run.overdue else ""
             count = len(self.run.queue)
             yield labelled("queue", f"{count} request{'' if count == 1 else 's'}{late}")
-            for name, state, until in self.run.queue:
-                yield f"  {name}: {state}, until {until[:10]}"
+            for each in self.run.queue:
+                yield f"  {each.id}: {each.state}, until {each.deadline[:10]}"
 
 
 def federation_status(folder: Path, run: Path | None) -> FederationStatus:
@@ -431,7 +447,7 @@ def federation_status(folder: Path, run: Path | None) -> FederationStatus:
             server = f"answers; {len(there)} nodes are connected"
         except (Disconnected, TimeoutError) as error:
             told = {client: str(error) or "no answer" for client in clients}
-            return FederationStatus(str(folder), str(error), _states(told), _run_status(run))
+            return FederationStatus(folder=folder, server=str(error), nodes=_states(told), run=_run_status(run))
         clients = clients or sorted(int(path.stem) for path in (folder / "nodes").glob("*.sock"))
     else:
         clients = sorted(int(path.stem) for path in (folder / "nodes").glob("*.sock") if path.stem.isdigit())
@@ -442,15 +458,20 @@ def federation_status(folder: Path, run: Path | None) -> FederationStatus:
     if not clients:
         raise UserError(f"{folder}: no federation here; start one with `ease up` or `ease server`")
     remote = Remote(line, _none(clients), _none(clients), NO_RUN, deadline=30.0)
-    return FederationStatus(str(folder), server, _states(remote.present()), _run_status(run))
+    return FederationStatus(folder=folder, server=server, nodes=_states(remote.present()), run=_run_status(run))
 
 
-def _states(told: dict[int, Any]) -> tuple[NodeStatus, ...]:
+def _states(told: Mapping[int, Present | str]) -> tuple[NodeStatus, ...]:
     return tuple(
-        NodeStatus(client, each)
+        NodeStatus(client=client, state=each)
         if isinstance(each, str)
         else NodeStatus(
-            client, "working" if each.busy else "ready", each.jobs, each.refused, each.last, len(each.parts)
+            client=client,
+            state="working" if each.busy else "ready",
+            jobs=each.jobs,
+            refused=each.refused,
+            last=each.last,
+            parts=len(each.parts),
         )
         for client, each in sorted(told.items())
     )
@@ -465,11 +486,11 @@ def _run_status(folder: Path | None) -> RunStatus | None:
     ledger, time_now = Ledger(folder), now()
     waiting = [each for each in ledger.entries() if each.state in OPEN]
     return RunStatus(
-        str(folder),
-        done,
-        run.config.training.rounds,
-        sum(record.bytes_down for record in records),
-        sum(record.bytes_up for record in records),
-        tuple((each.id, each.state, each.deadline) for each in waiting),
-        sum(each.is_overdue(time_now) for each in waiting),
+        run=folder,
+        round=done,
+        rounds=run.config.training.rounds,
+        bytes_down=sum(record.bytes_down for record in records),
+        bytes_up=sum(record.bytes_up for record in records),
+        queue=tuple(WaitingRequest(id=each.id, state=each.state, deadline=each.deadline) for each in waiting),
+        overdue=sum(each.is_overdue(time_now) for each in waiting),
     )

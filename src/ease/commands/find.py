@@ -1,12 +1,11 @@
 """What `ease request find` prints: every pair of a person that a run holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
+from ease.config import Config
 from ease.console import status, table
 from ease.errors import UserError
 from ease.operations.find import HeldPair, held_pairs, matching_ids, pairs_like
@@ -14,19 +13,15 @@ from ease.runs.resolve import read_ids
 from ease.runs.run import Run
 
 
-@dataclass(frozen=True)
-class FindSummary:
-    """Pairs that were found."""
+class FindSummary(Config):
+    """`ease request find`: every pair that was found, with the closed requests that name it."""
 
-    folder: Path
+    run: Path
     pairs: tuple[HeldPair, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"pairs": [each.model_dump(mode="json") for each in self.pairs]}
 
     def render(self) -> Iterator[RenderableType]:
         if not self.pairs:
-            yield f"{self.folder} holds no such pair in any split or at any site"
+            yield f"{self.run} holds no such pair in any split or at any site"
             return
         rows = [
             [each.id, each.split.replace("_", "-"), _whose(each), ", ".join(each.closed), each.match]
@@ -35,7 +30,7 @@ class FindSummary:
         columns = ["id", "split", "client", "closed by", "found by"]
         yield table(f"{len(rows)} pairs", columns, rows, text_columns=5)
         if any(not each.closed for each in self.pairs):
-            yield f"Request their removal with: ease request add {self.folder} --samples FILE"
+            yield f"Request their removal with: ease request add {self.run} --samples FILE"
 
 
 def _whose(pair: HeldPair) -> str:
@@ -55,8 +50,9 @@ def find_pairs(folder: Path, patterns: Sequence[str], ids: Path | None, image: P
     # A whole id is looked for even if it was purged, because its mark is still known.
     named = held_pairs(run, found | set(patterns) | (set() if ids is None else read_ids(ids, "--ids")))
     if image is None:
-        return FindSummary(folder, named)
+        return FindSummary(run=folder, pairs=named)
     with status("looking at pictures", quiet):
         shown = pairs_like(run, image)
     seen = {each.id for each in named}
-    return FindSummary(folder, (*named, *(each for each in shown if each.id not in seen)))
+    more = (each for each in shown if each.id not in seen)
+    return FindSummary(run=folder, pairs=(*named, *more))

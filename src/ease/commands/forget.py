@@ -1,11 +1,10 @@
 """What `ease forget` and `ease train --after` do: answer a request, and show answers side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import Field
 from rich.console import RenderableType
 
 from ease.audit.preflight import audit_prospects
@@ -34,7 +33,7 @@ from ease.runs.answers import (
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget, train_further
 from ease.runs.head import Release
-from ease.runs.records import AnswerRecord, ContributionNotes, SpectrumNotes
+from ease.runs.records import AnswerRecord, ContributionNotes, Metrics, SpectrumNotes
 from ease.runs.resolve import RequestOptions, check_options, check_request, parse_request, request_id
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -45,69 +44,58 @@ BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 12
 
 
-@dataclass(frozen=True)
-class ForgetSummary:
-    """One method's answer to a request beside the trained model."""
+class ForgetSummary(AnswerRecord):
+    """`ease forget`, and `ease train --resume --after`: the stored record, where it is, and the model before."""
 
+    id: str
+    """The request, as `--request` takes it."""
+    meaning: str
+    """The request in words."""
     folder: Path
-    request: Request
-    record: AnswerRecord
-    before: dict[str, float]
-    labels: tuple[str, str] = ("trained", "")
-    """What to call the model before and after; the method's name by default."""
+    """Folder of the model and its record."""
+    before: Metrics
+    """Metrics of the model before the request."""
+    labels: tuple[str, str]
+    """Names of the two models in the table."""
     check: QuickCheck | None = None
-    """A quick look at the answer."""
+    """The quick check. Null if there is none."""
     why_no_check: str = ""
+    """Why there is no quick check. Empty if there is one, or if the method is exact."""
     prospects: str = ""
-    """Why an audit would be refused, where it would."""
-    answered: str = ""
-    """When it was answered, if that was before."""
-    names: Mapping[int, str] = field(default_factory=dict)
-    """Of clients, where they have some."""
-
-    def as_json(self) -> dict[str, Any]:
-        stored = self.record.model_dump(mode="json")
-        named = {
-            "id": request_id(self.request),
-            "meaning": in_words(self.request, self.names),
-            "folder": str(self.folder),
-            "before": self.before,
-        }
-        looked = {"check": self.check.model_dump(mode="json")} if self.check else {}
-        told = {"why_no_check": self.why_no_check, "prospects": self.prospects}
-        return {**stored, **named, **looked, **{key: text for key, text in told.items() if text}}
+    """Why an audit would be refused. Empty if it would not."""
+    answered: str = Field("", exclude=True)
+    """When the request was answered before. It is not written, so that the same command prints the same object."""
 
     def render(self) -> Iterator[RenderableType]:
-        if self.record.spectrum is not None:
-            yield spectrum_table(self.record.spectrum)
-        if self.record.contribution is not None:
-            yield contribution_line(self.record.contribution)
-        metrics, method = self.record.metrics, self.record.method_name
-        rows = [_recall_row(self.labels[0], self.before), _recall_row(self.labels[1] or method, metrics)]
+        if self.spectrum is not None:
+            yield spectrum_table(self.spectrum)
+        if self.contribution is not None:
+            yield contribution_line(self.contribution)
         if self.answered:
-            yield labelled("answered already", f"{self.answered}; this is that answer, nothing was computed again")
-        nameless = isinstance(self.request, ClientRequest) and not self.names
-        meaning = "" if nameless else f", {in_words(self.request, self.names)}"
-        title = (
-            f"Request {request_id(self.request)}{meaning}: recall in percent "
-            f"(galleries of {metrics['gallery']:.0f} pairs)"
+            yield labelled("answered already", f"{self.answered}; this is that result, nothing was computed again")
+        # The number of a client is in the id already, its name is not.
+        nameless = isinstance(self.request, ClientRequest) and self.meaning == in_words(self.request)
+        yield table(
+            f"Request {self.id}{'' if nameless else f', {self.meaning}'}: recall in percent "
+            f"(galleries of {self.metrics['gallery']:.0f} pairs)",
+            ["", "forget R@1/5/10", "retain R@1/5/10", "test R@1/5/10"],
+            [_recall_row(*each) for each in zip(self.labels, (self.before, self.metrics), strict=True)],
         )
-        yield table(title, ["", "forget R@1/5/10", "retain R@1/5/10", "test R@1/5/10"], rows)
         yield (
-            f"{metrics['cost/seconds']:.1f} s; {megabytes(metrics['cost/bytes_down'])} sent, "
-            f"{megabytes(metrics['cost/bytes_up'])} received; model and record in {self.folder}"
+            f"{self.metrics['cost/seconds']:.1f} s; {megabytes(self.metrics['cost/bytes_down'])} sent, "
+            f"{megabytes(self.metrics['cost/bytes_up'])} received; model and record in {self.folder}"
         )
-        if method == "exact":
+        if self.method_name == "exact":
             yield (
                 "This is the model that retraining gives, bit for bit: the sums of the forget pairs were subtracted. "
                 "Check it with `ease audit`"
             )
-        elif method != "retrain" and not self.labels[1]:
+        elif self.method_name != "retrain" and self.labels[1] == self.method_name:
             yield "Compare with the reference: the same command with --method retrain"
         if self.check is not None:
-            yield labelled("quick look, no verdict", self.check.words)
+            yield labelled("quick check, no verdict", self.check.words)
         if self.why_no_check:
-            yield labelled("no quick look", self.why_no_check)
+            yield labelled("no quick check", self.why_no_check)
         if self.prospects:
             yield labelled("audit", self.prospects, "yellow")
 
@@ -203,15 +191,16 @@ def _summary(
     before = measure(world, snapshot.trained.start, evaluation_sets(world, request))
     check, why = _looked_at(snapshot, world, stored, request, method)
     return ForgetSummary(
-        stored.folder,
-        request,
-        stored.record(),
-        before,
+        **dict(stored.record()),
+        id=request_id(request),
+        meaning=in_words(request, world.server.membership.names),
+        folder=stored.folder,
+        before=before,
+        labels=("trained", method.name),
         check=check,
         why_no_check=why,
         prospects=prospects,
         answered=answered,
-        names=world.server.membership.names,
     )
 
 
@@ -231,19 +220,12 @@ def _looked_at(
         return None, str(error)
 
 
-@dataclass(frozen=True)
-class ReleaseSummary:
-    """What a run goes on from now."""
-
-    release: Release
-
-    def as_json(self) -> dict[str, Any]:
-        return self.release.model_dump(mode="json")
+class ReleaseSummary(Release):
+    """`ease release`: the result that the run continues from."""
 
     def render(self) -> Iterator[RenderableType]:
         yield (
-            f"The run goes on from {self.release.answer}: {request_id(self.release.request)} is closed after round "
-            f"{self.release.after_round}"
+            f"The run continues from {self.answer}: {request_id(self.request)} is closed after round {self.after_round}"
         )
 
 
@@ -252,7 +234,7 @@ def release_run(folder: Path, name: str) -> ReleaseSummary:
     run = Run.load(folder)
     made = release(run, answer_name(folder, name))
     attest(run)
-    return ReleaseSummary(made)
+    return ReleaseSummary(**dict(made))
 
 
 def answer(
@@ -281,6 +263,11 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
             bar.step(**{f"{part} R@1": recalled(metrics, f"{part}/recall@1") for part in ("forget", "test")})
     record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")
-    folder_of = continuation(stored, rounds, locked).folder
-    before, names = stored.record().metrics, world.server.membership.names
-    return ForgetSummary(folder_of, request, record, before, labels, names=names)
+    return ForgetSummary(
+        **dict(record),
+        id=request_id(request),
+        meaning=in_words(request, world.server.membership.names),
+        folder=continuation(stored, rounds, locked).folder,
+        before=stored.record().metrics,
+        labels=labels,
+    )

@@ -1,53 +1,54 @@
 """What `ease join` does: a client with its consent joins a run, and what became of its pairs is said."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
 from ease.commands.requests import someone
+from ease.config import Config
 from ease.console import labelled, status
-from ease.operations.joining import Joined, Wish, join
+from ease.operations.joining import Wish, join
+from ease.operations.ledger.records import Consent
 from ease.runs.resolve import read_ids
 from ease.runs.run import Run
 
 
-@dataclass(frozen=True)
-class JoinSummary:
-    """A client that joined."""
+class GivenConsent(Consent):
+    """A consent with its hash, which the run stores."""
 
-    folder: Path
-    joined: Joined
+    sha256: str
 
-    def as_json(self) -> dict[str, Any]:
-        holding, consent = self.joined.holding, self.joined.consent
-        assert holding.joined is not None  # that is why we are here
-        return {
-            "run": str(self.folder),
-            "added": self.joined.added,
-            "client": holding.client,
-            "name": holding.name,
-            "training_pairs": len(holding.train_ids),
-            "validation_pairs": len(holding.validation_ids),
-            "left_out": self.joined.left_out,
-            "consent": {**consent.model_dump(mode="json"), "sha256": consent.content_hash},
-            **holding.joined.model_dump(mode="json", include={"after_round", "after_releases", "owner"}),
-        }
+
+class JoinSummary(Config):
+    """`ease join`: the client that joined."""
+
+    run: Path
+    added: bool
+    """False if it had joined before."""
+    client: int
+    name: str | None
+    """Name of its site."""
+    training_pairs: int
+    validation_pairs: int
+    left_out: int
+    """Pairs that stay out, because such pairs were forgotten."""
+    consent: GivenConsent
+    after_round: int
+    after_releases: int
+    owner: int | None
+    """The client whose later pairs these are. Null for a new client."""
 
     def render(self) -> Iterator[RenderableType]:
-        holding, consent = self.joined.holding, self.joined.consent
-        called = "" if holding.name is None else f" ({holding.name})"
-        said = "joined" if self.joined.added else "had joined already"
-        yield labelled("client", f"{holding.client}{called} {said}")
-        yield labelled("pairs", f"{len(holding.train_ids)} to train on, {len(holding.validation_ids)} held out")
-        if consent.returned:
-            yield labelled("again", f"{consent.returned} of them had been forgotten before")
-        if self.joined.left_out:
-            yield labelled("left out", f"{self.joined.left_out} pairs of a kind that was forgotten", "yellow")
-        yield labelled("consent", f"{consent.text} (by {consent.given_by}, {consent.time[:10]})")
-        yield f"train on with it: ease train --resume {self.folder} --until ROUNDS"
+        called = "" if self.name is None else f" ({self.name})"
+        yield labelled("client", f"{self.client}{called} {'joined' if self.added else 'had joined already'}")
+        yield labelled("pairs", f"{self.training_pairs} to train on, {self.validation_pairs} held out")
+        if self.consent.returned:
+            yield labelled("again", f"{self.consent.returned} of them had been forgotten before")
+        if self.left_out:
+            yield labelled("left out", f"{self.left_out} pairs of a kind that was forgotten", "yellow")
+        yield labelled("consent", f"{self.consent.text} (by {self.consent.given_by}, {self.consent.time[:10]})")
+        yield f"train with it: ease train --resume {self.run} --until ROUNDS"
 
 
 def join_run(
@@ -63,4 +64,19 @@ def join_run(
     ids = frozenset[str]() if samples is None else frozenset(read_ids(samples))
     wish = Wish(consent, someone(by), site, ids, owner, again_after)
     with status("preparing data and backbone", quiet):
-        return JoinSummary(folder, join(Run.load(folder), wish))
+        joined = join(Run.load(folder), wish)
+    holding, given = joined.holding, joined.consent
+    assert holding.joined is not None  # only a client that joined has a consent
+    return JoinSummary(
+        run=folder,
+        added=joined.added,
+        client=holding.client,
+        name=holding.name,
+        training_pairs=len(holding.train_ids),
+        validation_pairs=len(holding.validation_ids),
+        left_out=joined.left_out,
+        consent=GivenConsent(**dict(given), sha256=given.content_hash),
+        after_round=holding.joined.after_round,
+        after_releases=holding.joined.after_releases,
+        owner=holding.joined.owner,
+    )

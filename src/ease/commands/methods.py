@@ -2,13 +2,13 @@
 
 import inspect
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
+from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 from rich.console import RenderableType
 
+from ease.config import Config
 from ease.console import table
 from ease.federation.fedavg import TrainingConfig
 from ease.methods import BROKEN, METHODS
@@ -29,19 +29,59 @@ forget once more; *leaving client*, the client that withdraws, still online."""
 DIFFERS = "Differs from the paper:"
 
 
-@dataclass(frozen=True)
-class MethodsSummary:
-    """All methods, in the order of their names."""
+class Setting(Config):
+    """One setting of a method."""
 
-    methods: tuple[type[Unlearner], ...] = tuple(METHODS[name] for name in sorted(METHODS))
+    name: str
+    default: JsonValue
+    help: str
 
-    def as_json(self) -> dict[str, Any]:
-        return {"methods": [_described(kind) for kind in self.methods], "refused": dict(BROKEN)}
+    @classmethod
+    def of(cls, name: str, field: FieldInfo) -> "Setting":
+        return cls(name=name, default=json.loads(json.dumps(field.default)), help=_help(field))
+
+
+class MethodDescription(Config):
+    """One method, as its class describes it."""
+
+    name: str
+    title: str
+    about: str
+    needs: tuple[str, ...]
+    rounds: dict[str, int]
+    """Kind of request -> rounds after 20 rounds of training, with default settings."""
+    source: str
+    settings: tuple[Setting, ...]
+
+    @classmethod
+    def of(cls, kind: type[Unlearner]) -> "MethodDescription":
+        return cls(
+            name=kind.name,
+            title=kind.title,
+            about=" ".join((inspect.getdoc(kind) or "").split()),
+            needs=tuple(sorted(kind.needs)),
+            rounds=rounds_of(kind()),
+            source=kind.source,
+            settings=tuple(Setting.of(name, field) for name, field in _settings(kind).items()),
+        )
+
+
+class MethodsSummary(Config):
+    """`ease methods`: all methods by name."""
+
+    methods: tuple[MethodDescription, ...]
+    refused: dict[str, str]
+    """Plug-ins that cannot be used, and why."""
+
+    @classmethod
+    def of(cls, kinds: Iterable[type[Unlearner]]) -> "MethodsSummary":
+        methods = tuple(map(MethodDescription.of, sorted(kinds, key=lambda kind: kind.name)))
+        return cls(methods=methods, refused=dict(sorted(BROKEN.items())))
 
     def render(self) -> Iterator[RenderableType]:
         rows = [
-            [kind.name, kind.title, ", ".join(sorted(kind.needs)) or "-", kind.source, rounds_text(kind())]
-            for kind in self.methods
+            [each.name, each.title, ", ".join(each.needs) or "-", each.source, in_short(each.rounds)]
+            for each in self.methods
         ]
         yield table(
             "Methods",
@@ -50,7 +90,12 @@ class MethodsSummary:
             caption=f"rounds: usually, after {TRAINING.rounds} of training, for client / class / sample",
             text_columns=4,
         )
-        yield from (f"refused: {name}: {reason}" for name, reason in sorted(BROKEN.items()))
+        yield from (f"refused: {name}: {reason}" for name, reason in self.refused.items())
+
+
+def list_methods() -> MethodsSummary:
+    """Every method that can be used here."""
+    return MethodsSummary.of(METHODS.values())
 
 
 def rounds_of(method: Unlearner) -> dict[str, int]:
@@ -58,9 +103,9 @@ def rounds_of(method: Unlearner) -> dict[str, int]:
     return {request.scope: method.rounds(TRAINING, request) for request in REQUESTS}
 
 
-def rounds_text(method: Unlearner) -> str:
-    rounds = list(rounds_of(method).values())
-    return str(rounds[0]) if len(set(rounds)) == 1 else " / ".join(map(str, rounds))
+def in_short(rounds: Mapping[str, int]) -> str:
+    """Rounds of each kind of request, once if they are the same."""
+    return " / ".join(map(str, rounds.values() if len(set(rounds.values())) > 1 else [*rounds.values()][:1]))
 
 
 def methods_page() -> str:
@@ -71,27 +116,13 @@ def methods_page() -> str:
 def _section(kind: type[Unlearner]) -> str:
     about = [" ".join(part.split()) for part in (inspect.getdoc(kind) or "").split("\n\n")]
     about = [part.replace(DIFFERS, f"**{DIFFERS}**") for part in about]
-    facts = f"Needs: {', '.join(sorted(kind.needs)) or 'nothing more'}. Rounds: {rounds_text(kind())}."
+    facts = f"Needs: {', '.join(sorted(kind.needs)) or 'nothing more'}. Rounds: {in_short(rounds_of(kind()))}."
     parts = [f"## {kind.title} (`{kind.name}`)", *about, f"Source: {kind.source}.", facts]
     settings = _settings(kind)
     if settings:
         rows = [f"| `{name}` | `{_default(field)}` | {_help(field)} |" for name, field in settings.items()]
         parts.append("\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]))
     return "\n\n".join(parts)
-
-
-def _described(kind: type[Unlearner]) -> dict[str, Any]:
-    return {
-        "name": kind.name,
-        "title": kind.title,
-        "about": " ".join((inspect.getdoc(kind) or "").split()),
-        "needs": sorted(kind.needs),
-        "rounds": rounds_of(kind()),
-        "source": kind.source,
-        "settings": [
-            {"name": name, "default": field.default, "help": _help(field)} for name, field in _settings(kind).items()
-        ],
-    }
 
 
 def _settings(kind: type[Unlearner]) -> dict[str, FieldInfo]:

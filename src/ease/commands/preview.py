@@ -1,15 +1,15 @@
 """What `ease forget --dry-run` does: show what a request names, with captions and pictures, and list its ids."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import Field
 from rich.console import RenderableType
 
 from ease.commands.train import tell_threads
+from ease.config import Config
 from ease.console import duration, errors, labelled, plain, status, table
 from ease.methods.base import Unlearner
 from ease.operations.ledger.impact import Impact, impact_of
@@ -38,29 +38,32 @@ MOST_CARDS = 60
 LONGEST_CAPTION = 72
 
 
-@dataclass(frozen=True)
-class Preview:
-    """A request before anything is done for it."""
+class Preview(Config):
+    """`ease forget --dry-run`: a request before anything is done for it."""
 
     run: Path
+    id: str
+    """The name of the request, as `--request` takes it."""
     request: Request
+    meaning: str
+    """The request in words. A pseudo-class is described by its most typical words."""
     ids: tuple[str, ...]
     """Pairs that are named."""
     impact: Impact
-    names: Mapping[int, str]
-    """Client -> as people call it."""
+    names: dict[int, str]
+    """Client -> its name."""
     examples: tuple[str, ...]
+    """Captions."""
     matches: tuple[Match, ...]
-    meaning: str
-    """The request in words, pseudo-classes with the words that tell them apart."""
-    captions: Mapping[str, str]
-    """A caption of each pair that is named or nearly so, where its files are there."""
+    """The pairs that each concept fits."""
+    captions: dict[str, str] = Field(default_factory=dict, exclude=True)
+    """Pair -> one of its captions, for named pairs and near misses whose files are here."""
     answered: str = ""
-    """When it was answered, if it was."""
+    """When the request was answered before. Empty if it was not."""
     advice: str = ""
-    """Another method that suits it better."""
+    """Another method that suits it better. Empty if there is none."""
     files: tuple[Path, ...] = ()
-    """The list of ids and the sheet of pictures, where they were written."""
+    """The list of ids and the sheet of pictures."""
 
     def line(self) -> str:
         """All of it in one line, to be said before the work begins."""
@@ -80,31 +83,8 @@ class Preview:
             f"client {held}{seen}{time}{f'; {self.advice}' if self.advice else ''}"
         )
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "id": request_id(self.request),
-            "request": self.request.model_dump(mode="json"),
-            "meaning": self.meaning,
-            "ids": list(self.ids),
-            "touches": self.impact.model_dump(mode="json"),
-            "examples": list(self.examples),
-            "matches": [
-                {
-                    "words": match.words,
-                    "ids": list(match.ids),
-                    "saying": sorted(match.saying),
-                    "threshold": match.threshold,
-                    "near_misses": [{"id": each, "cosine": match.scores[each]} for each in match.near],
-                }
-                for match in self.matches
-            ],
-            "answered": self.answered,
-            "advice": self.advice,
-            "files": [str(path) for path in self.files],
-        }
-
     def render(self) -> Iterator[RenderableType]:
-        yield labelled("would forget", f"{self.meaning}; called {request_id(self.request)}")
+        yield labelled("would forget", f"{self.meaning}; called {self.id}")
         for match in self.matches:
             yield labelled("matched", match.told())
         rows = [[self.names[client], str(count)] for client, count in self.impact.clients.items()]
@@ -113,7 +93,7 @@ class Preview:
         for caption in self.examples:
             yield labelled("for example", f"“{shortened(caption)}”")
         for match in self.matches:
-            for each in match.near[:SHOWN]:
+            for each in match.near_misses[:SHOWN]:
                 caption = f" “{shortened(self.captions[each])}”" if each in self.captions else ""
                 said = f"{each}{caption} ({match.scores[each]:.2f})"
                 yield labelled("near miss", said)
@@ -149,7 +129,7 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     request, members = resolved.request, world.server.membership
     ids = tuple(named_ids(members, request))
     places = {pair_id: place for place, pair_id in enumerate(world.evaluator.pairs.ids)}
-    near = [each for match in resolved.matches for each in match.near]
+    near = [each for match in resolved.matches for each in match.near_misses]
     captions = {each: world.evaluator.pairs.captions[places[each]][0] for each in (*ids, *near) if each in places}
     for match in resolved.matches:
         captions |= match.captions
@@ -164,6 +144,7 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     expected = impact_of(run, request, method)
     return Preview(
         run=run.folder,
+        id=request_id(request),
         request=request,
         ids=ids,
         impact=expected,
@@ -210,11 +191,11 @@ def preview_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, 
 
 def written(world: World, seen: Preview) -> Preview:
     """The preview with its list of ids and its sheet of pictures on disk, for this user alone."""
-    folder = seen.run / FOLDER / request_id(seen.request)
+    folder = seen.run / FOLDER / seen.id
     files = (folder / "ids.txt", folder / "sheet.html")
     write_atomic(files[0], listing(seen).encode())
     write_atomic(files[1], pictures(world, seen).encode())
-    return Preview(**{**seen.__dict__, "files": files})
+    return seen.model_copy(update={"files": files})
 
 
 def listing(seen: Preview) -> str:
@@ -223,7 +204,7 @@ def listing(seen: Preview) -> str:
         f"# {seen.meaning}: {len(seen.ids)} pairs. Delete lines to keep pairs; what follows a tab and # is a remark."
     ]
     lines += [_line(each, seen) for each in ordered(seen)]
-    near = [each for match in seen.matches for each in match.near if each not in set(seen.ids)]
+    near = [each for match in seen.matches for each in match.near_misses if each not in set(seen.ids)]
     if near:
         lines.append("# Near misses; delete the `# ` before an id to forget it too.")
         lines += [f"# {_line(each, seen)}" for each in dict.fromkeys(near)]
@@ -249,7 +230,7 @@ def pictures(world: World, seen: Preview) -> str:
     note = "" if len(shown) == len(there) else f"{len(shown)} of {len(there)}, evenly chosen."
     rows = [Row(f"To be forgotten: {len(seen.ids)} pairs", cards(world, shown, seen, holder), note)]
     for match in seen.matches:
-        rows.append(Row(f"Near misses of “{match.words}”: would stay", cards(world, match.near, seen, holder)))
+        rows.append(Row(f"Near misses of “{match.words}”: would stay", cards(world, match.near_misses, seen, holder)))
     return sheet(f"Would forget {seen.meaning}", PRIVATE, [rows])
 
 

@@ -1,14 +1,14 @@
 """What the register's commands do: refuse, extend, due, letters, notices to recipients, and the export."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from ease.commands.requests import EntrySummary, shown_entry, someone
+from ease.config import Config
 from ease.console import labelled, table
 from ease.errors import UserError
 from ease.operations.ledger.deadlines import Due, due, in_words
@@ -42,32 +42,28 @@ def extend_request(folder: Path, id: str, days: int, by: str | None, key: Path |
     return shown_entry(run, id)
 
 
-@dataclass(frozen=True)
-class DueSummary:
-    """Open requests that are overdue or due soon."""
+class DueSummary(Config):
+    """`ease request due`: open requests that are overdue or due soon, the most urgent first."""
 
-    dues: tuple[Due, ...]
-    within: int
+    due: tuple[Due, ...]
+    within_days: int
     reminded: str
-    """Where a reminder was posted to; empty: nowhere."""
+    """Address to which a reminder was posted. Empty if none was."""
 
     @property
     def exit_code(self) -> int:
-        if any(each.urgency == "overdue" for each in self.dues):
+        if any(each.urgency == "overdue" for each in self.due):
             return OVERDUE
-        return PENDING if self.dues else 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {"due": [each.model_dump(mode="json") for each in self.dues], "reminded": self.reminded}
+        return PENDING if self.due else 0
 
     def render(self) -> Iterator[RenderableType]:
-        if not self.dues:
-            yield f"Nothing is due within {self.within} days"
+        if not self.due:
+            yield f"Nothing is due within {self.within_days} days"
             return
         rows: list[list[str | Text]] = [
-            [each.id, Text(in_words(each), COLOURS[each.urgency]), each.state, each.waits_for] for each in self.dues
+            [each.id, Text(in_words(each), COLOURS[each.urgency]), each.state, each.waits_for] for each in self.due
         ]
-        yield table(f"Due within {self.within} days", ["id", "when", "state", "waits for"], rows, text_columns=4)
+        yield table(f"Due within {self.within_days} days", ["id", "when", "state", "waits for"], rows, text_columns=4)
         if self.reminded:
             yield labelled("reminder sent to", self.reminded)
 
@@ -84,23 +80,18 @@ def due_requests(folder: Path, within: int | None, notify: bool) -> DueSummary:
     urgent = tuple(each for each in found if each.urgency != "later")
     if notify and urgent:
         remind(policy.remind.url, run.folder.name, urgent)
-    return DueSummary(urgent, days, policy.remind.url if notify and urgent else "")
+    reminded = policy.remind.url if notify and urgent else ""
+    return DueSummary(due=urgent, within_days=days, reminded=reminded)
 
 
-@dataclass(frozen=True)
-class LetterSummary:
+class LetterSummary(Config):
+    """`ease request letter`: a letter to whoever asked."""
+
     id: str
-    kind: str
+    kind: Literal["received", "extended", "granted", "refused"]
     text: str
     path: Path | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "text": self.text,
-            "path": None if self.path is None else str(self.path),
-        }
+    """The file of the letter. Null if it was only printed."""
 
     def render(self) -> Iterator[RenderableType]:
         yield self.text.rstrip() if self.path is None else f"letter in {self.path}"
@@ -114,21 +105,21 @@ def write_letter(folder: Path, id: str, kind: str | None, out: Path | None) -> L
     text = letter(entry, ledger.events(id), policy, entry.notified, kind)
     if out is not None:
         write_atomic(out, text.encode())
-    return LetterSummary(id, kind_of(entry, kind), text, out)
+    return LetterSummary(id=id, kind=kind_of(entry, kind), text=text, path=out)
 
 
-@dataclass(frozen=True)
-class NotifySummary:
+class NotifySummary(Config):
+    """`ease request notify`: the recipients of exported models."""
+
     id: str
-    told: tuple[str, ...]
-    open: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"id": self.id, "notified": list(self.told), "to_notify": list(self.open)}
+    notified: tuple[str, ...]
+    """Those who were told that their model contains forgotten pairs."""
+    to_notify: tuple[str, ...]
+    """Those who still have to be told."""
 
     def render(self) -> Iterator[RenderableType]:
-        yield labelled("told", ", ".join(self.told) or "nobody yet")
-        yield labelled("still to be told", ", ".join(self.open) or "nobody")
+        yield labelled("told", ", ".join(self.notified) or "nobody yet")
+        yield labelled("still to be told", ", ".join(self.to_notify) or "nobody")
 
 
 def notify_recipient(folder: Path, id: str, recipient: str | None, by: str | None, key: Path | None) -> NotifySummary:
@@ -142,15 +133,13 @@ def notify_recipient(folder: Path, id: str, recipient: str | None, by: str | Non
         who = person(load_policy(folder).approval, someone(by), key)
         ledger.notify(id, recipient, who.name, who.key)
     entry = ledger.entry(id)
-    return NotifySummary(id, entry.notified, tuple(to_notify(known, entry)))
+    return NotifySummary(id=id, notified=entry.notified, to_notify=tuple(to_notify(known, entry)))
 
 
-@dataclass(frozen=True)
-class RegisterSummary:
+class RegisterSummary(Config):
+    """`ease request export`: the files of the register."""
+
     files: tuple[Path, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"files": [str(each) for each in self.files]}
 
     def render(self) -> Iterator[RenderableType]:
         yield from map(str, self.files)
@@ -160,4 +149,4 @@ def export_register(folder: Path, out: Path) -> RegisterSummary:
     """Write the register as CSV and as a page to print, and the consents as records."""
     if out.is_file():
         raise UserError(f"--out {out}: is a file; choose a folder")
-    return RegisterSummary(tuple(write_register(Run.load(folder), load_policy(folder), out)))
+    return RegisterSummary(files=tuple(write_register(Run.load(folder), load_policy(folder), out)))

@@ -2,10 +2,9 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ease import __version__
 from ease.audit.records import AuditRecord, current_audit
+from ease.config import Config
 from ease.console import status
 from ease.errors import UserError
 from ease.measures.evaluate import embed_pairs
@@ -46,27 +46,23 @@ PRIVATE = (
 NO_RUN = "No pictures are shown: the folder has no run.json, which says where the pairs come from."
 
 
-@dataclass(frozen=True)
-class ReportSummary:
-    """Where the page is and what it shows."""
+class ReportSummary(Config):
+    """`ease report`: the page and what it shows."""
 
     path: Path
     answers: int
     audited: int
+    """How many of them have an audit."""
     compared: int | None
-    """Models of an experiment, where there is one."""
-    size: int
-
-    def as_json(self) -> dict[str, Any]:
-        counts = {"answers": self.answers, "audited": self.audited, "compared": self.compared}
-        return {"path": str(self.path), **counts, "bytes": self.size}
+    """Models of an experiment. Null if there is none."""
+    bytes: int
 
     def render(self) -> Iterator[RenderableType]:
         if self.answers or self.compared is None:
             yield f"{self.answers} answers, {self.audited} of them audited"
         if self.compared:
             yield f"{self.compared} models of an experiment"
-        yield f"Open {self.path} ({self.size / 1e3:.0f} kB, self-contained)"
+        yield f"Open {self.path} ({self.bytes / 1e3:.0f} kB, self-contained)"
 
 
 def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: bool) -> ReportSummary:
@@ -97,7 +93,8 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
     content = page(contents).encode()
     write_atomic(out, content)
     audited = sum(answer.audit is not None for answer in answers)
-    return ReportSummary(out, len(answers), audited, len(results.rows) if results else None, len(content))
+    compared = len(results.rows) if results else None
+    return ReportSummary(path=out, answers=len(answers), audited=audited, compared=compared, bytes=len(content))
 
 
 def _find(folder: Path) -> tuple[list[Path], Path]:

@@ -2,15 +2,14 @@
 
 import getpass
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
 from ease.commands.forget import recalled
 from ease.commands.preview import untrained_words
 from ease.commands.train import tell_threads, tell_unfinished
+from ease.config import Config
 from ease.console import labelled, rounds_bar, status, table, tell_left_out
 from ease.errors import UserError
 from ease.methods import make_method
@@ -33,56 +32,54 @@ from ease.runs.resolve import RequestOptions, check_options, find_clients, parse
 from ease.runs.run import Run
 
 
-@dataclass(frozen=True)
-class EntrySummary:
-    """One request: what it is, what it touches, and every step it took."""
+class ListedEntry(Entry):
+    """One request of the ledger."""
 
-    entry: Entry
+    meaning: str
+    """The request in words."""
+    overdue: bool
+    until: str
+    """Its deadline in words, in the time zone of the policy."""
+
+
+class EntrySummary(ListedEntry):
+    """`ease request add`, `show`, `approve`, `refuse`, `extend` and `cancel`: a request and every step it took."""
+
+    added: bool | None
+    """Whether it was submitted by this command. Null if it was only shown or decided."""
+    to_notify: tuple[str, ...]
+    """Recipients of exported models who have to be told that their model contains forgotten pairs."""
     impact: Impact | None
-    """None once the request is closed, and while the worker has it."""
+    """Null once the request is closed, and while it is being worked on."""
     events: tuple[Event, ...]
-    added: bool | None = None
-    """Whether it was handed in just now; None: it was only looked at."""
-    names: Mapping[int, str] = field(default_factory=dict)
-    """Of clients, where they have some."""
-    zone: str = "UTC"
+    names: dict[int, str]
+    """Client -> its name, if it has one."""
+    time_zone: str
     """The time zone in which days end."""
-    to_notify: tuple[str, ...] = ()
-    """Recipients of exported models who have to be told that theirs contains forgotten pairs."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **_listed(self.entry),
-            "added": self.added,
-            "to_notify": list(self.to_notify),
-            "touches": None if self.impact is None else self.impact.model_dump(mode="json"),
-            "events": [each.model_dump(mode="json") for each in self.events],
-        }
 
     def render(self) -> Iterator[RenderableType]:
-        entry = self.entry
         if self.added is False:
-            yield f"{entry.id} is in the ledger already; nothing was added"
-        overdue = " (OVERDUE)" if entry.is_overdue(now()) else ""
-        yield labelled("request", f"{entry.id}: {in_words(entry.request, self.names)} by {entry.method['method']}")
+            yield f"{self.id} is in the ledger already; nothing was added"
+        overdue = " (OVERDUE)" if self.overdue else ""
+        yield labelled("request", f"{self.id}: {self.meaning} by {self.method['method']}")
         yield labelled(
             "asked by",
-            f"{entry.asked_by or '(removed)'}, {day_in(entry.submitted, self.zone)}; "
-            f"answer until {day_in(entry.deadline, self.zone)}{overdue}",
+            f"{self.asked_by or '(removed)'}, {day_in(self.submitted, self.time_zone)}; "
+            f"answer until {self.until}{overdue}",
         )
-        if entry.first_deadline:
-            yield labelled("extended", f"from {day_in(entry.first_deadline, self.zone)}")
+        if self.first_deadline:
+            yield labelled("extended", f"from {day_in(self.first_deadline, self.time_zone)}")
         for name in ("ground", "reason"):
-            if getattr(entry, name):
-                yield labelled(name, getattr(entry, name))
-        yield labelled("state", f"{entry.state}{f': {entry.why}' if entry.why else ''}")
-        if entry.outcome.answer is not None:
-            yield labelled("answer", _answer(entry.outcome))
-        for name, recipients in (("told", entry.notified), ("still to be told", self.to_notify)):
+            if getattr(self, name):
+                yield labelled(name, getattr(self, name))
+        yield labelled("state", f"{self.state}{f': {self.why}' if self.why else ''}")
+        if self.outcome.answer is not None:
+            yield labelled("answer", _answer(self.outcome))
+        for name, recipients in (("told", self.notified), ("still to be told", self.to_notify)):
             if recipients:
                 yield labelled(name, ", ".join(recipients))
-        if entry.outcome.verdict:
-            yield labelled("verdict", entry.outcome.verdict)
+        if self.outcome.verdict:
+            yield labelled("verdict", self.outcome.verdict)
         if self.impact is not None:
             yield from _impact(self.impact, self.names)
         rows = [
@@ -92,8 +89,10 @@ class EntrySummary:
         yield table("Steps", ["time (UTC)", "to", "by", "why"], rows, text_columns=4)
 
 
-def _listed(entry: Entry) -> dict[str, Any]:
-    return {**entry.model_dump(mode="json"), "overdue": entry.is_overdue(now())}
+def _listed(entry: Entry, names: Mapping[int, str], zone: str) -> ListedEntry:
+    until = day_in(entry.deadline, zone)
+    meaning = in_words(entry.request, names)
+    return ListedEntry(**dict(entry), meaning=meaning, overdue=entry.is_overdue(now()), until=until)
 
 
 def _answer(outcome: Outcome) -> str:
@@ -122,32 +121,22 @@ def _impact(impact: Impact, names: Mapping[int, str]) -> Iterator[RenderableType
     yield labelled("cost", f"{seconds}{impact.cost_fraction:.0%} of retraining{again}")
 
 
-@dataclass(frozen=True)
-class LedgerSummary:
-    """All requests of a run in the order in which they are worked on."""
+class LedgerSummary(Config):
+    """`ease request list`: all requests of a run in the order in which they are worked on."""
 
-    entries: tuple[Entry, ...]
-    consents: tuple[Consent, ...] = ()
-    """Of those who joined."""
-    names: Mapping[int, str] = field(default_factory=dict)
-    """Of clients, where they have some."""
-    zone: str = "UTC"
-    """The time zone in which days end."""
-
-    def as_json(self) -> dict[str, Any]:
-        consents = [each.model_dump(mode="json") for each in self.consents]
-        return {"requests": [_listed(each) for each in self.entries], "consents": consents}
+    requests: tuple[ListedEntry, ...]
+    consents: tuple[Consent, ...]
+    """Of clients that joined."""
 
     def render(self) -> Iterator[RenderableType]:
-        time = now()
         rows = [
             [
                 each.id,
-                in_words(each.request, self.names),
+                each.meaning,
                 each.state + (f": {each.why}" if each.why else ""),
-                day_in(each.deadline, self.zone) + (" OVERDUE" if each.is_overdue(time) else ""),
+                each.until + (" OVERDUE" if each.overdue else ""),
             ]
-            for each in self.entries
+            for each in self.requests
         ]
         yield table(f"{len(rows)} requests", ["id", "forget", "state", "until"], rows, text_columns=4)
         if self.consents:
@@ -158,19 +147,13 @@ class LedgerSummary:
             yield table("Joined by consent", ["client", "pairs", "again", "by", "on", "words"], given, text_columns=6)
 
 
-@dataclass(frozen=True)
-class WorkSummary:
-    """What came of the queue."""
+class WorkSummary(Config):
+    """`ease work`: the requests that were answered, and what was purged afterwards."""
 
     finished: tuple[Finished, ...]
-    purged: tuple[Pass, ...] = ()
-    to_notify: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Request -> recipients of exported models who have to be told."""
-
-    def as_json(self) -> dict[str, Any]:
-        finished = [each.model_dump(mode="json") for each in self.finished]
-        told = {id: list(names) for id, names in self.to_notify.items()}
-        return {"finished": finished, "to_notify": told, **PurgeSummary(self.purged).as_json()}
+    purged: tuple[Pass, ...]
+    to_notify: dict[str, tuple[str, ...]]
+    """Request -> recipients of exported models who have to be told that their model contains forgotten pairs."""
 
     def render(self) -> Iterator[RenderableType]:
         if not self.finished:
@@ -195,22 +178,18 @@ class WorkSummary:
             if each.state == "done" and each.outcome.verdict:
                 yield labelled(f"verdict on {', '.join(each.ids)}", each.outcome.verdict)
         if self.purged:
-            yield from PurgeSummary(self.purged).render()
+            yield from PurgeSummary(purged=self.purged).render()
 
 
-@dataclass(frozen=True)
-class PurgeSummary:
-    """What went, what was made again and what stayed."""
+class PurgeSummary(Config):
+    """`ease purge`: what was deleted, what was computed again, and what stayed."""
 
-    passes: tuple[Pass, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"purged": [each.model_dump(mode="json") for each in self.passes]}
+    purged: tuple[Pass, ...]
 
     def render(self) -> Iterator[RenderableType]:
-        if not self.passes:
+        if not self.purged:
             yield "Nothing to purge: no request was released, or not long enough ago"
-        for each in self.passes:
+        for each in self.purged:
             kinds = (("removed", each.removed), ("made again", each.rederived), ("stayed", each.stayed))
             rows = [[kind, line.what, line.why] for kind, lines in kinds for line in lines]
             yield table(f"Purged: {request_id(each.request)}", ["", "what", "why"], rows, text_columns=3)
@@ -283,7 +262,16 @@ def shown_entry(run: Run, id: str, added: bool | None = None) -> EntrySummary:
         method = make_method(entry.method["method"], table=entry.method)
         impact = impact_of(run, entry.request, method_for(run, entry.request, method, policy))
     told = tuple(to_notify(read_recipients(run.folder), entry))
-    return EntrySummary(entry, impact, tuple(ledger.events(id)), added, _names(run), policy.time_zone, told)
+    names = _names(run)
+    return EntrySummary(
+        **dict(_listed(entry, names, policy.time_zone)),
+        added=added,
+        to_notify=told,
+        impact=impact,
+        events=tuple(ledger.events(id)),
+        names=names,
+        time_zone=policy.time_zone,
+    )
 
 
 def _names(run: Run) -> dict[int, str]:
@@ -297,8 +285,9 @@ def show_request(folder: Path, id: str) -> EntrySummary:
 
 def list_requests(folder: Path) -> LedgerSummary:
     run, ledger = Run.load(folder), Ledger(folder)
-    zone = load_policy(folder).time_zone
-    return LedgerSummary(tuple(ledger.entries()), tuple(ledger.consents()), _names(run), zone)
+    names, zone = _names(run), load_policy(folder).time_zone
+    listed = tuple(_listed(each, names, zone) for each in ledger.entries())
+    return LedgerSummary(requests=listed, consents=tuple(ledger.consents()))
 
 
 def approve_request(folder: Path, id: str, by: str | None, key: Path | None = None) -> EntrySummary:
@@ -337,7 +326,7 @@ def work_run(
     told = {id: names for id in done if (names := tuple(to_notify(known, ledger.entry(id))))}
     purged = () if days is None else tuple(purge_released(folder, days))
     _retain(folder, policy)
-    return WorkSummary(finished, purged, told)
+    return WorkSummary(finished=finished, purged=purged, to_notify=told)
 
 
 def _retain(folder: Path, policy: Policy) -> None:
@@ -358,4 +347,4 @@ def purge_run(
     with status("purging", quiet):
         passes = tuple(purge_released(folder, older_than_days, override))
     _retain(folder, load_policy(folder))
-    return PurgeSummary(passes)
+    return PurgeSummary(purged=passes)

@@ -1,15 +1,14 @@
 """What `ease search` does: look for words among a run's pictures, before and after forgetting side by side."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from ease.commands.preview import shortened
+from ease.config import Config
 from ease.console import labelled, plain, status, table
 from ease.errors import UserError
 from ease.operations.ledger.names import answer_name
@@ -24,21 +23,14 @@ LONGEST_ID = 30
 """Letters of an id that a narrow screen keeps in one piece, to be copied."""
 
 
-@dataclass(frozen=True)
-class SearchSummary:
-    """What each model found."""
+class SearchSummary(Config):
+    """`ease search`: what each model found."""
 
     words: str
-    found: Mapping[str, Sequence[Hit]]
-    """Model -> its nearest pictures."""
+    found: dict[str, tuple[Hit, ...]]
+    """Model -> its nearest pictures, nearest first."""
     page: Path | None
-
-    def as_json(self) -> dict[str, Any]:
-        told = {
-            name: [{key: value for key, value in hit.__dict__.items() if key != "place"} for hit in hits]
-            for name, hits in self.found.items()
-        }
-        return {"words": self.words, "found": told, "page": None if self.page is None else str(self.page)}
+    """The page of pictures."""
 
     def render(self) -> Iterator[RenderableType]:
         for name, hits in self.found.items():
@@ -82,4 +74,4 @@ def search_run(
     out = out or folder / FOLDER / f"{name}-{digest(words, request, count, among)[:6]}.html"
     page = found_sheet(f"Search: “{words}”", found, compared.world.evaluator.pairs.pixels, request is not None)
     write_atomic(out, page.encode())
-    return SearchSummary(words, found, out)
+    return SearchSummary(words=words, found={name: tuple(hits) for name, hits in found.items()}, page=out)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
@@ -21,32 +20,19 @@ from ease.operations.serving.messages import Facts
 from ease.operations.serving.served import open_served
 
 
-@dataclass(frozen=True)
-class ServeSummary:
-    """The address of a served model, and which model it is."""
+class ServeSummary(Facts):
+    """`ease serve`: its first line. `/health` answers with the fields from `model` to `version`."""
 
     address: str
     key: str | None
-    facts: Facts
-    has_queue: bool = False
-
-    @property
-    def queue(self) -> str | None:
-        """The page of requests; none for an export, and where others can reach the server."""
-        key = "" if self.key is None else f"?key={self.key}"
-        return f"{self.address}/queue{key}" if self.has_queue else None
-
-    @property
-    def page(self) -> str:
-        """What to open in a browser."""
-        return f"{self.address}/" if self.key is None else f"{self.address}/?key={self.key}"
-
-    def as_json(self) -> dict[str, Any]:
-        own = {"address": self.address, "key": self.key, "page": self.page, "queue": self.queue}
-        return {**own, **self.facts.model_dump()}
+    """To be sent as `Authorization: Bearer KEY`. Null with `--no-key`."""
+    page: str
+    """The address to open in a browser."""
+    queue: str | None
+    """The address of the page of requests. Null for exports, and where others can reach the server."""
 
     def render(self) -> Iterator[RenderableType]:
-        yield self.facts.in_words()
+        yield self.in_words()
         yield labelled("page", self.page)
         if self.queue is not None:
             yield labelled("queue", self.queue)
@@ -110,9 +96,16 @@ def serve_model(
     # A shell that starts this in the background has SIGINT ignored; uvicorn raises both again once it has stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    started = ServeSummary(server.address, server.key, served.facts(), queue is not None)
+    key = "" if server.key is None else f"?key={server.key}"
+    started = ServeSummary(
+        **dict(served.facts()),
+        address=server.address,
+        key=server.key,
+        page=f"{server.address}/{key}",
+        queue=None if queue is None else f"{server.address}/queue{key}",
+    )
     if as_json:
-        print(json.dumps(started.as_json()), flush=True)
+        print(json.dumps(started.model_dump(mode="json")), flush=True)
     else:
         show(started)
         sys.stdout.flush()

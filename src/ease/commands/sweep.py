@@ -1,12 +1,11 @@
 """What `ease sweep` does: try every method's settings with the same budget, and keep the best as TOML."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
+from ease.config import Config
 from ease.console import rounds_bar, table
 from ease.errors import UserError
 from ease.methods import METHODS
@@ -19,18 +18,14 @@ RESULTS = Path("results")
 """Where `ease bench` keeps its runs too."""
 
 
-@dataclass(frozen=True)
-class SweepSummary:
-    """The chosen settings of every method."""
+class SweepSummary(Config):
+    """`ease sweep`: the chosen settings of every method."""
 
-    path: Path
+    file: Path
     chosen: dict[str, dict[str, Chosen]]
+    """Method -> kind of request -> settings."""
     diverged: tuple[str, ...]
-    """Methods and requests without a choice, since all their trials diverged."""
-
-    def as_json(self) -> dict[str, Any]:
-        found = {m: {s: c.model_dump(mode="json") for s, c in by.items()} for m, by in self.chosen.items()}
-        return {"file": str(self.path), "chosen": found, "diverged": list(self.diverged)}
+    """Methods and requests without a choice, because all their trials diverged."""
 
     def render(self) -> Iterator[RenderableType]:
         rows = [
@@ -47,7 +42,7 @@ class SweepSummary:
         columns = ["method", "request", "chosen", "defaults' score", "score"]
         yield table("Chosen settings", columns, rows, caption=FORMULA, text_columns=3)
         yield from (f"{what}: every trial diverged, so there is no choice" for what in self.diverged)
-        yield f'written to {self.path}; use it with tuned = "..." in an experiment'
+        yield f'written to {self.file}; use it with tuned = "..." in an experiment'
 
 
 def sweep_run(
@@ -71,7 +66,7 @@ def sweep_run(
     lost = [
         f"{METHODS[name].title}, {scenario} request" for name, scenario in tried if scenario not in chosen.get(name, {})
     ]
-    return SweepSummary(out, chosen, tuple(lost))
+    return SweepSummary(file=out, chosen=chosen, diverged=tuple(lost))
 
 
 def _searches(source: Path, budget: int, work: Path | None, assignments: Sequence[str]) -> list[Search]:

@@ -1,14 +1,14 @@
 """What `ease train` does, with progress: library calls that end in a printable summary."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
 
 from ease.audit.preflight import audit_prospects
+from ease.config import Config
 from ease.console import errors, labelled, megabytes, rounds_bar, status, table, tell_left_out
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
@@ -20,72 +20,60 @@ from ease.params import Params
 from ease.runs.answers import open_world, release_only_result
 from ease.runs.config import RunConfig
 from ease.runs.forget import check_trains_on
+from ease.runs.records import Metrics
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import write_json
 from ease.trainers import trainer_of
 
+SETS = {"seen": "training pairs", "unseen": "held-out pairs, same clients", "test": "test pairs"}
+"""Sets of pairs whose recall is measured, as tables name them."""
 
-@dataclass(frozen=True)
-class TrainSummary:
-    """What a training run reached."""
 
-    folder: Path
+class TrainSummary(Config):
+    """A finished training: `ease train`, and `summary.json` of a run."""
+
+    run: Path
+    """Its folder."""
     rounds: int
     loss: float | None
-    """Of the last round; a closed-form head has none."""
-    recalls: dict[str, GalleryRecall]
-    before: dict[str, GalleryRecall]
-    bytes_down: int
-    bytes_up: int
+    """Mean training loss of the last round. A closed-form head has none."""
     parameters: int
-    data: DataReport | None = None
-    """What was odd in the files; None for generated data."""
+    """Number of trained values."""
+    metrics: Metrics
+    """`seen/`, `unseen/` and `test/` recall in percent, `initial/` the same before training, `cost/` bytes."""
+    data: dict[str, int] | None = None
+    """Pairs of each split and what was odd in the files. Null for generated data."""
     prospects: str = ""
-    """Why an audit would be refused, where it would."""
+    """Why an audit would be refused. Empty if it would not."""
     advice: str = ""
-    """Whether another kind of model may suit better."""
-
-    def as_json(self) -> dict[str, Any]:
-        metrics: dict[str, float] = {}
-        for name, result in self.recalls.items():
-            metrics |= result.metrics(name)
-        metrics |= {f"initial/{name}/recall@1": result["recall@1"].mean for name, result in self.before.items()}
-        metrics |= {"cost/bytes_down": self.bytes_down, "cost/bytes_up": self.bytes_up}
-        return {
-            "run": str(self.folder),
-            "rounds": self.rounds,
-            "loss": self.loss,
-            "parameters": self.parameters,
-            "metrics": metrics,
-            **({"data": {**self.data.splits, **self.data.counts()}} if self.data else {}),
-            **({"prospects": self.prospects} if self.prospects else {}),
-            **({"advice": self.advice} if self.advice else {}),
-        }
+    """Whether another kind of model may suit better. Empty if not."""
 
     def render(self) -> Iterator[RenderableType]:
-        size = next(iter(self.recalls.values())).size
-        chance = next(iter(self.recalls.values())).chance
-        labels = {"seen": "training pairs", "unseen": "held-out pairs, same clients", "test": "test pairs"}
+        metrics = self.metrics
+        sets = {name: label for name, label in SETS.items() if f"{name}/recall@1" in metrics}
         rows = [
             [
-                labels[name],
-                *(f"{result[f'recall@{k}'].mean:.1f}" for k in (1, 5, 10)),
-                f"{self.before[name]['recall@1'].mean:.1f}",
+                label,
+                *(f"{metrics[f'{name}/recall@{k}']:.1f}" for k in (1, 5, 10)),
+                f"{metrics[f'initial/{name}/recall@1']:.1f}",
             ]
-            for name, result in self.recalls.items()
+            for name, label in sets.items()
         ]
-        rows.append(["chance", *(f"{chance[k]:.1f}" for k in (1, 5, 10)), f"{chance[1]:.1f}"])
+        first = next(iter(sets))
+        chance = [f"{metrics[f'{first}/recall@{k}/chance']:.1f}" for k in (1, 5, 10)]
+        rows.append(["chance", *chance, chance[0]])
+        size = metrics[f"{first}/gallery_pairs"]
         yield table(
-            f"Recall in percent after {self.rounds} rounds (galleries of {size} pairs)",
+            f"Recall in percent after {self.rounds} rounds (galleries of {size:.0f} pairs)",
             ["", "R@1", "R@5", "R@10", "R@1 before training"],
             rows,
         )
         yield (
-            f"{self.parameters:,} trained values; {megabytes(self.bytes_down)} sent to clients, "
-            f"{megabytes(self.bytes_up)} received; "
+            f"{self.parameters:,} trained values; {megabytes(metrics['cost/bytes_down'])} sent to clients, "
+            f"{megabytes(metrics['cost/bytes_up'])} received; "
             + ("solved from sums" if self.loss is None else f"loss {self.loss:.3f}")
-            + (f"; run kept in {self.folder}" if self.folder.exists() else "")
+            + (f"; run kept in {self.run}" if self.run.exists() else "")
         )
         if self.prospects:
             yield labelled("audit", self.prospects, "yellow")
@@ -120,9 +108,8 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
             bar.step(**({} if quiet else _figures(world, finished)))
             tell_left_out(f"round {finished.number}", finished.rejected, quiet)
     with status("measuring recall", quiet):
-        advice = FROZEN if config.model.lora == "off" and trainer_of(config.model) == "fedavg" else ""
-        summary = replace(_summarise(run, world), data=report, prospects=audit_prospects(world), advice=advice)
-    write_json(out / "summary.json", summary.as_json())
+        summary = _summary(run, world, report)
+    write_json(out / "summary.json", summary.model_dump(mode="json"))
     return summary
 
 
@@ -167,20 +154,27 @@ def _figures(world: World, finished: Round) -> dict[str, str]:
     return figures
 
 
-def _summarise(run: Run, world: World) -> TrainSummary:
+def _summary(run: Run, world: World, report: DataReport | None) -> TrainSummary:
     history = run.history
-    rounds = history.rounds()
-    records = [history.record(number) for number in range(1, rounds + 1)]
-    final = history.state(rounds)
+    records = [history.record(number) for number in range(1, history.rounds() + 1)]
+    final = history.state(len(records))
+    metrics: Metrics = {}
+    for name, found in recall_sets(world, final).items():
+        metrics |= found.metrics(name)
+    for name, found in recall_sets(world, history.initial()).items():
+        metrics[f"initial/{name}/recall@1"] = found["recall@1"].mean
+    for key in ("bytes_down", "bytes_up"):
+        metrics[f"cost/{key}"] = sum(getattr(record, key) for record in records)
+    frozen = run.config.model.lora == "off" and trainer_of(run.config.model) == "fedavg"
     return TrainSummary(
-        folder=run.folder,
-        rounds=rounds,
+        run=run.folder,
+        rounds=len(records),
         loss=records[-1].loss,
-        recalls=recall_sets(world, final),
-        before=recall_sets(world, history.initial()),
-        bytes_down=sum(record.bytes_down for record in records),
-        bytes_up=sum(record.bytes_up for record in records),
         parameters=final.size,
+        metrics=metrics,
+        data=None if report is None else {**report.splits, **report.counts()},
+        prospects=audit_prospects(world),
+        advice=FROZEN if frozen else "",
     )
 
 

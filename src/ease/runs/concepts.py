@@ -11,7 +11,9 @@ from difflib import get_close_matches
 
 import numpy as np
 import torch
+from pydantic import Field
 
+from ease.config import Config
 from ease.data.words import centred_cosines, content, has_phrase, says_all, stem, telling
 from ease.errors import UserError
 from ease.federation.remote import Remote
@@ -30,23 +32,22 @@ NEAREST = 20
 SUGGESTED = 4
 
 
-@dataclass(frozen=True)
-class Match:
-    """What words fit, among the training pairs."""
+class Match(Config):
+    """The training pairs that fit some words."""
 
     words: str
     ids: tuple[str, ...]
     """Pairs that fit, nearest first."""
-    saying: frozenset[str]
-    """Those of them with a caption that has all the words."""
+    saying: tuple[str, ...]
+    """Those with a caption that has all the words."""
     threshold: float | None
-    """How near the others are at least; None: captions alone decided."""
-    near: tuple[str, ...]
+    """Least cosine of the others to the words. Null if only captions decided."""
+    near_misses: tuple[str, ...]
     """Pairs that just do not fit, nearest first."""
     scores: dict[str, float]
-    """How near each of these pairs is to the words: a cosine in the frozen space."""
-    captions: dict[str, str]
-    """Of each of these pairs the first caption that says the words, or else its first."""
+    """Pair -> its cosine to the words in the frozen space, for pairs that fit and near misses."""
+    captions: dict[str, str] = Field(default_factory=dict, exclude=True)
+    """Pair -> its first caption with the words, or else its first caption."""
 
     def told(self) -> str:
         """The match in a few words."""
@@ -87,9 +88,9 @@ def match_concept(world: World, words: str, threshold: float | None = None, unle
     return Match(
         words=words,
         ids=tuple(ids[place] for place in chosen),
-        saying=frozenset(ids[place] for place in np.flatnonzero(says)),
+        saying=tuple(ids[place] for place in np.flatnonzero(says)),
         threshold=threshold,
-        near=tuple(ids[place] for place in misses),
+        near_misses=tuple(ids[place] for place in misses),
         scores={ids[place]: float(near[place]) for place in (*chosen, *misses)},
         captions={
             ids[place]: next((text for text in captions[place] if says_all(text, wanted, phrases)), captions[place][0])

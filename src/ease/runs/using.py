@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
+from pydantic import Field
 from torch import Tensor, nn
 
-from ease.config import validate
+from ease.config import Config, validate
 from ease.data.images import DECODER_ERRORS, decode_image, squared
 from ease.errors import UserError
 from ease.model.backbones import Backbone, load_backbone
@@ -150,16 +151,15 @@ def classify(source: Source, pictures: Picture | Sequence[Picture], labels: Sequ
 # --- search ---
 
 
-@dataclass(frozen=True)
-class Hit:
+class Hit(Config):
     """A pair found by a search."""
 
     id: str
     score: float
     """Cosine of the picture with the words."""
     caption: str
-    place: int
-    """In the pair set."""
+    place: int = Field(-1, exclude=True)
+    """Its index in the pair set, which is not written."""
     whose: str
     """`client 3`, or `test` and `validation` for pairs of no client."""
     forgotten: bool

@@ -92,7 +92,7 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
 
     # What was gone before does not count again: the next is subtracted, and its impact says so.
     add(ease, run, "--client", 2, id="next", approve=False)
-    touches = told(ease, "request", "show", run, "next")["touches"]
+    touches = told(ease, "request", "show", run, "next")["impact"]
     left = total - gone - len(singles)
     assert touches["forgotten_fraction"] == pytest.approx(len(ids_of(run, 2)) / left) and touches["method"] == "retrain"
     told(ease, "request", "approve", run, "next")
@@ -103,7 +103,7 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
 def test_a_bound_of_one_never_trains_from_the_start(ease, kept: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(kept, tmp_path / "run"))
     add(ease, run, "--client", 0, "--client", 1, "--client", 2, id="most")
-    assert told(ease, "request", "show", run, "most")["touches"]["method"] == "retrain"
+    assert told(ease, "request", "show", run, "most")["impact"]["method"] == "retrain"
     (done,) = told(ease, "work", run, "--set", "retrain.forgotten_fraction=1")["finished"]
     assert done["outcome"]["answer"] == "client-0-1-2/ease"
 

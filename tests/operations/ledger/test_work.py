@@ -77,7 +77,7 @@ def test_show_says_what_a_request_touches(ease, run: Path, tmp_path: Path) -> No
     add(ease, run, "--samples", listed(tmp_path, ids), id="s", approve=False)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if "ledger" not in path.name}
     shown = told(ease, "request", "show", run, "s")
-    touches = shown["touches"]
+    touches = shown["impact"]
     total = sum(len(holding.train_ids) for holding in Run.load(run).known()[0].clients)
     assert (touches["named"], touches["already_forgotten"], touches["remaining"]) == (5, 0, total)
     assert touches["clients"] == {"0": 2, "3": 3} and touches["rounds"] == [1, 2]
@@ -92,7 +92,7 @@ def test_expected_cost_is_rounds_times_the_measured_seconds_of_one(ease, run: Pa
         os.utime(run / "rounds" / f"{number:05d}" / "round.json", (time, time))
     shown = add(ease, run, "--client", 1, id="c", approve=False)
     # One round of recovery, at 4 s; retraining takes two rounds.
-    assert shown["touches"]["seconds"] == 4.0 and shown["touches"]["cost_fraction"] == 0.5
+    assert shown["impact"]["seconds"] == 4.0 and shown["impact"]["cost_fraction"] == 0.5
 
 
 def test_what_cannot_be_is_refused_at_once(ease, run: Path, tmp_path: Path) -> None:

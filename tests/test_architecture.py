@@ -179,17 +179,17 @@ def block(heading: str) -> list[str]:
 
 
 def test_the_tree_on_the_page_is_the_order_of_imports() -> None:
-    drawn = [name.removesuffix("/") for name in block("Rooms")[1:]]
+    drawn = [name.removesuffix("/") for name in block("Packages")[1:]]
     assert drawn == list(ORDER)
     assert {part_of(module) for module in MODULES if len(module.parts) > 1} == {
-        name.removesuffix("/") for name in block("Rooms") if name.endswith("/") and name != "src/ease/"
+        name.removesuffix("/") for name in block("Packages") if name.endswith("/") and name != "src/ease/"
     }
 
 
 def test_a_request_enters_the_modules_in_the_order_that_is_drawn(ease, small, tmp_path: Path) -> None:
     settings = [part for change in (*small, "model.lora=ffa") for part in ("--set", change)]
     assert ease("train", "--out", tmp_path / "run", *settings, "--quiet").code == 0
-    drawn = block("A request on its way")
+    drawn = block("The path of a request")
     entered: list[str] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:

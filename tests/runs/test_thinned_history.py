@@ -37,7 +37,7 @@ from ease.testing import Posted, Spy
 GROUNDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "one round in two": ((), ("training.history_every=2",)),
     "one in three, half of the clients a round": (("training.participation=0.5",), ("training.history_every=3",)),
-    "half of the clients": (("training.weighting=uniform",), ("training.history_share=0.5",)),
+    "one in two, uniform weights": (("training.weighting=uniform",), ("training.history_every=2",)),
 }
 EVERY = "one round in two"
 HALF_STEP = 2.0**-12
@@ -158,7 +158,7 @@ def test_the_training_is_the_same_and_less_of_it_is_stored(both, ground: str) ->
 
 def test_a_run_whose_updates_are_all_stored_is_told_as_before(small_config) -> None:
     told = small_config().model_dump(mode="json")["training"]
-    assert "history_every" not in told and "history_share" not in told
+    assert "history_every" not in told
     assert small_config("training.history_every=2").model_dump(mode="json")["training"]["history_every"] == 2
     assert small_config("training.history_every=2").identity() != small_config().identity()
 
@@ -200,9 +200,8 @@ def test_what_should_be_stored_and_is_not_is_damage(both, tmp_path) -> None:
     ("settings", "said"),
     [
         (('training.history="client"', "training.history_every=2"), 'training.history = "client" stores no update'),
-        (('training.aggregation="median"', "training.history_share=0.5"), 'need training.aggregation = "mean"'),
+        (('training.aggregation="median"', "training.history_every=2"), 'needs training.aggregation = "mean"'),
         (("training.history_every=0",), "history_every"),
-        (("training.history_share=0",), "history_share"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(small_config, settings: tuple[str, ...], said: str) -> None:
@@ -291,7 +290,7 @@ def test_methods_that_read_all_updates_are_refused_at_once(both, tmp_path, name:
         make_method(name).check(runs.some.config.training)
         return
     run = Run.load(Path(shutil.copytree(runs.some.folder, tmp_path / "run")))
-    with pytest.raises(UserError, match=rf"{name}: this run stores only some.*--method ease, retrain.*both at 1"):
+    with pytest.raises(UserError, match=rf"{name}: this run stores only some.*--method ease, retrain.*it at 1"):
         list(forget(run, runs.world, CLIENT, make_method(name)))
     assert not (run.folder / "requests").exists()
 

@@ -47,8 +47,6 @@ class TrainingConfig(Config):
     """How the server stores updates: whole, or in half the space, each rounded by up to 1 part in 2,000."""
     history_every: int = Field(1, ge=1)
     """The server stores clients' updates of one round in so many, the first among them, and the states of all."""
-    history_share: float = Field(1.0, gt=0, le=1)
-    """Chance of a client's update to be stored in such a round, drawn by seed, round and client."""
     aggregation: Aggregation = "mean"
     """Rule that combines the updates of a round; all except `mean` bound what a few hostile clients can do."""
     hostile: float = Field(0.2, ge=0, lt=0.5)
@@ -83,31 +81,31 @@ class TrainingConfig(Config):
     def _sums_tell_the_mean(self) -> "TrainingConfig":
         if self.history == "client" and self.aggregation != "mean":
             raise ValueError(
-                f'training.history = "client" needs training.aggregation = "mean", for what one client wrote into a '
-                f"{self.aggregation} cannot be told by sums; choose one of the two"
+                f'training.history = "client" needs training.aggregation = "mean", because sums do not reveal the '
+                f"contribution of one client to a {self.aggregation}; choose one of the two"
             )
         if self.thinned and self.history == "client":
             raise ValueError(
-                'training.history = "client" stores no update at the server, so that training.history_every and '
-                "training.history_share have nothing to choose from; leave them at 1"
+                'training.history = "client" stores no update at the server, so that training.history_every has no '
+                "effect; leave it at 1"
             )
         if self.thinned and self.aggregation != "mean":
             raise ValueError(
-                f'training.history_every and training.history_share need training.aggregation = "mean", for a '
-                f"{self.aggregation} is known by all of its updates alone; leave them at 1"
+                f'training.history_every needs training.aggregation = "mean", because a {self.aggregation} is known '
+                "only if all of its updates are stored; leave it at 1"
             )
         return self
 
     @model_serializer(mode="wrap")
-    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit defaults of settings that most trainings leave alone, so that their configurations keep their bytes."""
-        usual = {"history_every": 1, "history_share": 1, "secure": False}
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit defaults of rare settings, so that configurations without them serialise identically."""
+        usual = {"history_every": 1, "secure": False}
         return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
 
     @property
     def thinned(self) -> bool:
         """Whether the server leaves updates out of what it stores."""
-        return self.history_every > 1 or self.history_share < 1
+        return self.history_every > 1
 
     def weight(self, pairs: int) -> float:
         """Of a client in the average."""

@@ -1,9 +1,8 @@
-"""First layers of projectors that no training step reads or writes, where their features never change.
+"""First layers of projectors over fixed features, trained through inner products of the features.
 
-Plain SGD moves such a layer W by sums of d x' alone: x are the features of a pair, d is how its hidden layer is asked
-to change. What W x is for any pair therefore follows from inner products of features, and W itself is added up once,
-at the end. With fewer pairs than about twice their width this is less work, and the largest weights stay out of every
-step.
+Plain SGD changes such a layer W by sums of d x', where x are the features of a pair and d is the gradient at its hidden
+layer. W x of any pair therefore follows from inner products of features, and W itself is computed once, at the end.
+With fewer pairs than about twice the width of the features this is less work, and no step reads the largest weights.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from ease.params import Modality
 
 
 def gram_sides(model: DualEncoder, examples: Examples, job: LocalJob) -> tuple[Modality, ...]:
-    """Whose first layers are better left alone: jobs that may round, plain steps, fixed features and few of them."""
+    """Sides whose first layers are trained this way: jobs may round, steps are plain, few fixed features."""
     if job.precision == "float32" or not job.plain:
         return ()
     found: list[Modality] = []
@@ -40,17 +39,17 @@ class GramLayer:
 
     side: Modality
     each: int
-    """Lines of features for each pair: its captions, or one."""
+    """Rows of features for each pair: one for each caption, or one."""
     features: Tensor
-    """[lines, width], as they are multiplied."""
-    alike: Tensor
-    """Their inner products, and one more for the bias [lines, lines]."""
-    began: Tensor
-    """What the layer gave at the start [trainings, lines, hidden]."""
-    asked: Tensor
-    """Sums of d, by the lines they came from."""
-    used: Tensor
-    """The same as they are multiplied."""
+    """[lines, width], in the precision of products."""
+    gram: Tensor
+    """Their inner products plus 1, for the bias [lines, lines]."""
+    start: Tensor
+    """Output of the layer before the first step [trainings, lines, hidden]."""
+    sums: Tensor
+    """Sums of gradients at the hidden layer, by line."""
+    rounded_sums: Tensor
+    """The same in the precision of products."""
 
     @classmethod
     @torch.no_grad()
@@ -65,42 +64,42 @@ class GramLayer:
         weight, bias = stack[f"{side}.projector.0.weight"], stack[f"{side}.projector.0.bias"]
         # One training after the other: no more than one rounded copy of a layer is in memory.
         given = [F.linear(features, layer.to(kind)).to(layer.dtype) for layer in weight]
-        began = torch.stack(given) + bias[:, None]
-        asked = torch.zeros_like(began)
-        alike = (exact @ exact.mT + 1).to(kind)
-        return cls(side, each, features, alike, began, asked, asked if kind == asked.dtype else asked.to(kind))
+        start = torch.stack(given) + bias[:, None]
+        sums = torch.zeros_like(start)
+        gram = (exact @ exact.mT + 1).to(kind)
+        return cls(side, each, features, gram, start, sums, sums if kind == sums.dtype else sums.to(kind))
 
     @property
     def names(self) -> tuple[str, str]:
         return f"{self.side}.projector.0.weight", f"{self.side}.projector.0.bias"
 
     def hidden(self, rows: np.ndarray, captions: np.ndarray, rate: float) -> Tensor:
-        """What the layer gives for a batch of each training now [trainings, pairs, hidden]."""
+        """Output of the layer for a batch of each training [trainings, pairs, hidden]."""
         lines = self._lines(rows, captions)
-        near = self.alike.index_select(0, lines.flatten()).unflatten(0, lines.shape)
-        moved = torch.bmm(near, self.used[: len(lines)])
-        began = self.began.flatten(0, 1).index_select(0, self._places(lines)).unflatten(0, lines.shape)
-        return began.sub_(moved, alpha=rate)
+        near = self.gram.index_select(0, lines.flatten()).unflatten(0, lines.shape)
+        moved = torch.bmm(near, self.rounded_sums[: len(lines)])
+        start = self.start.flatten(0, 1).index_select(0, self._places(lines)).unflatten(0, lines.shape)
+        return start.sub_(moved, alpha=rate)
 
-    def learn(self, rows: np.ndarray, captions: np.ndarray, wanted: Tensor) -> None:
-        """Take the gradient of what `hidden` gave for the same batch."""
+    def learn(self, rows: np.ndarray, captions: np.ndarray, gradient: Tensor) -> None:
+        """Make a step with the gradient at the output of `hidden` for the same batch."""
         places = self._places(self._lines(rows, captions))
-        asked = self.asked.flatten(0, 1)
-        asked.index_add_(0, places, wanted.flatten(0, 1))
-        if self.used is not self.asked:
-            self.used.flatten(0, 1).index_copy_(0, places, asked.index_select(0, places).to(self.used.dtype))
+        sums, rounded = self.sums.flatten(0, 1), self.rounded_sums.flatten(0, 1)
+        sums.index_add_(0, places, gradient.flatten(0, 1))
+        if self.rounded_sums is not self.sums:
+            rounded.index_copy_(0, places, sums.index_select(0, places).to(rounded.dtype))
 
     def changes(self, rate: float) -> dict[str, Tensor]:
-        """What all steps together did to the weights and to the bias."""
+        """Changes of the weights and of the bias over all steps."""
         weight, bias = self.names
-        kind = self.asked.dtype
-        summed = torch.stack([each.mT @ self.features for each in self.used])
-        return {weight: summed.to(kind).mul_(-rate), bias: self.asked.sum(1).mul_(-rate)}
+        kind = self.sums.dtype
+        summed = torch.stack([each.mT @ self.features for each in self.rounded_sums])
+        return {weight: summed.to(kind).mul_(-rate), bias: self.sums.sum(1).mul_(-rate)}
 
     def _lines(self, rows: np.ndarray, captions: np.ndarray) -> Tensor:
         lines = rows if self.each == 1 else rows * self.each + captions
-        return torch.from_numpy(lines).to(self.asked.device)
+        return torch.from_numpy(lines).to(self.sums.device)
 
     def _places(self, lines: Tensor) -> Tensor:
-        """Where lines of each training lie in the stack of all."""
-        return (lines + torch.arange(len(lines), device=lines.device)[:, None] * self.asked.shape[1]).flatten()
+        """Positions of each training's lines in the stack of all."""
+        return (lines + torch.arange(len(lines), device=lines.device)[:, None] * self.sums.shape[1]).flatten()

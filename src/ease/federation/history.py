@@ -26,7 +26,6 @@ from ease.federation.fedavg import Round, SentUpdate
 from ease.federation.protocol import Update
 from ease.model.closed_form import Ridge
 from ease.params import Block, Params
-from ease.seeding import generator
 from ease.storage import read_json, read_some, sha256, write_atomic, write_json
 
 REMEDY = "restore it or train again"
@@ -39,8 +38,8 @@ AT_CLIENTS = (
     'retrain or another one that reads no stored updates, or train with training.history = "server"'
 )
 THINNED = (
-    "this run stores only some of its clients' updates (training.history_every, training.history_share); use --method "
-    "ease, retrain or another one that reads no stored updates, or train with both at 1"
+    "this run stores only some of its clients' updates (training.history_every); use --method ease, retrain "
+    "or another one that reads no stored updates, or train with it at 1"
 )
 STATE = "state.safetensors"
 SUMS = "sums.safetensors"
@@ -128,10 +127,6 @@ class History:
     """Clients whose updates are kept; absent: all. Only scratch histories are for readers that ask for some alone."""
     every: int = 1
     """Updates are kept of one round in so many."""
-    share: float = 1.0
-    """Chance of an update to be kept in such a round."""
-    seed: int = 0
-    """That the chance is drawn by."""
 
     @property
     def initial_path(self) -> Path:
@@ -210,17 +205,14 @@ class History:
     @property
     def thinned(self) -> bool:
         """Whether only some updates are stored."""
-        return self.every > 1 or self.share < 1 or self.keeps is not None
+        return self.every > 1 or self.keeps is not None
 
     def stores(self, number: int, client: int) -> bool:
         """Whether the server stores a client's update of a round.
 
-        The first round counts first, because it moves the model furthest. Each update is decided by itself, so that
-        further rounds and other clients do not change the choice.
+        The first round counts first, because it moves the model furthest.
         """
-        if not self.updates or (number - 1) % self.every or not (self.keeps is None or client in self.keeps):
-            return False
-        return self.share == 1 or float(generator(self.seed, "history", number, client).random()) < self.share
+        return self.updates and (number - 1) % self.every == 0 and (self.keeps is None or client in self.keeps)
 
     def update_path(self, number: int, client: int) -> Path:
         """The file that holds all stored updates of a round, each as `Params.save` writes it."""

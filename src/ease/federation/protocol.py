@@ -1,4 +1,4 @@
-"""What travels between server and clients: jobs out, updates back, and the rules an update must obey."""
+"""Jobs, updates and the interface of a federation: what server and clients exchange."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,22 +33,21 @@ RoundNumber = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 
 @dataclass(frozen=True)
 class Replay:
-    """A round of the training to go through once more, with the random numbers that it had."""
+    """A round of the training to repeat with its own random numbers."""
 
     round: int
     state: Params | str
-    """Where it began, or the hash of the encoded state, where the client reads it from its own disk. A client keeps the
-    states it was sent, so only their hashes travel."""
+    """The state that the round started from, or its hash if the client stores that state."""
     weight: float
-    """What its change counts in the sum that comes back."""
+    """Factor of its change in the returned sum."""
     group: int
-    """Which of the sums it belongs to."""
+    """The returned sum that it belongs to."""
     clients: tuple[int, ...] = ()
-    """Who took part in it; none: everyone who is asked."""
+    """Clients that took part in the round; empty: all clients that are asked."""
 
     @property
-    def began(self) -> Params:
-        """The state where it began, once it is there."""
+    def start(self) -> Params:
+        """The state that the round started from, if it is loaded."""
         assert isinstance(self.state, Params)
         return self.state
 
@@ -82,13 +81,13 @@ class LocalJob:
     radius: float | None = None
     """How far local training may go from where it starts; beyond, it is projected back."""
     sparse: Sparse | None = None
-    """The state that is sent is an adapter over this frozen base, and so is the change that comes back."""
+    """If set, the state and the returned change are an adapter over this frozen base."""
     replays: tuple[Replay, ...] = ()
-    """Rounds of the training to go through again, or to tell of."""
+    """Rounds of the training to repeat or to report."""
     keep: bool = False
-    """The client keeps the state it is sent and its update, on its own disk."""
+    """Whether the client stores the state and its update on its own disk."""
     precision: Precision = "float32"
-    """In which projectors multiply; `auto`: in what is faster where they do. Sums and steps are never rounded."""
+    """Precision of products in projectors; `auto` is the faster one. Sums and steps are never rounded."""
     inbox: Mapping[int, bytes] = field(default_factory=dict)
     """Client -> a message for this client only."""
 
@@ -96,9 +95,9 @@ class LocalJob:
         return hash((self.round, self.seed, self.stream, self.objective, self.data, self.request))
 
     def own(self, client: int, ids: Collection[str]) -> "LocalJob":
-        """The job as one client gets it: of single pairs to forget its own, of rounds those it was in.
+        """The job for one client: only its own forget pairs, the rounds that it took part in, and its own message.
 
-        `ids` are the training pairs of the client. What other clients hold is none of its business.
+        `ids` are the training pairs of the client.
         """
         request = self.request
         if isinstance(request, SampleRequest):
@@ -111,7 +110,7 @@ class LocalJob:
 
     @property
     def common(self) -> "LocalJob":
-        """What is left without that which is a client's own: it is the same for all who are given the job."""
+        """The job with client-specific fields removed: it is the same for all clients that get the job."""
         request = SampleRequest(ids=()) if isinstance(self.request, SampleRequest) else self.request
         return replace(self, request=request, replays=(), inbox={})
 
@@ -122,20 +121,20 @@ class LocalJob:
         return self.optimiser.kind == "sgd" and all(each is None for each in changes)
 
     def batch_count(self, pairs: int) -> int:
-        """Batches in an epoch over so many pairs; a batch of one pair would have no negatives at all."""
+        """Number of batches in an epoch; none has a single pair, which would have no negatives."""
         return max(1, min(round(pairs / self.batch_size), pairs // 2))
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """A client's answer: its change of the parameters, or only values if it was asked to measure."""
+    """A client's answer: its change of the parameters, or only values if the job measures."""
 
     client: int
     pairs: int
     delta: Params | None
     values: Mapping[str, Tensor] = field(default_factory=dict)
     refused: str = ""
-    """Why the server takes no answer of this client; it stands for the answer then, and no client sends it."""
+    """Why the server rejects this client's answer. Only the server sets it."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Update):
@@ -149,7 +148,7 @@ class Update:
 
     @property
     def change(self) -> Params:
-        """The change of parameters, of an update that is known to carry one."""
+        """The change of parameters of an update that has one."""
         assert self.delta is not None
         return self.delta
 
@@ -181,7 +180,7 @@ class Federation(Protocol):
         ...
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        """Give each client its own part of a job; answers come in any order."""
+        """Give each client its own part of a job and yield the answers in any order."""
         ...
 
 
@@ -215,7 +214,7 @@ class Middleware:
 
 
 def own_jobs(federation: Federation, job: LocalJob, clients: Sequence[int]) -> dict[int, LocalJob]:
-    """Client -> the job as it gets it."""
+    """Client -> its own part of a job."""
     held = federation.members
     return {client: job.own(client, held.get(client, ())) for client in clients}
 

@@ -32,7 +32,7 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What a training learnt, on the CPU."""
+    """The change of parameters of a training and its loss, on the CPU."""
 
     delta: Params
     loss: Tensor
@@ -42,7 +42,7 @@ class LocalResult:
 def training_of(
     start: Params, positions: np.ndarray, captions: int, job: LocalJob, rng: np.random.Generator
 ) -> LocalTraining:
-    """The same draws as training alone: an epoch is shuffled, then each pair of each batch gets a caption."""
+    """A training with the draws of `align`: an epoch is shuffled, then each pair of a batch gets a caption."""
     drawn = ((chosen, rng.integers(captions, size=len(chosen))) for chosen in batches(positions, job, rng))
     return LocalTraining(start, tuple(Draw(*batch) for batch in drawn))
 
@@ -64,7 +64,7 @@ def train_stacked(
     }
     losses = torch.zeros(len(ranked), device=device, dtype=next(iter(stack.values())).dtype)
     halved = _halved(job, ranked[0].start, device)
-    layers = _spanned(model, examples, stack, job, torch.bfloat16 if halved else losses.dtype)
+    layers = _gram_layers(model, examples, stack, job, torch.bfloat16 if halved else losses.dtype)
     still = {name for layer in layers for name in layer.names}
     names = list(stack)
     stack = {name: tensor for name, tensor in stack.items() if name not in still}
@@ -83,9 +83,9 @@ def train_stacked(
         with torch.no_grad():
             if projects_alone(model):
                 hidden = {layer.side: layer.hidden(step.rows, step.captions, rates[layer.names[0]]) for layer in layers}
-                loss, found, wanted = _written_out(model, minimised, tensors, states, hidden, step, common)
+                loss, found, at_hidden = _written_out(model, minimised, tensors, states, hidden, step, common)
                 for layer in layers:
-                    layer.learn(step.rows, step.captions, wanted[layer.side])
+                    layer.learn(step.rows, step.captions, at_hidden[layer.side])
             else:
                 loss, found = _by_graph(model, minimised, tensors, states, step, common)
             losses[:active] += loss
@@ -182,9 +182,9 @@ def _written_out(
     step: StackedBatch,
     job: LocalJob,
 ) -> tuple[Tensor, dict[str, Tensor | Factors], dict[Modality, Tensor]]:
-    """The same of projectors over fixed features, and the gradients of what their first layers gave.
+    """The losses and gradients of projectors over fixed features, and the gradients at the outputs of first layers.
 
-    `hidden` is what first layers gave that are spanned.
+    `hidden` has the outputs of Gram layers.
     """
 
     def projected(side: Modality, own: Tensor, mask: Tensor | None) -> Projected:
@@ -196,14 +196,14 @@ def _written_out(
     image, text = (each.embeddings for each in sides)
     loss, *slopes = minimised.with_slopes(image, text, step.valid, step.draws, job)
     found: dict[str, Tensor | Factors] = {}
-    wanted: dict[Modality, Tensor] = {}
+    at_hidden: dict[Modality, Tensor] = {}
     for each, slope in zip(sides, slopes, strict=True):
-        own, wanted[each.side] = each.gradients(tensors, slope)
+        own, at_hidden[each.side] = each.gradients(tensors, slope)
         found |= own
-    return loss, found, wanted
+    return loss, found, at_hidden
 
 
-def _spanned(
+def _gram_layers(
     model: DualEncoder, examples: Examples, stack: Mapping[str, Tensor], job: LocalJob, kind: torch.dtype
 ) -> list[GramLayer]:
     sides = gram_sides(model, examples, job)
@@ -211,6 +211,6 @@ def _spanned(
 
 
 def _without(examples: Examples, layers: Sequence[GramLayer]) -> Examples:
-    """What is still to be fed: of a side whose first layer is spanned, no features."""
+    """The examples without the features of sides whose first layer is a Gram layer."""
     empty = {layer.side: getattr(examples, layer.side)[..., :0] for layer in layers}
     return replace(examples, **empty)

@@ -194,7 +194,7 @@ def forget_then_finetune(
     finetune_rounds: int,
     stream: str,
 ) -> Iterator[Step]:
-    """Rounds of a job at those who hold forget pairs, the mean of their answers being the new state; then repair."""
+    """Rounds of a job at clients with forget pairs, whose mean update makes the new state; then fine-tuning."""
     for number in range(1, forget_rounds + 1):
         answers = federation.run(state, replace(job, round=number), forget_clients(request, federation))
         finished = average(state, answers, trained.training, number, clip=False)
@@ -205,10 +205,10 @@ def forget_then_finetune(
 
 def step_of(finished: Round, phase: str) -> Step:
     """A federated round as a step."""
-    return Step(finished.state, phase, finished.loss, told_of(finished))
+    return Step(finished.state, phase, finished.loss, exclusions(finished))
 
 
-def told_of(finished: Round) -> dict[str, Any]:
-    """Who was left out of a round or cut short, where there was someone."""
-    told = {"rejected": finished.rejected, "clipped": finished.clipped}
-    return {name: clients for name, clients in told.items() if clients}
+def exclusions(finished: Round) -> dict[str, Any]:
+    """Clients whose updates were rejected or clipped in a round, as notes of its step."""
+    found = {"rejected": finished.rejected, "clipped": finished.clipped}
+    return {name: clients for name, clients in found.items() if clients}

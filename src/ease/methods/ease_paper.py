@@ -9,7 +9,7 @@ from ease.errors import UserError
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.lock import LockMessage, pack_directions
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, told_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, exclusions, retained_clients, share_of
 from ease.methods.columns import Change, UpdateColumn, block_spectrum, canonical_basis, describe, stored_columns
 from ease.params import Block
 from ease.requests.request import ClientRequest, Request
@@ -86,7 +86,7 @@ class EasePaper(Unlearner):
             finished = average(state, federation.run(state, job, drawn), training, number)
             state = finished.state  # line 29
             last = number == total
-            yield Step(state, phase, finished.loss, notes | told_of(finished), bases=dict(bases) if last else None)
+            yield Step(state, phase, finished.loss, notes | exclusions(finished), bases=dict(bases) if last else None)
             notes = {}
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ease.federation.fedavg import Round, TrainingConfig, average
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, retained_clients, share_of, told_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, exclusions, fine_tuning, retained_clients, share_of
 from ease.params import Params, weighted_mean
 from ease.requests.request import ClientRequest, Request
 from ease.seeding import torch_generator
@@ -54,7 +54,7 @@ class FedRecovery(Unlearner):
         deviation = self.noise * correction.norm() / correction.size**0.5
         noise = correction.map(lambda tensor: deviation * torch.randn(tensor.shape, generator=rng).to(tensor.dtype))
         state = asked.state - correction + noise
-        yield Step(state, "subtraction", asked.loss, told_of(asked))
+        yield Step(state, "subtraction", asked.loss, exclusions(asked))
         recovery = share_of(trained.training, self.recovery_share)
         yield from fine_tuning(trained, state, request, federation, recovery, self.name)
 

@@ -11,7 +11,7 @@ from ease.data.examples import States
 from ease.federation.fedavg import TrainingConfig, average, participants
 from ease.federation.objectives import Draw, StatesLoss, Tensors, draw_pairs, embed_states, register
 from ease.federation.protocol import Federation, LocalJob
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, step_of, told_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, exclusions, retained_clients, share_of, step_of
 from ease.methods.fed_recovery import retained_shares, stored_updates
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
@@ -73,7 +73,7 @@ class Fukd(Unlearner):
         training, retained = trained.training, retained_clients(request, federation)
         asked, kept = retained_shares(trained, request, federation, self.name)
         state = asked.state - self.subtraction * contribution(trained, kept)
-        yield Step(state, "subtraction", asked.loss, told_of(asked))
+        yield Step(state, "subtraction", asked.loss, exclusions(asked))
         for number in range(1, share_of(training, self.share) + 1):
             job = training.job(
                 number,

@@ -126,8 +126,6 @@ class Run:
             half=training.history_precision == "float16",
             place=head.places[-1],
             every=training.history_every,
-            share=training.history_share,
-            seed=self.config.seed,
         )
 
     @property

@@ -15,7 +15,7 @@ from ease.config import Config
 from ease.errors import TooFew
 from ease.federation.fedavg import Round, TrainingConfig, average, participants
 from ease.federation.protocol import Federation, Precision
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, share_of, told_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, exclusions, retained_clients, share_of
 from ease.methods.columns import Change, single_direction
 from ease.methods.ease.contribution import ForgetContribution, contribution_of
 from ease.methods.ease.stored_sums import Source
@@ -103,7 +103,7 @@ class Ease(Unlearner):
                 state,
                 "recovery",
                 finished.loss,
-                {**told_of(finished), **({"ended": ended} if ended else {})},
+                {**exclusions(finished), **({"ended": ended} if ended else {})},
                 bases=joined(self._directions(trained, contribution), trained.locked) if last and self.lock else None,
                 base=UnlearningBase(base, contribution.reports) if last else None,
             )
@@ -128,7 +128,7 @@ class Ease(Unlearner):
         if not isinstance(request, ClientRequest):
             return work + holders * self.replay * training.rounds * replay_cost
         if self.contribution_source == "leaving":  # leaving clients repeat what is not stored
-            work += holders * training.rounds * (1 - training.history_share / training.history_every)
+            work += holders * training.rounds * (1 - 1 / training.history_every)
         return work
 
     def advice(self, forget_share: float, cost: float) -> str:

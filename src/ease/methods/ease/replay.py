@@ -72,7 +72,7 @@ def refilled(draws: Sequence[Draw], client: ClientData, job: LocalJob) -> Iterat
 def replay_parts(state: Params, job: LocalJob) -> dict[str, Assigned]:
     """One training for each round, from the state that the round began from."""
     return {
-        str(each.round): (each.began, replace(job, round=each.round, objective=ROUND, replays=()))
+        str(each.round): (each.start, replace(job, round=each.round, objective=ROUND, replays=()))
         for each in job.replays
     }
 

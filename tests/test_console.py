@@ -15,10 +15,10 @@ from ease.console import (
     labelled,
     megabytes,
     plain,
+    print_left_out,
     rounds_bar,
     status,
     table,
-    tell_left_out,
     with_progress,
 )
 from ease.errors import UserError
@@ -179,8 +179,8 @@ def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.Capt
 
 
 def test_who_was_left_out_is_told_on_the_error_stream_as_it_is(capsys) -> None:
-    tell_left_out("round 3", {7: "it failed with [red]Error"}, quiet=False)
-    tell_left_out("round 4", {7: "it is late"}, quiet=True)
+    print_left_out("round 3", {7: "it failed with [red]Error"}, quiet=False)
+    print_left_out("round 4", {7: "it is late"}, quiet=True)
     told = capsys.readouterr()
     assert told.err == "round 3: without client 7: it failed with [red]Error\n" and told.out == ""
 

@@ -98,15 +98,15 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first
     if not errors.is_terminal:  # a log file: a line for each round instead of a bar
         numbers, begun = count(1), time.monotonic()
 
-        def tell(note: str) -> None:
+        def print_round(note: str) -> None:
             number = next(numbers)
             left = (time.monotonic() - begun) / number * (total - done - number)
-            told = f"left {timedelta(seconds=round(left))}  " if done + number < total else ""
+            rest = f"left {timedelta(seconds=round(left))}  " if done + number < total else ""
             errors.print(
-                f"{title} {done + number}/{max(total, done + number)}  {told}{note}", soft_wrap=True, markup=False
+                f"{title} {done + number}/{max(total, done + number)}  {rest}{note}", soft_wrap=True, markup=False
             )
 
-        yield RoundProgress(tell)
+        yield RoundProgress(print_round)
         return
     with Progress(*_columns(), console=errors, transient=False, speed_estimate_period=ESTIMATE_SECONDS) as progress:
         try:
@@ -122,7 +122,7 @@ def rounds_bar(title: str, total: int, done: int = 0, quiet: bool = False, first
             raise
 
 
-def tell_left_out(when: str, clients: Mapping[Any, str], quiet: bool) -> None:
+def print_left_out(when: str, clients: Mapping[Any, str], quiet: bool) -> None:
     """Print the clients that a round left out, above the progress bar."""
     for client, reason in {} if quiet else clients.items():
         errors.print(f"{when}: without client {client}: {reason}", soft_wrap=True, markup=False, highlight=False)
@@ -138,13 +138,13 @@ def ticks_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[
             task = progress.add_task(title, total=total, note="")
             yield lambda ticks: progress.update(task, advance=ticks)
     else:  # a log file: a line for each tenth
-        done, told = 0, 0
+        done, printed = 0, 0
 
         def advance(ticks: int) -> None:
-            nonlocal done, told
+            nonlocal done, printed
             done += ticks
-            if done * 10 // total > told:
-                told = done * 10 // total
+            if done * 10 // total > printed:
+                printed = done * 10 // total
                 errors.print(f"{title} {done}/{total}", soft_wrap=True, markup=False)
 
         yield advance

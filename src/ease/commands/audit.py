@@ -1,4 +1,4 @@
-"""What `ease audit` does: make the shadows, take every measure, and show one page."""
+"""`ease audit`: trains the shadow models, takes every measure and prints the verdict."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from ease.audit.records import AuditRecord, PairRecord, Price
 from ease.audit.runner import Audit, AuditBatch, check_audited, check_possible
 from ease.audit.verdict import EVIDENCE, Identity, Measure
 from ease.commands.forget import answer
-from ease.commands.train import tell_threads
+from ease.commands.train import warn_about_threads
 from ease.config import Config
 from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
 from ease.errors import UserError
@@ -33,7 +33,7 @@ from ease.storage import remove_leftovers
 from ease.trainers import trainer_of
 
 EXIT_CODES = {True: 0, False: 1, None: 3}
-"""Of `ease audit --exit-code`, by whether the answer passed; 2 is a user's mistake, as everywhere."""
+"""Exit code of `ease audit --exit-code` by whether the result passed. 2 is a user error in every command."""
 PARTS = ("forget", "near", "retain", "test")
 
 
@@ -68,8 +68,8 @@ class AuditSummary(AuditRecord):
         if self.relative is not None:
             yield labelled("relative", self.relative.words, "bold")
         for each in self.strata:
-            told = each.test.words if each.test else f"{each.pairs} pairs, too few to see anything"
-            yield labelled(each.name, told, "bold")
+            words = each.test.words if each.test else f"{each.pairs} pairs, too few to see anything"
+            yield labelled(each.name, words, "bold")
         yield from self._measured() if verdict.identity is None else [identity_table(verdict.identity)]
         costs = [_cost(name, price) for name, price in self.costs.totals.items()]
         yield table("Cost", ["", "answer", "retrain", "ratio"], costs)
@@ -111,7 +111,7 @@ class AuditSummary(AuditRecord):
 
 
 def identity_table(found: Identity) -> RenderableType:
-    """Each hash of an exact answer beside that of retraining."""
+    """The hashes of an exact result next to those of retraining."""
     sides = (("sums", found.sums, found.retrain_sums), ("model", found.model, found.retrain_model))
     rows: list[list[str | Text]] = [
         [name, ours[:16], theirs[:16], Text("equal", "green") if ours == theirs else Text("other", "red")]
@@ -133,7 +133,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _pair_rows(pair: PairRecord) -> Iterator[list[str | Text]]:
-    """Rank, margin and log-odds, and what retrained models span."""
+    """Rank, margin and log-odds of a pair, and their range over retrained models."""
     for name, values, digits in pair.rows:
         spread = [value for model, value in values.items() if model.startswith("retrain")]
         shown = [f"{values[model]:.{digits}f}" for model in ("trained", "unlearned", "retrain")]
@@ -161,7 +161,7 @@ class AuditsSummary(Config):
 
     @property
     def exit_code(self) -> int:
-        """Not passed counts before what cannot be told, and passed only if all did."""
+        """The code for all of them: not passed if one did not pass, else undecided if one is undecided."""
         codes = {each.exit_code for each in self.audits}
         return next(code for code in (EXIT_CODES[False], EXIT_CODES[None], EXIT_CODES[True]) if code in codes)
 
@@ -171,12 +171,12 @@ class AuditsSummary(Config):
 
 
 def audit_run(folder: Path, name: str, config: AuditConfig, retrain: bool, quiet: bool) -> AuditSummary:
-    """Audit a finished answer of a run."""
+    """Audit a result of a run."""
     return audits_run(folder, (name,), config, retrain, quiet).audits[0]
 
 
 def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain: bool, quiet: bool) -> AuditsSummary:
-    """Audit finished answers to one request of a run, all from the same trained shadows."""
+    """Audit several results of one request of a run with the same shadow models."""
     run = Run.load(folder)
     names = [answer_name(folder, name) for name in names]
     found = [find_answer(run, name) for name in names]
@@ -187,7 +187,7 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
             f"{strangers[0] if strangers else names[-1]}: audits share shadows where they are of different answers to "
             f"one request, and the first is {names[0]}; audit it by a command of its own"
         )
-    tell_threads(run)
+    warn_about_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     if trainer_of(run.config.model) == "sums":
@@ -222,7 +222,7 @@ def _identity_audit(
     config: AuditConfig,
     quiet: bool,
 ) -> AuditsSummary:
-    """Of an exact answer: retraining takes a second, and its hashes say everything."""
+    """Audit an exact result by comparing its hashes with those of retraining, which takes a second."""
     stored, request, method = found
     check_audited(name, method)
     answer(run, world, request, Retrain(), quiet)
@@ -233,7 +233,7 @@ def _identity_audit(
 
 
 def _tell_time(run: Run, audit: AuditBatch, quiet: bool) -> None:
-    """How long the trainings of an audit are expected to take, by the rounds of the run itself."""
+    """Print how long the training of shadows will take, estimated from the rounds of the run."""
     (shadows, orders), each = audit.missing(), seconds_per_round(run)
     if quiet or each is None or not (shadows or orders):
         return
@@ -285,7 +285,7 @@ def _level_row(name: str, level: Level) -> list[str | Text]:
 
 
 def quick_run(folder: Path, name: str, quiet: bool) -> QuickSummary:
-    """Look at a finished answer of a run; nothing is trained."""
+    """Check a result of a run by membership scores, without training anything."""
     run = Run.load(folder)
     name = answer_name(folder, name)
     stored, request, _ = find_answer(run, name)

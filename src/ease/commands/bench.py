@@ -120,7 +120,7 @@ def bench_run(experiment: Experiment, name: str, out: Path, processes: int | Non
 
 
 def write_tables(folder: Path) -> BenchSummary:
-    """Tables and figures from `results.json` alone: the same results give the same bytes."""
+    """Write tables and figures from `results.json`. The same results give the same bytes."""
     path = folder / "results.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder that `ease bench` wrote, such as results/main")

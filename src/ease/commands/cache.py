@@ -1,4 +1,4 @@
-"""What `ease cache` does: say what the cache holds, and delete what can be made again."""
+"""`ease cache`: lists and deletes cached files, which can be made again."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -49,12 +49,12 @@ class CacheSummary(Config):
 
     def render(self) -> Iterator[RenderableType]:
         if self.cleared:
-            yield f"{megabytes(self.bytes)} deleted from {self.folder}; what is needed again is made again"
+            yield f"{megabytes(self.bytes)} deleted from {self.folder}; files that are needed again are made again"
             return
         rows: list[list[str | Text]] = [
             [
                 part.name,
-                PARTS.get(part.name, "not made by ease, and left alone"),
+                PARTS.get(part.name, "not made by ease, never deleted"),
                 str(part.files),
                 megabytes(part.bytes),
                 part.newest[:10],

@@ -1,4 +1,4 @@
-"""What `ease compare` and `ease demo` do: models and methods side by side on one request."""
+"""`ease compare` and `ease demo`: compare models and methods on one request."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from ease.commands.forget import answer, contribution_line
 from ease.commands.train import TrainSummary, train_run
 from ease.config import Config, override, validate
-from ease.console import duration, megabytes, rounds_bar, status, table, tell_left_out
+from ease.console import duration, megabytes, print_left_out, rounds_bar, status, table
 from ease.data.config import count_listed
 from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
@@ -134,7 +134,7 @@ class CompareSummary(Config):
             caption="Time, and bytes in both directions. One seed: a point or two of recall is chance.",
         )
         if self.exact.identical:
-            yield "The answer of the closed form is the file that retraining gives: both were made and compared"
+            yield "The result of the closed form is the file that retraining gives: both were made and compared"
         yield self.advice
 
 
@@ -160,12 +160,12 @@ def train_only(config: RunConfig, folder: Path, quiet: bool) -> tuple[Run, World
     with rounds_bar("training", config.training.rounds, run.history.rounds(), quiet) as bar:
         for finished in run.train(world):
             bar.step()
-            tell_left_out(f"round {finished.number}", finished.rejected, quiet)
+            print_left_out(f"round {finished.number}", finished.rejected, quiet)
     return run, world, {**traffic(run), "cost/seconds": time.perf_counter() - started}
 
 
 def same_as_retrained(run: Run, world: World, request: Request, method: Unlearner, quiet: bool) -> bool:
-    """Whether an answer is the file that retraining gives."""
+    """Whether a result is the file that retraining gives."""
     retrain = make_method("retrain")
     answer(run, world, request, retrain, quiet)
     return sha256(answer_of(run, request, method).model_path) == sha256(answer_of(run, request, retrain).model_path)

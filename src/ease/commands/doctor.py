@@ -1,4 +1,4 @@
-"""What `ease doctor` does: look at the machine, the installation and the cache, and try everything once, small."""
+"""`ease doctor`: checks the machine, the installation and the cache, and tries a small run."""
 
 import os
 import platform
@@ -33,8 +33,8 @@ State = Literal["fine", "warning", "failed"]
 PACKAGE = "ease-unlearning"
 FEWEST_FREE = 1e9
 """Bytes of free disk below which a run may not fit."""
-UNTOLD = ("dev",)
-"""Extras of those who change the code."""
+UNLISTED = ("dev",)
+"""Extras for developers."""
 SELF_TEST = (
     "data.train=24",
     "data.validation=0",
@@ -76,7 +76,7 @@ class DoctorSummary(Config):
 
 
 def doctor(quiet: bool) -> DoctorSummary:
-    """Look at everything; a part that cannot be looked at has failed, and stops no other."""
+    """Run every check. A check that raises an error has failed, and the others still run."""
     looked = [
         ("ease", _versions),
         ("machine", _machine),
@@ -93,7 +93,7 @@ def doctor(quiet: bool) -> DoctorSummary:
     try:
         cache = list_cache()
     except UserError:
-        cache = None  # told above
+        cache = None  # reported by the check of the cache
     return DoctorSummary(
         version=ease.__version__,
         healthy=all(each.state != "failed" for each in findings),
@@ -117,10 +117,10 @@ def _versions() -> Iterator[tuple[State, str]]:
 
 def _machine() -> Iterator[tuple[State, str]]:
     threads = os.environ.get("OMP_NUM_THREADS")
-    told = f", OMP_NUM_THREADS={threads}" if threads else ""
+    given = f", OMP_NUM_THREADS={threads}" if threads else ""
     yield (
         "fine",
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} used{told}",
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} used{given}",
     )
 
 
@@ -134,7 +134,7 @@ def _packages() -> Iterator[tuple[State, str]]:
     yield from (("failed", f"{each}; pip install --upgrade {PACKAGE}") for each in lacking if each)
     if not any(lacking):
         yield "fine", "all that are needed"
-    extras = sorted(set(metadata.metadata(PACKAGE).get_all("Provides-Extra") or ()) - {*UNTOLD})
+    extras = sorted(set(metadata.metadata(PACKAGE).get_all("Provides-Extra") or ()) - {*UNLISTED})
     there = {extra: not any(_lack(each) for each in _of(wanted, extra)) for extra in extras}
     yield "fine", f"extras that can be used: {', '.join(name for name, whole in there.items() if whole) or 'none'}"
     absent = [name for name, whole in there.items() if not whole]
@@ -152,7 +152,7 @@ def _of(wanted: list[Requirement], extra: str) -> list[Requirement]:
 
 
 def _lack(wanted: Requirement) -> str:
-    """What is wrong with a package that is needed; nothing where it is there and new enough."""
+    """What is wrong with a required package. Empty if it is installed and new enough."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -185,7 +185,7 @@ def _cache() -> Iterator[tuple[State, str]]:
 
 
 def _place(folder: Path) -> Iterator[tuple[State, str]]:
-    """Whether files can be written, replaced and locked there, and what space is left."""
+    """Check whether files can be written, replaced and locked in a folder, and how much space is left."""
     with tempfile.TemporaryDirectory(prefix=".ease-doctor-", dir=folder) as inside:
         for content in (b"first", b"second"):
             write_atomic(Path(inside) / "file", content)
@@ -198,7 +198,7 @@ def _place(folder: Path) -> Iterator[tuple[State, str]]:
 
 
 def _self_test() -> Iterator[tuple[State, str]]:
-    """Train the same twice, with a cache of its own, forget a client, and read back what was written."""
+    """Train twice with a separate cache, forget a client, and read the results back."""
     begun = time.monotonic()
     config = load_config(None, SELF_TEST)
     with tempfile.TemporaryDirectory(prefix="ease-doctor-") as temporary, _own_cache(Path(temporary) / "cache"):
@@ -207,7 +207,7 @@ def _self_test() -> Iterator[tuple[State, str]]:
             train_run(config, run, quiet=True)
         states = [sha256(run / "rounds" / "00001" / "state.safetensors") for run in runs]
         if states[0] != states[1]:
-            yield "failed", "the same training gave two different models; tell us, with all that stands above"
+            yield "failed", "the same training gave two different models; please report it with the lines above"
             return
         answer = forget_run(runs[0], RequestOptions(clients=[1]), make_method("ease"), quiet=True)
         Run.load(runs[0]).history.state(1)

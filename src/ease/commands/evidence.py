@@ -1,4 +1,4 @@
-"""What `ease certificate`, `ease verify` and `ease keys` do: issue, sign and check evidence, and say what holds."""
+"""`ease certificate`, `ease verify` and `ease keys new`: issue, sign and check evidence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -70,7 +70,7 @@ class CertificateSummary(Config):
 
 
 def certify_run(folder: Path, name: str, html: bool, out: Path | None, quiet: bool) -> CertificateSummary:
-    """Issue a certificate, by default beside the answer that it is about."""
+    """Issue a certificate, by default next to the result that it certifies."""
     run = Run.load(folder)
     name = answer_name(folder, name)
     path = out or answer_named(run, name)[0].folder / "certificate.json"
@@ -83,7 +83,7 @@ def certify_run(folder: Path, name: str, html: bool, out: Path | None, quiet: bo
 def sign_certificate(
     path: Path, key: Path, folder: Path | None, quick: bool, html: bool, out: Path | None, quiet: bool
 ) -> "CertificateSummary | VerifySummary":
-    """Add a signature to a certificate that holds; of one that does not, say why and sign nothing."""
+    """Add a signature to a certificate that holds. Otherwise return the reasons and sign nothing."""
     signer = read_signing_key(key)
     _check_names(out or path, html)
     with status("checking before signing", quiet):
@@ -97,7 +97,9 @@ def sign_certificate(
 
 def _check_names(path: Path, html: bool) -> None:
     if html and path.suffix == ".html":
-        raise UserError(f"{path}: is the name of the page; name the certificate .json, and the page lies beside it")
+        raise UserError(
+            f"{path}: is the name of the page; name the certificate .json, and the page is written next to it"
+        )
 
 
 def _written(path: Path, envelope: Envelope, html: bool, unchecked: tuple[str, ...] = ()) -> CertificateSummary:
@@ -150,7 +152,7 @@ class VerifySummary(Config):
             word, style = marks[check.holds]
             yield Text.assemble((f"{word}: ", style), f"{plain(check.name)}: {plain(check.words)}")
         for signer in self.signatures:
-            yield labelled("signed by", f"{signer.name or 'a key that you did not name'}, {signer.key_id}")
+            yield labelled("signed by", f"{signer.name or 'an unnamed key'}, {signer.key_id}")
         if not self.holds:
             yield f"{self.certificate}: {self.refusal}"
             return

@@ -1,4 +1,4 @@
-"""What `ease export` does: write a model in a form that other tools read, and say where."""
+"""`ease export`: writes a model in a format that other tools read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from ease.commands.requests import someone
-from ease.commands.train import tell_unfinished
+from ease.commands.train import warn_if_unfinished
 from ease.config import Config
 from ease.console import labelled, megabytes, status
 from ease.operations.ledger.names import answer_name
@@ -46,9 +46,9 @@ def export_run(
     recipient: str | None = None,
     by: str | None = None,
 ) -> ExportSummary:
-    """Export the trained model of a run, or what a request left, by default into the run itself."""
+    """Export the trained model of a run or the result of a request, by default into the run."""
     run = Run.load(folder)
-    tell_unfinished(run)
+    warn_if_unfinished(run)
     request = None if request is None else answer_name(folder, request)
     out = out or folder / "exports" / (request or "trained") / form
     with status("exporting", quiet):

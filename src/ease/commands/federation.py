@@ -1,4 +1,4 @@
-"""What the commands of a federation of processes do: its keys, server and nodes, and how it stands."""
+"""`ease node`, `server`, `up`, `status` and the keys of a federation."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ from ease.runs.workers import default_processes
 from ease.runs.world import World, activations_of, check_apart
 
 WATCHING = 5.0
-"""Seconds between two looks at a federation."""
+"""Seconds between two checks of a federation."""
 SLOW = 300.0
 """Seconds in which a node must have read its data."""
 NO_RUN = "0" * 32
@@ -350,7 +350,7 @@ def _await_nodes(folder: Path, clients: Sequence[int], server: FlowerServer | No
     )
     while time.monotonic() < until:
         there = server is None or len(Flower(folder).nodes()) >= len(clients)
-        if there and not any(isinstance(told, str) for told in here.present().values()):
+        if there and not any(isinstance(reply, str) for reply in here.present().values()):
             return
         time.sleep(0.5)
     raise UserError(f"{folder}: not all nodes came up within {SLOW:g} s; see {folder / 'flower'}")
@@ -365,7 +365,7 @@ def _tell(line: str, quiet: bool) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# --- how it stands ---
+# --- status ---
 
 
 class NodeStatus(Config):
@@ -426,9 +426,9 @@ class FederationStatus(Config):
         ]
         yield table("Nodes", ["client", "state", "last job", "jobs", "refused", "parts kept"], rows, text_columns=3)
         if self.run is not None:
-            told = f"round {self.run.round} of {self.run.rounds}"
+            rounds = f"round {self.run.round} of {self.run.rounds}"
             sent = f"{megabytes(self.run.bytes_down)} sent, {megabytes(self.run.bytes_up)} received"
-            yield labelled("run", f"{self.run.run}: {told}; {sent}")
+            yield labelled("run", f"{self.run.run}: {rounds}; {sent}")
             late = f", {self.run.overdue} OVERDUE" if self.run.overdue else ""
             count = len(self.run.queue)
             yield labelled("queue", f"{count} request{'' if count == 1 else 's'}{late}")
@@ -437,7 +437,7 @@ class FederationStatus(Config):
 
 
 def federation_status(folder: Path, run: Path | None) -> FederationStatus:
-    """Who is there, what they did, and what waits."""
+    """The nodes of a federation, and the progress and waiting requests of a run."""
     line: Line
     if (folder / SERVER).is_file():
         line, server = Flower(folder), "answers"
@@ -446,8 +446,8 @@ def federation_status(folder: Path, run: Path | None) -> FederationStatus:
             there = line.nodes()
             server = f"answers; {len(there)} nodes are connected"
         except (Disconnected, TimeoutError) as error:
-            told = {client: str(error) or "no answer" for client in clients}
-            return FederationStatus(folder=folder, server=str(error), nodes=_states(told), run=_run_status(run))
+            reasons = {client: str(error) or "no answer" for client in clients}
+            return FederationStatus(folder=folder, server=str(error), nodes=_states(reasons), run=_run_status(run))
         clients = clients or sorted(int(path.stem) for path in (folder / "nodes").glob("*.sock"))
     else:
         clients = sorted(int(path.stem) for path in (folder / "nodes").glob("*.sock") if path.stem.isdigit())
@@ -461,7 +461,7 @@ def federation_status(folder: Path, run: Path | None) -> FederationStatus:
     return FederationStatus(folder=folder, server=server, nodes=_states(remote.present()), run=_run_status(run))
 
 
-def _states(told: Mapping[int, Present | str]) -> tuple[NodeStatus, ...]:
+def _states(replies: Mapping[int, Present | str]) -> tuple[NodeStatus, ...]:
     return tuple(
         NodeStatus(client=client, state=each)
         if isinstance(each, str)
@@ -473,7 +473,7 @@ def _states(told: Mapping[int, Present | str]) -> tuple[NodeStatus, ...]:
             last=each.last,
             parts=len(each.parts),
         )
-        for client, each in sorted(told.items())
+        for client, each in sorted(replies.items())
     )
 
 

@@ -1,4 +1,4 @@
-"""What `ease request find` prints: every pair of a person that a run holds."""
+"""`ease request find`: lists every pair of a person that a run holds."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `ease forget` and `ease train --after` do: answer a request, and show answers side by side."""
+"""`ease forget`, `ease release` and `ease train --after`: answer a request and compare models before and after."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,9 +9,9 @@ from rich.console import RenderableType
 
 from ease.audit.preflight import audit_prospects
 from ease.audit.quick_check import QuickCheck, check_answer
-from ease.commands.preview import look, tell, when_answered
-from ease.commands.train import tell_threads, tell_unfinished
-from ease.console import labelled, megabytes, rounds_bar, status, table, tell_left_out
+from ease.commands.preview import look, print_preview, when_answered
+from ease.commands.train import warn_about_threads, warn_if_unfinished
+from ease.console import labelled, megabytes, print_left_out, rounds_bar, status, table
 from ease.errors import UserError
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
@@ -149,10 +149,10 @@ def forget_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, q
     method = method or default_method(run)
     snapshot = Snapshot.of(run)  # refuses a run without a finished round before the long work begins
     check_method(run, method)
-    check_writable(folder, "answers are kept in the run: make it writable, or copy it elsewhere")
+    check_writable(folder, "results are written to the run: make it writable, or copy it elsewhere")
     check_options(run, wanted)
-    tell_threads(run)
-    tell_unfinished(run)
+    warn_about_threads(run)
+    warn_if_unfinished(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
         resolved = parse_request(world, wanted)
@@ -163,16 +163,16 @@ def forget_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, q
         check_named(run, request)
         world = world.erasing(request)
         seen = look(run, world, resolved, method)
-    tell(seen, quiet)
+    print_preview(seen, quiet)
     answer(run, world, request, method, quiet, snapshot)
     stored = answer_of(run, request, method)
     prospects = "" if isinstance(method, Retrain) else audit_prospects(world, request)
-    with status("a quick look", quiet):
+    with status("quick check", quiet):
         return _summary(snapshot, world, stored, request, method, prospects, seen.answered)
 
 
 def summary_of(folder: Path, name: str) -> ForgetSummary:
-    """An answer that was given before, as it was shown then."""
+    """The summary of an earlier result."""
     run = Run.load(folder)
     stored, request, method = find_answer(run, name)
     snapshot, world = Snapshot.of(run, request), open_world(run, request)
@@ -230,7 +230,7 @@ class ReleaseSummary(Release):
 
 
 def release_run(folder: Path, name: str) -> ReleaseSummary:
-    """Close a request with a finished answer."""
+    """Close a request with its result, from which the run then continues."""
     run = Run.load(folder)
     made = release(run, answer_name(folder, name))
     attest(run)
@@ -246,7 +246,7 @@ def answer(
     with rounds_bar(f"{method.name:9}", total, 0, quiet or answer_of(run, request, method).done) as bar:
         for step, metrics in forget(run, world, request, method, snapshot=snapshot):
             bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
-            tell_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
+            print_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
         bar.end()
 
 
@@ -254,12 +254,12 @@ def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: boo
     """Go on training after a request and watch whether the forgotten comes back."""
     run = Run.load(folder)
     stored, request, _ = find_answer(run, after)
-    tell_threads(run)
+    warn_about_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run, request)
     with rounds_bar("training on", rounds, 0, quiet) as bar:
         for step, metrics in train_further(run, world, after, rounds, locked):
-            tell_left_out(step.phase, step.notes.get("rejected", {}), quiet)
+            print_left_out(step.phase, step.notes.get("rejected", {}), quiet)
             bar.step(**{f"{part} R@1": recalled(metrics, f"{part}/recall@1") for part in ("forget", "test")})
     record = continuation(stored, rounds, locked).record()
     labels = ("after the request", f"{rounds} rounds later, {'locked' if record.locked else 'free'}")

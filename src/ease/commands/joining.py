@@ -1,4 +1,4 @@
-"""What `ease join` does: a client with its consent joins a run, and what became of its pairs is said."""
+"""`ease join`: adds a client with its consent to a run."""
 
 from collections.abc import Iterator
 from pathlib import Path

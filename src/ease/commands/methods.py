@@ -1,4 +1,4 @@
-"""What `ease methods` shows: every method as its class describes itself, as a table or as the page of the manual."""
+"""`ease methods`: describes every method, as a table or as the page of the manual."""
 
 import inspect
 import json

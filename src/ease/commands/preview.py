@@ -1,4 +1,4 @@
-"""What `ease forget --dry-run` does: show what a request names, with captions and pictures, and list its ids."""
+"""`ease forget --dry-run`: shows what a request names, with captions and pictures, and lists its ids."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 from rich.console import RenderableType
 
-from ease.commands.train import tell_threads
+from ease.commands.train import warn_about_threads
 from ease.config import Config
 from ease.console import duration, errors, labelled, plain, status, table
 from ease.methods.base import Unlearner
@@ -66,7 +66,7 @@ class Preview(Config):
     """The list of ids and the sheet of pictures."""
 
     def line(self) -> str:
-        """All of it in one line, to be said before the work begins."""
+        """The preview in one line, printed before the work begins."""
         if self.answered:
             return f"answered already, {self.answered}: {self.meaning}; nothing is computed again"
         outside = untrained_words(self.impact)
@@ -125,7 +125,7 @@ def shortened(caption: str) -> str:
 
 
 def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Preview:
-    """A request as it would be answered now."""
+    """The preview of a request with this method."""
     request, members = resolved.request, world.server.membership
     ids = tuple(named_ids(members, request))
     places = {pair_id: place for place, pair_id in enumerate(world.evaluator.pairs.ids)}
@@ -139,8 +139,8 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     chosen = range(min(SHOWN, len(there))) if resolved.matches else sorted(rng.permutation(len(there))[:SHOWN].tolist())
     meaning = in_words(request, members.names)
     if isinstance(request, ClassRequest):
-        told = [", ".join(class_words(world, label)) for label in request.classes]
-        meaning += f" ({'; '.join(filter(None, told))})" if any(told) else ""
+        words = [", ".join(class_words(world, label)) for label in request.classes]
+        meaning += f" ({'; '.join(filter(None, words))})" if any(words) else ""
     expected = impact_of(run, request, method)
     return Preview(
         run=run.folder,
@@ -159,14 +159,14 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
 
 
 def when_answered(stored: StoredAnswer) -> str:
-    """When an answer was finished, by the date of its record; nothing for one that is not."""
+    """When a result was finished, by the date of its record. Empty if it is not finished."""
     if not stored.done:
         return ""
     return datetime.fromtimestamp(stored.record_path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
 
 
-def tell(preview: Preview, quiet: bool) -> None:
-    """One line before the work."""
+def print_preview(preview: Preview, quiet: bool) -> None:
+    """Print the preview in one line."""
     if not quiet:
         errors.print(plain(preview.line()), soft_wrap=True, markup=False, highlight=False)
 
@@ -178,7 +178,7 @@ def preview_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, 
     trained_of(run)
     check_method(run, method)
     check_options(run, wanted)
-    tell_threads(run)
+    warn_about_threads(run)
     with status("preparing data and backbone", quiet):
         world = open_world(run)
         resolved = parse_request(world, wanted)
@@ -190,7 +190,7 @@ def preview_run(folder: Path, wanted: RequestOptions, method: Unlearner | None, 
 
 
 def written(world: World, seen: Preview) -> Preview:
-    """The preview with its list of ids and its sheet of pictures on disk, for this user alone."""
+    """Write the list of ids and the sheet of pictures, readable only by this user, and return their paths too."""
     folder = seen.run / FOLDER / seen.id
     files = (folder / "ids.txt", folder / "sheet.html")
     write_atomic(files[0], listing(seen).encode())
@@ -223,7 +223,7 @@ def ordered(seen: Preview) -> list[str]:
 
 
 def pictures(world: World, seen: Preview) -> str:
-    """The sheet: pairs that would go, and those that would only just stay."""
+    """The HTML sheet of pairs to forget and of near misses."""
     holder = {each: seen.names[h.client] for h in world.server.membership.clients for each in h.train_ids}
     there = [each for each in ordered(seen) if each in seen.captions]
     shown = [there[place] for place in spread(len(there), MOST_CARDS)]
@@ -235,7 +235,7 @@ def pictures(world: World, seen: Preview) -> str:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many places, evenly over all."""
+    """At most `most` indices, evenly spread over `count`."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist() if count else []
 
 

@@ -1,4 +1,4 @@
-"""What the register's commands do: refuse, extend, due, letters, notices to recipients, and the export."""
+"""`ease request refuse`, `extend`, `due`, `letter`, `notify` and `export`."""
 
 from collections.abc import Iterator
 from pathlib import Path

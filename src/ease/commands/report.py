@@ -1,4 +1,4 @@
-"""What `ease report` does: gather the records of a run, and a few of its pairs, into one page."""
+"""`ease report`: writes the records of a run, and a few of its pairs, to one page."""
 
 import shlex
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def report_run(folder: Path, out: Path | None, thumbnails: bool | None, quiet: b
 
 
 def _find(folder: Path) -> tuple[list[Path], Path]:
-    """The request folders that a folder stands for, and their run."""
+    """The request folders that a folder contains, and their run."""
     if (folder / "record.json").is_file():
         raise UserError(
             f"{folder}: is one answer; name its request, {folder.parent}, which has the reference beside it"
@@ -179,7 +179,7 @@ def _illustrated(
         for chosen, held in ((moved, False), (resisted, True))
         for i in chosen
     ]
-    # Once a request is closed the run goes on from its answer, and the model before it is another one.
+    # Once a request is closed, the run continues from its result, and the model before it is another one.
     began_here = answer.audit is None and answer.record.trained_sha256 == begun
     before = measure(world, trained, sets)["forget/recall@1"] if began_here else None
     return replace(answer, pairs=pairs, gallery=len(gallery), before=before)

@@ -1,4 +1,4 @@
-"""What `ease request` and `ease work` do: hand requests in, look at them, decide, and answer what waits."""
+"""`ease request`, `ease work` and `ease purge`: submit, show and decide requests, and answer those that wait."""
 
 import getpass
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,9 +8,9 @@ from rich.console import RenderableType
 
 from ease.commands.forget import recalled
 from ease.commands.preview import untrained_words
-from ease.commands.train import tell_threads, tell_unfinished
+from ease.commands.train import warn_about_threads, warn_if_unfinished
 from ease.config import Config
-from ease.console import labelled, rounds_bar, status, table, tell_left_out
+from ease.console import labelled, print_left_out, rounds_bar, status, table
 from ease.errors import UserError
 from ease.methods import make_method
 from ease.methods.base import Unlearner
@@ -157,7 +157,7 @@ class WorkSummary(Config):
 
     def render(self) -> Iterator[RenderableType]:
         if not self.finished:
-            yield "Nothing waits: approve what was handed in with ease request approve"
+            yield "Nothing waits: approve submitted requests with ease request approve"
             return
         rows = [
             [
@@ -204,7 +204,7 @@ def _figure(value: float | None) -> str:
 
 
 def someone(name: str | None) -> str:
-    """Who does something: as told, or the user of this machine."""
+    """The given name, or the user of this machine."""
     if name:
         return name
     try:
@@ -307,17 +307,17 @@ def cancel_request(folder: Path, id: str, by: str | None, key: Path | None, reas
 def work_run(
     folder: Path, policy: Policy, by: str | None, together: bool, audited: bool | None, quiet: bool
 ) -> WorkSummary:
-    """Answer what waits, with a bar over the rounds of each answer."""
+    """Answer approved requests, with a progress bar for each."""
     run = Run.load(folder)
-    tell_threads(run)
-    tell_unfinished(run)
+    warn_about_threads(run)
+    warn_if_unfinished(run)
 
     def follow(steps: Steps, request: Request, method: Unlearner) -> None:
         total = method.rounds(run.training, request)
         with rounds_bar(f"{request_id(request)[:20]:20}", total, 0, quiet) as bar:
             for step, metrics in steps:
                 bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
-                tell_left_out(f"{request_id(request)}, {step.phase}", step.notes.get("rejected", {}), quiet)
+                print_left_out(f"{request_id(request)}, {step.phase}", step.notes.get("rejected", {}), quiet)
             bar.end()
 
     finished = tuple(work(run, policy, someone(by), together, follow, audited))

@@ -1,4 +1,4 @@
-"""What `ease search` does: look for words among a run's pictures, before and after forgetting side by side."""
+"""`ease search`: finds pictures of a run by words, before and after forgetting."""
 
 import re
 from collections.abc import Iterator

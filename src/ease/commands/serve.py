@@ -1,4 +1,4 @@
-"""What `ease serve` does: open a run or an export, print its address, and answer until stopped."""
+"""`ease serve`: opens a run or an export, prints its address, and serves it until stopped."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What `ease sweep` does: try every method's settings with the same budget, and keep the best as TOML."""
+"""`ease sweep`: tries settings of every method with the same budget and writes the best as TOML."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `ease train` does, with progress: library calls that end in a printable summary."""
+"""`ease train`: trains with progress and returns a summary."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from ease.audit.preflight import audit_prospects
 from ease.config import Config
-from ease.console import errors, labelled, megabytes, rounds_bar, status, table, tell_left_out
+from ease.console import errors, labelled, megabytes, print_left_out, rounds_bar, status, table
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.errors import UserError
@@ -93,20 +93,20 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     released = release_only_result(run)
     if released and not quiet:
         errors.print(
-            f"going on from {released.answer}: what it forgot is not trained on again", soft_wrap=True, markup=False
+            f"continuing from {released.answer}: what it forgot is not trained on again", soft_wrap=True, markup=False
         )
     with status("preparing data and backbone", quiet):
         world = open_world(run)
         report = _data_report(world)
     for line in report.lines() if report and not quiet else ():  # before training, while it can still be corrected
         errors.print(line, soft_wrap=True, markup=False, highlight=False)
-    tell_threads(run)
+    warn_about_threads(run)
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
         for finished in run.train(world):
             bar.step(**({} if quiet else _figures(world, finished)))
-            tell_left_out(f"round {finished.number}", finished.rejected, quiet)
+            print_left_out(f"round {finished.number}", finished.rejected, quiet)
     with status("measuring recall", quiet):
         summary = _summary(run, world, report)
     write_json(out / "summary.json", summary.model_dump(mode="json"))
@@ -114,7 +114,7 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
 
 
 def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
-    """Go on with a run until it has so many rounds; the same call again finds them there."""
+    """Continue a run until it has this many rounds. Calling it again changes nothing."""
     config = Run.load(folder).config
     check_trains_on(Run.load(folder), f"--until {until}")
     if until < config.training.rounds:
@@ -123,20 +123,20 @@ def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
     return train_run(config.model_copy(update={"training": grown}), folder, quiet)
 
 
-def tell_threads(run: Run) -> None:
-    """Say it where another number of threads would give other bytes."""
+def warn_about_threads(run: Run) -> None:
+    """Print a warning if another number of threads would give other bytes."""
     if note := run.threads_note():
         errors.print(note, soft_wrap=True, markup=False, highlight=False)
 
 
-def tell_unfinished(run: Run) -> None:
+def warn_if_unfinished(run: Run) -> None:
     """Print a line if training stopped early and the last finished round is used."""
     if note := run.unfinished_note():
         errors.print(note, soft_wrap=True, markup=False, highlight=False)
 
 
 def _data_report(world: World) -> DataReport | None:
-    """What was odd in the files of the data; nothing for generated data."""
+    """The report on the data files. None for generated data."""
     pairs = world.evaluator.pairs
     return pairs.report and replace(pairs.report, cut_captions=cached_cut(pairs, world.server.backbone))
 

@@ -64,9 +64,9 @@ def test_exit_codes_tell_what_holds_what_does_not_and_mistakes(run: Path, certif
     assert refused.code == 1 and "model.safetensors" in json.loads(refused.out)["reasons"][0]
     shown = ease("verify", certificate, "--run", run, "--quick")
     assert shown.code == 1 and "refused: model.safetensors:" in shown.out and "certificate.json: refused" in shown.out
+    assert ease("verify", run).code == 0, "log and ledger of a run"
     for arguments in (
         (run / "none.json",),
-        (run,),
         (certificate, "--run", run.parent),
         (certificate, "--key", run / "none.pub"),
         (certificate, "--model", run / "none.safetensors"),

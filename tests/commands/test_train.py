@@ -71,7 +71,9 @@ def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:
 def test_a_run_too_small_for_the_usual_audit_says_so(ease, small, tmp_path, monkeypatch) -> None:
     changes = [word for assignment in small for word in ("--set", assignment)]
     told = ease("train", "--out", tmp_path / "run", "--quiet", *changes).out
-    line = "an audit needs a smaller pool, since there are 20 validation and test pairs: add --pool 16"
+    line = (
+        "an audit will compare with 16 pairs instead of 512, since there are 20 validation and test pairs, and see less"
+    )
     assert f"audit: {line}" in told
     assert json.loads(ease("train", "--out", tmp_path / "run", "--json", *changes).out)["prospects"] == line
     monkeypatch.setattr("ease.commands.train.audit_prospects", lambda world: "")  # as of a run that is large enough

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.faults import flip
 from tests.fixtures import LEARNT
 
 import ease.audit.shadow_runs
@@ -318,12 +319,10 @@ def test_a_damaged_shadow_is_refused_by_name(tmp_path: Path, damage: str) -> Non
     values = {"trained/cosine": torch.arange(5.0)}
     write_shadow(path, values)
     assert torch.equal(read_shadow(path)["trained/cosine"], values["trained/cosine"])
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
     if damage == "flipped":
-        path.write_bytes(content)
+        flip(path)
     elif damage == "truncated":
-        path.write_bytes(content[:-4])
+        path.write_bytes(path.read_bytes()[:-4])
     elif damage == "other":
         path.write_text("not tensors")
     else:
@@ -501,9 +500,7 @@ def test_a_damaged_shadow_stops_the_audit_and_is_made_again(copied) -> None:
     audit = copied()
     path = audit.plan.shadow_path(2)
     whole = read_shadow(path)
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 64
-    path.write_bytes(content)
+    flip(path, -3, 6)
     with pytest.raises(UserError, match=r"shadow-0002\.safetensors: this stored shadow is damaged"):
         audit.judge()
     path.unlink()

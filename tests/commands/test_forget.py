@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import faults
 
 from ease.commands.train import train_run
 from ease.data.words import content, says_all
@@ -391,11 +392,7 @@ UPDATE, STATE = "rounds/00001/updates.bin", "rounds/00002/state.safetensors"
 )
 def test_a_damaged_history_is_one_line(refused, run: Path, method: str, damage: str, name: str) -> None:
     """Of a round's updates EASE reads that of the client that leaves; the last client's lies at the end."""
-    content = bytearray((run / name).read_bytes())
-    content[-1] ^= 1
-    (run / name).unlink()
-    if damage != "missing":
-        (run / name).write_bytes(content if damage == "flipped" else content[:-40])
+    faults.damage(run / name, damage)
     said = "missing from the history" if damage == "missing" else "damaged"
     refused(run, ["--client", "2", "--method", method], name, said, "restore it or train again")
 
@@ -413,9 +410,7 @@ def test_a_damaged_early_state_is_refused_before_it_is_used(ease, refused, run: 
     """A class request replays round 2 from it. A client request reads only the states at both ends of the training."""
     path = run / "rounds/00001/state.safetensors"
     if damage == "flipped":
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        faults.flip(path)
     else:  # whole, and its seal with it
         shutil.copy(run / "rounds/00002/state.safetensors", path)
     refused(run, ["--class", "1"], "rounds/00001/state.safetensors", "damaged", "restore it or train again")
@@ -425,9 +420,7 @@ def test_a_damaged_early_state_is_refused_before_it_is_used(ease, refused, run: 
 def test_damage_of_a_retained_clients_update_does_not_concern_a_client_that_leaves(ease, refused, run: Path) -> None:
     """What the rounds did stands in the states. The other client cannot leave, though, and stored means need all."""
     path = run / "rounds/00002/updates.bin"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1  # of client 2
-    path.write_bytes(content)
+    faults.flip(path)  # the update of client 2
     assert ease("forget", run, "--client", 1, "--quiet").code == 0
     said = ("rounds/00002/updates.bin", "damaged", "(client 2)", "restore it or train again")
     refused(run, ["--client", "2"], *said)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import faults
 
 from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average
@@ -90,12 +91,7 @@ def test_a_failed_append_leaves_no_part_of_a_round(history, toy_params, monkeypa
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_damage_is_found_and_named(history, name: str, damage: str) -> None:
     path = history.folder / name
-    content = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    else:
-        content[-1] ^= 1
-        path.write_bytes(content if damage == "flipped" else content[:-5])
+    faults.damage(path, damage)
     with pytest.raises(UserError, match=f"{path}: (damaged|missing).*restore it or train again"):
         history.verify()
 
@@ -139,9 +135,7 @@ def test_updates_lie_one_after_the_other_as_they_would_in_files_of_their_own(his
 
 def test_damage_of_one_update_is_told_by_client_and_leaves_the_others_readable(history, toy_params) -> None:
     path = history.update_path(1, 3)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    faults.flip(path)
     with pytest.raises(UserError, match=r"updates\.bin: damaged .* \(client 3\)"):
         history.update(1, 3)
     assert same(history.update(1, 0).change, toy_params(seed=10))

@@ -2,16 +2,15 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.faults import Unplugged, flip
 
 from ease.audit.shadow_runs import plan_of, remove_scratch
 from ease.errors import UserError
 from ease.federation.history import History
-from ease.federation.protocol import Middleware
 from ease.methods import make_method
 from ease.methods.ease.method import Ease
 from ease.params import Params
@@ -46,12 +45,6 @@ def world(home) -> World:
 @pytest.fixture
 def run(home, tmp_path: Path) -> Run:
     return Run.load(shutil.copytree(home[1], tmp_path / "run"))
-
-
-def flip(path: Path, place: int = -1) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 4
-    path.write_bytes(content)
 
 
 def words(assignments: tuple[str, ...], *more: str) -> list[str]:
@@ -105,21 +98,6 @@ def test_a_flipped_request_file_is_named(world, run: Run) -> None:
 
 
 # --- the journal ---
-
-
-class Unplugged(Middleware):
-    """A federation whose server is killed after a number of answers."""
-
-    def __init__(self, inner, answers: int) -> None:
-        super().__init__(inner)
-        self.left = answers
-
-    def run(self, params, job, clients) -> Iterator:
-        for client in clients:
-            if self.left == 0:
-                raise KeyboardInterrupt
-            self.left -= 1
-            yield from self.inner.run(params, job, [client])
 
 
 def interrupted(run: Run, world: World, request, answers: int) -> Path:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.faults import flip
 
 from ease.errors import UserError
 from ease.federation.client_history import ClientHistory, client_history
@@ -186,9 +187,7 @@ def lose(folder: Path, how: str) -> None:
     elif how == "a file":
         (path / "change.state").unlink()
     elif how == "a bit":
-        data = bytearray((path / "change.state").read_bytes())
-        data[-1] ^= 1
-        (path / "change.state").write_bytes(data)
+        flip(path / "change.state")
     elif how == "JSON":
         (path / "round.json").write_text("{")
     elif how == "another training":

@@ -1,7 +1,6 @@
 """A small run whose client 1 was forgotten and audited, and what is certified of it."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,17 +72,3 @@ def certificate(run: Run) -> Path:
 def bare(home: Path, tmp_path: Path) -> Run:
     """The same run before there was any evidence."""
     return Run.load(Path(shutil.copytree(home, tmp_path / "bare")))
-
-
-@pytest.fixture
-def flipped() -> Callable[[Path, int, int], bytes]:
-    """Flip a bit of a file; gives what was there."""
-
-    def flip(path: Path, place: int, bit: int) -> bytes:
-        content = path.read_bytes()
-        altered = bytearray(content)
-        altered[place] ^= 1 << bit
-        path.write_bytes(altered)
-        return content
-
-    return flip

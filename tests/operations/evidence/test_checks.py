@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults import flip
 
 from ease.errors import UserError
 from ease.operations.evidence import (
@@ -186,23 +187,19 @@ def test_an_unfinished_record_does_not_count(run: Run, certificate: Path) -> Non
 # --- what is refused ---
 
 
-def test_flipped_bits_of_a_certificate_are_refused(
-    certificate: Path, flipped: Callable[[Path, int, int], bytes]
-) -> None:
+def test_flipped_bits_of_a_certificate_are_refused(certificate: Path) -> None:
     size = certificate.stat().st_size
     for place in {*range(0, size, 331), *range(size - 60, size)}:
-        kept = flipped(certificate, place, place % 8)
+        kept = flip(certificate, place, place % 8)
         assert refused(verify(certificate))
         certificate.write_bytes(kept)
     assert verify(certificate).holds
 
 
 @pytest.mark.slow
-def test_many_flipped_bits_of_a_certificate_are_refused(
-    certificate: Path, flipped: Callable[[Path, int, int], bytes]
-) -> None:
+def test_many_flipped_bits_of_a_certificate_are_refused(certificate: Path) -> None:
     for place in range(0, certificate.stat().st_size, 17):
-        kept = flipped(certificate, place, place % 8)
+        kept = flip(certificate, place, place % 8)
         assert refused(verify(certificate))
         certificate.write_bytes(kept)
 
@@ -220,11 +217,9 @@ def test_nothing_may_follow_or_go(certificate: Path, more: bytes) -> None:
     "name",
     ["model.safetensors", "record.json", "audit.json", "bases.safetensors"],
 )
-def test_a_changed_or_missing_file_is_named(
-    run: Run, certificate: Path, name: str, flipped: Callable[[Path, int, int], bytes]
-) -> None:
+def test_a_changed_or_missing_file_is_named(run: Run, certificate: Path, name: str) -> None:
     path = run.folder / ANSWER / name
-    kept = flipped(path, path.stat().st_size // 2, 3)
+    kept = flip(path, path.stat().st_size // 2, 3)
     assert name in refused(verify(certificate, run))
     path.unlink()
     if name != "record.json":  # which makes an answer one
@@ -234,10 +229,8 @@ def test_a_changed_or_missing_file_is_named(
 
 
 @pytest.mark.parametrize("place", ["rounds/00002/state.safetensors", "requests/client-1/retrain/model.safetensors"])
-def test_other_models_before_or_retrained_are_named(
-    run: Run, certificate: Path, place: str, flipped: Callable[[Path, int, int], bytes]
-) -> None:
-    flipped(run.folder / place, -5, 2)
+def test_other_models_before_or_retrained_are_named(run: Run, certificate: Path, place: str) -> None:
+    flip(run.folder / place, -5, 2)
     assert place in verify(certificate, run, quick=True).reasons[0]
     (run.folder / place).unlink()
     assert not verify(certificate, run, quick=True).holds
@@ -376,8 +369,8 @@ def test_names_that_lead_elsewhere_are_no_answers(bare: Run, name: str) -> None:
     assert not (bare.folder / "evidence").exists()
 
 
-def test_a_damaged_answer_is_not_certified(bare: Run, flipped: Callable[[Path, int, int], bytes]) -> None:
-    flipped(bare.folder / ANSWER / "bases.safetensors", -3, 1)
+def test_a_damaged_answer_is_not_certified(bare: Run) -> None:
+    flip(bare.folder / ANSWER / "bases.safetensors", -3, 1)
     with pytest.raises(UserError, match=r"bases\.safetensors: not the file"):
         issue(bare, "client-1")
 

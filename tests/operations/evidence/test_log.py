@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.faults import flip
 
 from ease.errors import UserError
 from ease.operations.evidence import append, hidden, read_log
@@ -58,21 +59,21 @@ def test_files_are_for_their_owner_alone(logged: Run) -> None:
     assert log_path(logged).parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_every_flipped_byte_of_log_and_head_is_refused(empty: Run, flipped: Callable[[Path, int, int], bytes]) -> None:
+def test_every_flipped_byte_of_log_and_head_is_refused(empty: Run) -> None:
     append(empty, "event", {})
     for path, step in ((log_path(empty), 1), (head_path(empty), 3)):
         for place in range(0, path.stat().st_size, step):
-            kept = flipped(path, place, place % 8)
+            kept = flip(path, place, place % 8)
             with pytest.raises(Refuted):
                 read_log(empty)
             path.write_bytes(kept)
     assert len(read_log(empty).records) == 2
 
 
-def test_the_altered_record_is_named(logged: Run, flipped: Callable[[Path, int, int], bytes]) -> None:
+def test_the_altered_record_is_named(logged: Run) -> None:
     lines = lines_of(logged)
     for number, line in enumerate(lines):
-        kept = flipped(log_path(logged), sum(map(len, lines[:number])) + line.index(b'"kind":"') + 9, 0)
+        kept = flip(log_path(logged), sum(map(len, lines[:number])) + line.index(b'"kind":"') + 9, 0)
         with pytest.raises(Refuted, match=f"record {number} was altered"):
             read_log(logged)
         log_path(logged).write_bytes(kept)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.bitflips import command
+from tests.faults import flip
 from tests.operations.ledger.test_work import add, ids_of, kept, listed, run, states, told
 
 from ease.errors import Unwritable
@@ -188,9 +189,7 @@ def test_what_is_altered_after_a_purge_is_refused(purged) -> None:
     write_json(answer / "record.json", {**record, "seed": record["seed"] + 1})
     assert any("record.json" in reason for reason in verify(paths["sample"], Run.load(run), quick=True).reasons)
     model = run / "requests" / "client-1" / "ease" / "model.safetensors"
-    content = bytearray(model.read_bytes())
-    content[-1] ^= 1
-    model.write_bytes(content)
+    flip(model)
     assert any("model.safetensors" in reason for reason in verify(paths["client"], Run.load(run), quick=True).reasons)
 
 

@@ -127,7 +127,9 @@ def test_a_quick_look_ends_an_answer_and_says_what_an_audit_would_need(ease, run
     assert why.endswith("and 0 of those are of the forget pairs' pseudo-classes")
     asked = ("audit", run, "--request", "client-1/finetune", "--retrain", "--retrains", 1, "--workers", 1, "--json")
     assert ease(*asked, "--pool", 512).code == 2, "there are not so many pairs"
-    assert f"no attacks were made: {why}" in json.loads(ease(*asked).out)["warnings"], "what was foretold happens"
+    found = ease(*asked)
+    assert found.code == 0, found
+    assert f"no attacks were made: {why}" in json.loads(found.out)["warnings"], "what was foretold happens"
 
 
 def test_without_held_out_pairs_there_is_no_quick_look_and_the_answer_stands(ease, small, tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ def audit(
     attack: Annotated[
         str, typer.Option(help="Attack on forget pairs: bavaria, or the strongest before unlearning.")
     ] = "bavaria",
-    pool: Annotated[int, typer.Option(min=16, help="Unseen pairs that calibrate every statistic.")] = 512,
+    pool: Annotated[
+        int | None,
+        typer.Option(min=16, help="Unseen pairs that calibrate every statistic. By default 512, or as the data allow."),
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that train shadows.")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Run the retraining first if it is missing.")] = False,
     quick: Annotated[

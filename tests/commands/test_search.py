@@ -73,7 +73,10 @@ def test_models_are_used_from_python(run: Path, tmp_path: Path) -> None:
     assert opened.requests == ["client-1/finetune"]
     assert opened.clients == {str(s.client): len(s.train_ids) for s in open_world(Run.load(run)).shards}
     answer = opened.answer("client-1/finetune")
-    assert answer.ids == sorted(opened.ids(client=1)) and len(opened.ids()) == sum(opened.clients.values())
+    held = open_world(Run.load(run)).server.membership.clients[1]
+    assert answer.ids == sorted((*held.train_ids, *held.validation_ids)) and len(opened.ids()) == sum(
+        opened.clients.values()
+    )
     text = answer.encode_text(["a boat", "two hats"])
     assert text.shape == (2, 8) and torch.allclose(text.norm(dim=1), torch.ones(2), atol=1e-5)
     pixels = open_world(Run.load(run)).evaluator.pairs.pixels[:3]

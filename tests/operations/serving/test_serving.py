@@ -244,7 +244,8 @@ def test_an_open_request_is_shown_before_and_after(serve, run: Path) -> None:
     ask = serve(run, "client-1/finetune")
     found = ask("/search?words=a+boat&k=60").value["found"]
     assert list(found) == ["before", "after client-1/finetune"]
-    named = set(open_world(Run.load(run)).evaluator.shards[1].train_ids)
+    held = open_world(Run.load(run)).server.membership.clients[1]
+    named = {*held.train_ids, *held.validation_ids}
     assert all(hit["forgotten"] == (hit["id"] in named) for hits in found.values() for hit in hits)
     record = StoredAnswer(run / "requests" / "client-1" / "finetune").record()
     assert ask("/health").value["model"] == record.files["model.safetensors"]

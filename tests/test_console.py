@@ -1,8 +1,11 @@
 """Progress and tables: a bar for people, lines for log files, nothing when quiet."""
 
 import io
+import json
+import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 from rich.console import Console, RenderableType
@@ -220,3 +223,18 @@ def test_no_name_steers_the_terminal_wherever_it_is_printed(terminal: bool, monk
     for place in ("written to ", "note: ", "bar "):
         assert place + SHOWN in written, place
     assert as_text(Summary()).count("\x1b") == 0
+
+
+def test_logs_are_lines_of_json_with_dates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever prints to the error stream, in pieces too; events keep their values."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    console.log_as_json()
+    console.log_as_json()  # once is enough
+    print("a line\nand", "a half", file=sys.stderr)
+    console.errors.print("round 1/3", markup=False)
+    console.log_event("answered", path="/queue", status=200)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [each["event"] for each in lines] == ["a line", "and a half", "round 1/3", "answered"]
+    assert lines[-1]["status"] == 200
+    assert all(datetime.fromisoformat(each["time"]).tzinfo is not None for each in lines)

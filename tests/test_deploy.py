@@ -5,6 +5,7 @@ No container engine is needed, so none of this says that the image builds.
 
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -108,8 +109,47 @@ def test_every_command_of_the_units_parses() -> None:
     flower = units()["flower-supernode"]
     assert f'socket="{node["socket"]}"' in flower["ExecStart"][0] and flower["SupplementaryGroups"] == [node["group"]]
     assert units()["ease-node"]["User"] != flower["User"]
-    hidden = flower["InaccessiblePaths"][0].split()
+    hidden = [each.removeprefix("-") for each in flower["InaccessiblePaths"][0].split()]
     assert str(node["data"]) in hidden and any(Path(node["folder"]).is_relative_to(each) for each in hidden)
+
+
+def analyse(*words: str) -> str:
+    """What systemd-analyze says; skipped where there is none."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze on this machine")
+    done = subprocess.run(["systemd-analyze", *words], capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DEPLOY.glob("*.service")))
+def test_units_are_exposed_little(name: str) -> None:
+    """systemd's own score, from 0 (safe) to 10."""
+    said = analyse("security", "--offline=true", "--no-pager", str(DEPLOY / name))
+    score = re.search(r"Overall exposure level for \S+: ([\d.]+)", said)
+    assert score is not None and float(score[1]) < 4, said[-300:]
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*DEPLOY.glob("*.service"), *DEPLOY.glob("*.timer")]), ids=lambda path: path.name
+)
+def test_systemd_understands_every_setting_of_a_unit(path: Path) -> None:
+    """All that it may miss here are the programs, which are installed by whoever deploys."""
+    said = [line for line in analyse("verify", "--man=no", str(path)).splitlines() if path.name in line]
+    assert [line for line in said if "is not executable" not in line] == []
+
+
+def test_users_and_folders_of_the_units_are_made() -> None:
+    made = (DEPLOY / "ease.sysusers.conf").read_text()
+    for name, unit in units().items():
+        assert re.search(rf"^u {unit['User'][0]} ", made, re.MULTILINE) and unit["StateDirectory"], name
+        words = [word for line in unit["ExecStart"] for word in shlex.split(line)]
+        own = f"/var/lib/{unit['StateDirectory'][0]}"
+        assert all(Path(word).is_relative_to(own) for word in words if word.startswith("/var/lib/")), name
+    for group in ("ease", "flower"):
+        assert f"m {group} ease-line" in made
+    work = [shlex.split(line) for line in units()["ease-work"]["ExecStart"]]
+    assert [words[1:3] for words in work] == [["work", "/var/lib/ease/runs/first"], ["request", "due"]]
+    assert "OnCalendar=" in (DEPLOY / "ease-work.timer").read_text()
 
 
 def test_every_service_of_compose_parses_and_shares_a_socket_alone(compose: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
-from io import StringIO
+from io import StringIO, TextIOBase
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -258,10 +258,38 @@ def show(shown: Shown, on: Console = screen) -> None:
         on.print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text), markup=False)
 
 
+class JsonLines(TextIOBase):
+    """A stream that writes each line it is given as JSON with its date."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            if line.strip():
+                self.event(line.strip())
+        return len(text)
+
+    def event(self, event: str, **values: Any) -> None:
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **values}
+        self.stream.write(json.dumps(line, default=str) + "\n")
+        self.stream.flush()
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def log_as_json() -> None:
+    """Write everything that goes to the error stream from here on as lines of JSON with their dates."""
+    if not isinstance(sys.stderr, JsonLines):
+        sys.stderr = JsonLines(sys.stderr)
+
+
 def log_event(event: str, **values: Any) -> None:
     """Print one line of JSON with the date on the error stream, for programs that collect logs."""
-    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **values}
-    print(json.dumps(line, default=str), file=sys.stderr, flush=True)
+    (sys.stderr if isinstance(sys.stderr, JsonLines) else JsonLines(sys.stderr)).event(event, **values)
 
 
 def labelled(label: str, text: str, style: str = "dim") -> Text:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Configuration, Quiet, Result, Settings, command
+from ease.cli.options import Configuration, Log, LogFormat, Quiet, Result, Settings, command
 from ease.errors import UserError
 
 
@@ -33,6 +33,7 @@ def node(
     audit: Annotated[
         bool, typer.Option("--audit", help="Show what the node of --folder was asked so far, and exit.")
     ] = False,
+    log_format: LogFormat = Log.text,
     settings: Settings = None,
     quiet: Quiet = False,
 ) -> Result:
@@ -43,12 +44,15 @@ def node(
     Example: `ease node site.toml --id 3 --data /srv/photos --server fed.example.org:8000 --key node.key --ca ca.crt`
     """
     from ease.commands.federation import Upstream, asked_of_node, run_node
+    from ease.console import log_as_json
     from ease.runs.config import load_config
 
     if audit:
         if folder is None:
             raise UserError("--audit: name the folder of the node with --folder")
         return asked_of_node(folder)
+    if log_format is Log.json:
+        log_as_json()
     changes = (*(settings or ()), *((f"data.path={data}",) if data else ()))
     if server is not None and not insecure and (key is None or ca is None):
         raise UserError("--server: name the key of this node with --key and the server's certificate with --ca")

@@ -42,7 +42,10 @@ def serve(
     Example: `ease serve runs/first --request client-3`
     """
     from ease.commands.serve import Deciding, serve_model
+    from ease.console import log_as_json
 
     deciding = Deciding(by, key) if allow_decisions else None
     log = log_format is Log.json
+    if log:
+        log_as_json()
     serve_model(folder, request, host, port, public, keyless, deciding, as_json, quiet, log)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import By, Quiet, Result, Run, Settings, command
+from ease.cli.options import By, Log, LogFormat, Quiet, Result, Run, Settings, command
 
 
 @command
@@ -16,6 +16,7 @@ def work(
         typer.Option("--audit/--no-audit", help="Audit each result before its release. By default as the policy says."),
     ] = None,
     by: By = None,
+    log_format: LogFormat = Log.text,
     settings: Settings = None,
     quiet: Quiet = False,
 ) -> Result:
@@ -29,6 +30,9 @@ def work(
     Example: `ease work runs/first --audit --set hold.retain_points=1`
     """
     from ease.commands.requests import work_run
+    from ease.console import log_as_json
     from ease.operations.ledger.policy import load_policy
 
+    if log_format is Log.json:
+        log_as_json()
     return work_run(run, load_policy(run, tuple(settings or ())), by, together, audit, quiet)

@@ -15,9 +15,18 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ease.commands.federation import FederationStatus, NodeStatus, RunStatus, WaitingRequest
 from ease.errors import Disconnected, UserError
 from ease.federation import flower
-from ease.federation.credentials import admit, make_authority, make_node_key, public_key, read_admitted
+from ease.federation.credentials import (
+    admit,
+    expiry,
+    make_authority,
+    make_node_key,
+    public_key,
+    read_admitted,
+    server_hosts,
+)
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.flower import GRID, SERVER, Flower
 from ease.federation.launch import QUIET, FlowerServer, check_exposure, environment
@@ -249,3 +258,43 @@ def test_a_federation_in_a_relative_folder_hands_flower_paths_that_lead_somewher
     admit(Path("federation"), 0, make_node_key(tmp_path / "node-0"))
 
     FlowerServer(Path("federation")).register()
+
+
+def test_keys_are_listed_revoked_and_rotated(ease, tmp_path: Path) -> None:
+    federation = tmp_path / "federation"
+    assert ease("keys", "list", federation).code == 2
+    assert ease("keys", "server", federation, "--host", "fed.example.org").code == 0
+    for client in (2, 10):
+        assert ease("keys", "node", tmp_path / f"{client}.key").code == 0
+        assert ease("keys", "admit", federation, tmp_path / f"{client}.key.pub", "--id", client).code == 0
+    listed = json.loads(ease("keys", "list", federation, "--json").out)
+    assert list(listed["clients"]) == ["2", "10"] and all(
+        key.startswith("SHA256:") for key in listed["clients"].values()
+    )
+    assert listed["certificate_until"] == expiry(federation / "keys" / "server.crt").date().isoformat()
+    assert list(json.loads(ease("keys", "revoke", federation, "--id", 2, "--json").out)["clients"]) == ["10"]
+    again = ease("keys", "revoke", federation, "--id", 2)
+    assert again.code == 2 and "admitted: 10" in again.err
+    before = (federation / "keys" / "ca.crt").read_bytes()
+    assert ease("keys", "rotate", federation).code == 0
+    assert (federation / "keys" / "ca.crt").read_bytes() != before
+    assert server_hosts(federation / "keys") == ["fed.example.org", "localhost", "127.0.0.1"]
+    (aside,) = (federation / "keys").glob("until-*")
+    assert (aside / "ca.crt").read_bytes() == before and ease("keys", "rotate", federation).code == 2
+
+
+def test_a_silent_node_and_waiting_requests_have_exit_codes() -> None:
+    def status(*states: str, late: int = 0, waiting: int = 0, until: str | None = "2999-01-01") -> int:
+        queue = tuple(
+            WaitingRequest(id=f"r{number}", state="approved", deadline="2030-01-01") for number in range(waiting)
+        )
+        run = RunStatus(run=Path("run"), round=1, rounds=1, bytes_down=0, bytes_up=0, queue=queue, overdue=late)
+        nodes = tuple(NodeStatus(client=number, state=state) for number, state in enumerate(states))
+        found = FederationStatus(
+            folder=Path("federation"), server="answers", nodes=nodes, run=run, certificate_until=until
+        )
+        return found.exit_code
+
+    assert status("ready", "working") == 0 and status("ready", "no answer") == 1
+    assert status("ready", waiting=1) == 4 and status("ready", waiting=2, late=1) == 5
+    assert status("ready", until="2020-01-01") == 1 and status("ready", until=None) == 0

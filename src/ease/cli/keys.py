@@ -1,4 +1,4 @@
-"""`ease keys`: new, server, node and admit."""
+"""`ease keys`: new, server, node, admit, list, revoke and rotate."""
 
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +52,47 @@ def node(file: PrivateKey) -> Result:
     from ease.commands.federation import node_key
 
     return node_key(file)
+
+
+@command
+def list_(folder: Federation) -> Result:
+    """List a federation's keys and when its certificate ends.
+
+    Example: `ease keys list federation`
+    """
+    from ease.commands.federation import list_keys
+
+    return list_keys(folder)
+
+
+@command
+def revoke(
+    folder: Federation, id: Annotated[int, typer.Option("--id", min=0, help="The number of the client.")]
+) -> Result:
+    """Revoke the key of a client's node.
+
+    Nobody can act for this client until another key is admitted. A key that signs decisions is revoked in policy.toml
+    (approval.revoked).
+
+    Example: `ease keys revoke federation --id 3`
+    """
+    from ease.commands.federation import revoke_key
+
+    return revoke_key(folder, id)
+
+
+@command
+def rotate(folder: Federation) -> Result:
+    """Replace the certificate of a federation's server.
+
+    The names stay the same, and the old files are kept in a folder beside. Restart the server, and give every node the
+    new ca.crt. The key of a node is replaced by `ease keys node` and `ease keys admit`.
+
+    Example: `ease keys rotate federation`
+    """
+    from ease.commands.federation import rotate_keys
+
+    return rotate_keys(folder)
 
 
 @command

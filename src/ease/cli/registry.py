@@ -38,7 +38,7 @@ PANELS: dict[str, dict[str, str]] = {
     "Evidence": {
         "certificate": "Issue and countersign certificates.",
         "verify": "Check a certificate, or the log and ledger of a run.",
-        "keys": "Make keys for certificates and for federations.",
+        "keys": "Make, list, revoke and rotate keys.",
     },
     "Use": {
         "export": "Write a model in a format that other tools read.",
@@ -88,6 +88,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "server": "Make the certificate of a federation's server.",
         "node": "Make the key of a client's node.",
         "admit": "Admit the node with this key as a client.",
+        "list": "List a federation's keys and when its certificate ends.",
+        "revoke": "Revoke the key of a client's node.",
+        "rotate": "Replace the certificate of a federation's server.",
     },
     "cache": {
         "list": "List the cached files by kind.",

@@ -16,6 +16,9 @@ def status(
     folder: Federation = Path("federation"),
     run: Annotated[Path | None, typer.Option(help="Also show a run: its round, bytes and requests.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Repeat every few seconds until stopped.")] = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="1: a node is silent or the certificate ended; 4, 5: requests wait.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the nodes of a federation and the waiting requests.
@@ -26,7 +29,8 @@ def status(
     """
     from ease.commands.federation import WATCHING, federation_status
 
-    print_summary(federation_status(folder, run), as_json)
+    first = federation_status(folder, run)
+    print_summary(first, as_json)
     with suppress(KeyboardInterrupt):  # which is how a watch ends
         while watch:
             time.sleep(WATCHING)
@@ -34,3 +38,5 @@ def status(
             if not as_json and sys.stdout.isatty():
                 typer.clear()  # redraw the screen instead of scrolling
             print_summary(found, as_json)
+    if exit_code and first.exit_code:
+        raise typer.Exit(first.exit_code)

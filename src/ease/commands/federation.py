@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,24 @@ from rich.console import RenderableType
 
 import ease.audit.site_measures  # noqa: F401 - registers its objective
 from ease import __version__
+from ease.commands.register import OVERDUE, PENDING
 from ease.config import Config, read_toml, validate
 from ease.console import labelled, megabytes, table
 from ease.data.config import load_pairs
 from ease.data.partition import Shard
 from ease.errors import Disconnected, UserError
-from ease.federation.credentials import Authority, admit, make_authority, make_node_key, read_admitted
+from ease.federation.credentials import (
+    Authority,
+    admit,
+    expiry,
+    fingerprint,
+    make_authority,
+    make_node_key,
+    read_admitted,
+    revoke,
+    rotate_authority,
+    server_hosts,
+)
 from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
 from ease.federation.node import Node, Policy, closed_pairs, listen, private_folder, serve
@@ -47,6 +60,8 @@ WATCHING = 5.0
 SLOW = 300.0
 """Seconds in which a node must have read its data."""
 NO_RUN = "0" * 32
+WARNING_DAYS = 60
+"""Before a certificate ends; nodes have to be given the new one by hand."""
 RETURNING = 3.0
 """Seconds after which a node that was turned away tries again."""
 
@@ -234,7 +249,7 @@ def _group(name: str | None) -> int | None:
 
 
 class KeyFiles(Config):
-    """`ease keys server`, `ease keys node` and `ease keys admit`: files, and what each is for."""
+    """`ease keys server`, `node`, `admit` and `rotate`: files, and what each is for."""
 
     files: dict[str, Path]
     """What it is -> the file."""
@@ -410,9 +425,23 @@ class FederationStatus(Config):
     server: str
     nodes: tuple[NodeStatus, ...]
     run: RunStatus | None
+    certificate_until: str | None = None
+    """The day on which the server's certificate ends. Null if there is none."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a node is silent or the certificate has ended, 5 if a request is overdue, 4 if one waits."""
+        expired = self.certificate_until is not None and self.certificate_until <= now().date().isoformat()
+        if expired or any(each.state not in ("ready", "working") for each in self.nodes):
+            return 1
+        if self.run is None or not self.run.queue:
+            return 0
+        return OVERDUE if self.run.overdue else PENDING
 
     def render(self) -> Iterator[RenderableType]:
         yield labelled("server", self.server)
+        if self.certificate_until is not None:
+            yield _expiry_line(self.certificate_until)
         rows = [
             [
                 str(each.client),
@@ -436,8 +465,64 @@ class FederationStatus(Config):
                 yield f"  {each.id}: {each.state}, until {each.deadline[:10]}"
 
 
+def _expiry_line(until: str) -> RenderableType:
+    left = (date.fromisoformat(until) - now().date()).days
+    words = f"{until}, in {left} days" if left > 0 else f"{until}: it has ended; make a new one with ease keys rotate"
+    return labelled("certificate until", words, "red" if left <= 0 else "yellow" if left < WARNING_DAYS else "dim")
+
+
+class KeysList(Config):
+    """`ease keys list` and `ease keys revoke`: the server's certificate, and each client's key."""
+
+    certificate_until: str | None
+    """The day on which the server's certificate ends. Null if there is none."""
+    clients: dict[int, str]
+    """Client -> fingerprint of its node's key."""
+
+    def render(self) -> Iterator[RenderableType]:
+        if self.certificate_until is not None:
+            yield _expiry_line(self.certificate_until)
+        rows = [[str(client), key] for client, key in self.clients.items()]
+        yield table(f"{len(rows)} admitted keys", ["client", "fingerprint"], rows, text_columns=2)
+
+
+def list_keys(folder: Path) -> KeysList:
+    """List the keys of a federation, and when its certificate ends."""
+    known = read_admitted(folder).clients
+    clients = {int(each): fingerprint(known[each]) for each in sorted(known, key=int)}
+    found = KeysList(certificate_until=_certificate_until(folder), clients=clients)
+    if found.certificate_until is None and not found.clients:
+        raise UserError(f"{folder}: no keys here; make them with `ease keys server` and `ease keys admit`")
+    return found
+
+
+def revoke_key(folder: Path, client: int) -> KeysList:
+    """Take the key of a client's node back."""
+    revoke(folder, client)
+    known = read_admitted(folder).clients
+    clients = {int(each): fingerprint(known[each]) for each in sorted(known, key=int)}
+    return KeysList(certificate_until=_certificate_until(folder), clients=clients)
+
+
+def rotate_keys(folder: Path) -> KeyFiles:
+    """Make a new certificate for the same names; nodes need its ca.crt."""
+    keys = folder / "keys"
+    hosts = server_hosts(keys)
+    made, aside = rotate_authority(keys, hosts, now().date().isoformat())
+    return KeyFiles(files={"new certificate, for every node": made.certificate, "old keys": aside})
+
+
+def _certificate_until(folder: Path) -> str | None:
+    path = Authority(folder / "keys").server_certificate
+    return expiry(path).date().isoformat() if path.is_file() else None
+
+
 def federation_status(folder: Path, run: Path | None) -> FederationStatus:
-    """The nodes of a federation, and the progress and waiting requests of a run."""
+    """Who is there, what they did, what waits, and until when the server's certificate holds."""
+    return _status(folder, run).model_copy(update={"certificate_until": _certificate_until(folder)})
+
+
+def _status(folder: Path, run: Path | None) -> FederationStatus:
     line: Line
     if (folder / SERVER).is_file():
         line, server = Flower(folder), "answers"

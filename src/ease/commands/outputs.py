@@ -11,7 +11,7 @@ from ease.commands.compare import CompareSummary, DemoSummary
 from ease.commands.doctor import DoctorSummary
 from ease.commands.evidence import CertificateSummary, KeysSummary, VerifySummary, WitnessSummary
 from ease.commands.export import ExportSummary
-from ease.commands.federation import AskedSummary, FederationStatus, KeyFiles
+from ease.commands.federation import AskedSummary, FederationStatus, KeyFiles, KeysList
 from ease.commands.find import FindSummary
 from ease.commands.forget import ForgetSummary, ReleaseSummary
 from ease.commands.joining import JoinSummary
@@ -70,6 +70,9 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "certificate attest": (WitnessSummary,),
     "verify": (VerifySummary,),
     "keys new": (KeysSummary,),
+    "keys list": (KeysList,),
+    "keys revoke": (KeysList,),
+    "keys rotate": (KeyFiles,),
     "keys server": (KeyFiles,),
     "keys node": (KeyFiles,),
     "keys admit": (KeyFiles,),

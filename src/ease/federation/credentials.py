@@ -4,7 +4,9 @@ A node is known by its key alone: the key of a client is written down beside its
 cannot speak as that client.
 """
 
+import base64
 import datetime
+import hashlib
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,6 +147,60 @@ def admit(folder: Path, client: int, key: Path) -> None:
         raise UserError(f"{key}: is the key of client {holder} already; every client needs a key of its own")
     clients = {**known.clients, str(client): " ".join(text.decode().split()[:2])}
     write_json(folder / "clients.json", Admitted(clients=clients).model_dump(mode="json"))
+
+
+def revoke(folder: Path, client: int) -> str:
+    """Take the key of a client's node back, so that nobody can act for it; return the key's fingerprint."""
+    known = read_admitted(folder)
+    text = known.clients.get(str(client))
+    if text is None:
+        admitted = ", ".join(sorted(known.clients, key=int)) or "none"
+        raise UserError(f"--id {client}: no key is admitted for this client; admitted: {admitted}")
+    clients = {each: key for each, key in known.clients.items() if each != str(client)}
+    write_json(folder / "clients.json", Admitted(clients=clients).model_dump(mode="json"))
+    return fingerprint(text)
+
+
+def fingerprint(text: str) -> str:
+    """Return the hash by which people compare a public key, as `ssh-keygen -l` prints it."""
+    try:
+        blob = base64.b64decode(text.split()[1], validate=True)
+    except (IndexError, ValueError) as error:
+        raise UserError("clients.json: a key is not in OpenSSH's form; admit it again") from error
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def expiry(path: Path) -> datetime.datetime:
+    """Return when a certificate ends."""
+    try:
+        return x509.load_pem_x509_certificate(read_bytes(path, LARGEST_KEY)).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is not a certificate in PEM; make one with `ease keys server`") from error
+
+
+def rotate_authority(folder: Path, hosts: Sequence[str], today: str) -> tuple[Authority, Path]:
+    """Make a new authority and server certificate; return it, and where the old one is kept."""
+    old, aside = Authority(folder), folder / f"until-{today}"
+    if not old.certificate.is_file():
+        raise UserError(f"{old.certificate}: no certificate to rotate; make one with `ease keys server`")
+    if aside.exists():
+        raise UserError(f"{aside}: exists already; certificates were rotated today")
+    aside.mkdir(mode=0o700)
+    for path in (old.certificate, old.server_certificate, old.server_key):
+        if path.is_file():
+            path.rename(aside / path.name)
+    return make_authority(folder, hosts), aside
+
+
+def server_hosts(folder: Path) -> list[str]:
+    """Return the names and addresses that the certificate of a server holds."""
+    path = Authority(folder).server_certificate
+    try:
+        certificate = x509.load_pem_x509_certificate(read_bytes(path, LARGEST_KEY))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is not a certificate in PEM; make one with `ease keys server`") from error
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(each.value) for each in names]
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:

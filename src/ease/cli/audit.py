@@ -32,6 +32,9 @@ def audit(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only measure how strongly forget pairs are memorised. No verdict.")
     ] = False,
+    deployed: Annotated[
+        bool, typer.Option("--deployed", help="Only compare the ONNX and int8 forms with the float model. No verdict.")
+    ] = False,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exit with 0: passed, 1: not passed, 3: undecided (2: an error).")
     ] = False,
@@ -43,6 +46,12 @@ def audit(
 
     Examples: `ease audit runs/first --request client-3 --retrain`, `ease audit runs/first --request client-3 --quick`
     """
+    if deployed:
+        if quick or exit_code or retrain or len(request) > 1:
+            raise UserError("--deployed takes one --request and none of --quick, --retrain and --exit-code")
+        from ease.commands.audit import deployed_run
+
+        return deployed_run(run, request[0], quiet)
     if quick:
         if exit_code or retrain:
             raise UserError("--quick gives no verdict and needs no retraining: drop --exit-code and --retrain")

@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ease.audit.config import AuditConfig
+from ease.audit.deployed import DeployedAudit, audit_deployed, deployed_path
 from ease.audit.exact import judge_identity
 from ease.audit.next_steps import next_steps
 from ease.audit.preflight import verdict_prospects
@@ -294,3 +295,36 @@ def quick_run(folder: Path, name: str, quiet: bool) -> QuickSummary:
     with status("asking clients", quiet):
         found = quick_check(run, world, name)
         return QuickSummary(**dict(found), id=name, folder=stored.folder, notes=found.limits)
+
+
+class DeployedSummary(DeployedAudit):
+    """`ease audit --deployed`: forget pairs under every form in which a model is deployed."""
+
+    id: str
+    """REQUEST/METHOD, as `--request` takes it."""
+    path: Path
+    """Where it is stored."""
+
+    def render(self) -> Iterator[RenderableType]:
+        rows = [
+            [
+                each.form,
+                f"{each.forget:.2f}",
+                f"{each.unseen:.2f}",
+                f"{each.auc.value:.2f}",
+                f"{each.came_back.value:+.3f} [{each.came_back.low:+.3f}, {each.came_back.high:+.3f}]",
+            ]
+            for each in self.forms
+        ]
+        yield table(f"Deployed forms: {self.id}", ["form", "forget", "unseen", "AUC", "came back"], rows)
+        yield self.words
+
+
+def deployed_run(folder: Path, name: str, quiet: bool) -> DeployedSummary:
+    """Score forget pairs by the deployed forms of an answer's model."""
+    run = Run.load(folder)
+    name = answer_name(folder, name)
+    with status("exporting and scoring", quiet):
+        found = audit_deployed(run, name)
+    path = deployed_path(find_answer(run, name)[0])
+    return DeployedSummary(**{each: getattr(found, each) for each in DeployedAudit.model_fields}, id=name, path=path)

@@ -2,9 +2,10 @@
 
 from typing import Any, Literal
 
+from ease.audit.deployed import DeployedAudit
 from ease.audit.quick_check import QuickCheck
 from ease.audit.records import AuditRecord
-from ease.commands.audit import AuditsSummary, AuditSummary, QuickSummary
+from ease.commands.audit import AuditsSummary, AuditSummary, DeployedSummary, QuickSummary
 from ease.commands.bench import BenchSummary
 from ease.commands.cache import CacheSummary
 from ease.commands.compare import CompareSummary, DemoSummary
@@ -63,7 +64,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "node": (AskedSummary,),
     "search": (SearchSummary,),
     "serve": (ServeSummary,),
-    "audit": (AuditSummary, AuditsSummary, QuickSummary),
+    "audit": (AuditSummary, AuditsSummary, QuickSummary, DeployedSummary),
     "report": (ReportSummary,),
     "certificate issue": (CertificateSummary,),
     "certificate sign": (CertificateSummary, VerifySummary),
@@ -136,6 +137,7 @@ FILES: dict[str, type[Config]] = {
     "requests/*/*/record.json": AnswerRecord,
     "requests/*/*/quick.json": QuickCheck,
     "requests/*/*/audit.json": AuditRecord,
+    "requests/*/*/deployed.json": DeployedAudit,
     "requests/*/*/certificate.json": Envelope,
     "evidence/log.jsonl": LogRecord,
     "evidence/head.json": Envelope,

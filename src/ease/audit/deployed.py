@@ -1,4 +1,4 @@
-"""The forms in which a model is deployed, ONNX and int8, beside the float model: do forget pairs come back?
+"""The forms in which a model is deployed, ONNX and int8, beside the float model: whether forget pairs come back.
 
 Coarser weights can undo small changes, and unlearning is a small change. So forget and unseen pairs are scored by every
 form, and what counts is how much more the forget pairs gained than the unseen ones.

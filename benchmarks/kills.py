@@ -1,4 +1,4 @@
-"""Kills `ease` processes with signal 9 while they train, forget, audit, work, purge and join, and compares the ends.
+"""Kills `ease` processes with signal 9 while they work on a run, and compares the ends.
 
 python benchmarks/kills.py --kills 100
 
@@ -10,19 +10,22 @@ that has done its imports; `--fresh` starts a new interpreter each time.
 """
 
 import argparse
+import base64
 import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.bitflips import TINY, Told, end_after, fix_secrets, inside, timeless, told_of
 
 from ease.cli import main as ease_main
+from ease.operations.evidence.log import CERTIFIED
 from ease.operations.ledger.database import NAME as LEDGER
 from ease.storage import LEFTOVER
 
@@ -39,10 +43,20 @@ WORLD = (*TINY, "partition.clients=3", "data.train=30", "data.validation=8")
 SETTINGS = tuple(word for each in WORLD for word in ("--set", each))
 AUDIT = ("audit", "run", "--request", "client-1", "--shadows", "4", "--retrains", "2", "--pool", "16", "--workers", "1")
 ADD = ("request", "add", "run", "--approve", "--quiet")
+CERTIFICATE = "run/requests/client-1/ease/certificate.json"
 STAGES: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "train": ((), ("train", "--out", "run", *SETTINGS, "--quiet")),
     "forget": ((), ("forget", "run", "--client", "1", "--quiet")),
     "audit": ((("forget", "run", "--client", "1", "--method", "retrain", "--quiet"),), (*AUDIT, "--quiet")),
+    "certificate": ((), ("certificate", "run", "--request", "client-1")),
+    "keys": ((), ("keys", "new", "run/client.key")),
+    "sign": ((), ("certificate", "sign", CERTIFICATE, "--key", "run/client.key")),
+    "export": ((), ("export", "run", "--request", "client-1", "--quiet")),
+    "serve": ((), ("serve", "run", "--port", "0", "--quiet")),
+    "release": (
+        (("forget", "run", "--samples", "released.txt", "--name", "few", "--quiet"),),
+        ("release", "run", "--request", "few"),
+    ),
     "work": (
         ((*ADD, "--client", "1", "--id", "c"), (*ADD, "--samples", "ids.txt", "--id", "s")),
         ("work", "run", "--set", "hold.retain_points=100", "--quiet"),
@@ -52,6 +66,10 @@ STAGES: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "train on": ((), ("train", "--resume", "run", "--until", "3", "--quiet")),
 }
 """What is done before, undisturbed, and the command that is killed; each goes on from where the one before ended."""
+SERVING = "serve"
+"""A command that ends only when it is told to: it is killed while it starts or answers, and must then start again."""
+STARTED = 60.0
+"""Seconds in which it must answer."""
 MOST_KILLS = 3
 """In one trial."""
 WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
@@ -132,6 +150,32 @@ def run_and_kill(
         return Told(code, said.read().decode(errors="replace")), seen
 
 
+def ended(folder: Path, arguments: Sequence[str], fresh: bool) -> tuple[Told, int]:
+    """A command that nobody kills."""
+    return run_and_kill(folder, arguments, None, 0.0, fresh)
+
+
+def served(folder: Path, arguments: Sequence[str], fresh: bool, until_killed: float | None = None) -> tuple[Told, int]:
+    """Start a server, kill it once it answers or after so many seconds, and return whether that was possible."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as said:
+        process = (_fresh if fresh else _copied)(folder, arguments, reading, writing, said.fileno())
+        os.close(writing)
+        told, answered, until = "", False, time.monotonic() + (until_killed or STARTED)
+        while time.monotonic() < until and not (answered and until_killed is None):
+            time.sleep(0.05)
+            told = os.pread(said.fileno(), 1 << 16, 0).decode(errors="replace")
+            address = re.search(r"http://127\.0\.0\.1:[0-9]+", told)
+            if address is not None and not answered:
+                with suppress(OSError), urllib.request.urlopen(f"{address[0]}/health", timeout=5) as answer:
+                    answered = answer.status == 200
+        os.kill(process, signal.SIGKILL)
+        os.close(reading)
+        os.waitpid(process, 0)
+        code = -signal.SIGKILL if until_killed is not None else 0 if answered else 1
+        return Told(code, told), 1
+
+
 def _copied(folder: Path, arguments: Sequence[str], reading: int, writing: int, said: int) -> int:
     """A copy of this process, which spares the imports."""
     process = os.fork()
@@ -165,12 +209,29 @@ def contents(folder: Path) -> dict[str, Any]:
         name = path.relative_to(folder).as_posix()
         if not path.is_file() or path.name.startswith((".", LEDGER)) or path.parent.name == "evidence":
             continue
+        if path.suffix in (".key", ".pub"):  # drawn at random
+            found[name] = "a key"
+            continue
+        if path.name == "certificate.json":  # signed, and so with the time
+            found[name] = certified(json.loads(path.read_bytes()))
+            continue
         found[name] = timeless(json.loads(path.read_bytes())) if path.suffix == ".json" else path.read_bytes()
         if path.name == "summary.json":  # what was sent again after a kill is counted again
             found[name] = found[name]["rounds"]
     found |= told_of(run)
+    # A process that was killed after it logged a certificate logs the next one as well, and every one has another hash.
+    log = found.get("log", [])
+    found["log"] = [each for each in log if each[0] != CERTIFIED]
+    found["certified"] = any(each[0] == CERTIFIED for each in log)
     found["unfinished"] = [path.name for path in run.rglob(f"{LEFTOVER}*")]
     return found
+
+
+def certified(envelope: dict[str, Any]) -> dict[str, Any]:
+    """What a certificate says, less what the clock says, and how many signed it."""
+    said = json.loads(base64.b64decode(envelope["payload"]))["predicate"]
+    kept = ("asked", "request", "answer", "method", "figures", "verdict")
+    return {name: said[name] for name in kept} | {"signatures": len(envelope["signatures"])}
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
@@ -192,14 +253,15 @@ def prepared(folder: Path, fresh: bool, stages: Sequence[str]) -> dict[str, Begu
         if name == "forget":  # secrets that would be drawn at random are there before anything hangs on them
             fix_secrets(work / "run")
         kept = Path(shutil.copytree(work, folder / "before" / name))
-        with inside(work), redirect_stdout(io.StringIO()):
-            command(*arguments)  # here, so that copies of this process have its imports
+        if name != SERVING:
+            with inside(work), redirect_stdout(io.StringIO()):
+                command(*arguments)  # here, so that copies of this process have its imports
         whole = contents(work)
         operations = 0
         if name in stages:
             shutil.rmtree(work)
             shutil.copytree(kept, work)
-            told, operations = run_and_kill(work, arguments, None, 0.0, fresh)
+            told, operations = (served if name == SERVING else ended)(work, arguments, fresh)
             assert told.code == 0, told.said
             assert not difference(contents(work), whole), (name, difference(contents(work), whole))
         begun[name] = Begun(kept, whole, operations)
@@ -207,6 +269,7 @@ def prepared(folder: Path, fresh: bool, stages: Sequence[str]) -> dict[str, Begu
             members = json.loads((work / "run" / "membership.json").read_text())
             (work / "ids.txt").write_text("\n".join(members["clients"][0]["train_ids"][:2]))
             (work / "new.txt").write_text("\n".join(members["validation"]))
+            (work / "released.txt").write_text(members["clients"][2]["train_ids"][0])
     return begun
 
 
@@ -221,17 +284,21 @@ def trials(
             before, expected, operations = begun[name]
             shutil.rmtree(work)
             shutil.copytree(before, work)
-            struck, ended = 0, None
+            struck, last = 0, None
             for _ in range(min(MOST_KILLS, kills - done)):
-                after, delay = draw.randrange(1, operations + 1), draw.random() * 0.005
-                ended, _ = run_and_kill(work, STAGES[name][1], after, delay, fresh)
-                if ended.code != -signal.SIGKILL:
+                after, delay = draw.randrange(1, operations + 1), draw.random()
+                if name == SERVING:
+                    last, _ = served(work, STAGES[name][1], fresh, 4 * delay)
+                else:
+                    last, _ = run_and_kill(work, STAGES[name][1], after, delay * 0.005, fresh)
+                if last.code != -signal.SIGKILL:
                     break  # it had ended before the signal came
                 struck += 1
-            if ended is None or ended.code == -signal.SIGKILL:
-                ended, _ = run_and_kill(work, STAGES[name][1], None, 0.0, fresh)
+            if last is None or last.code == -signal.SIGKILL:
+                last, _ = (served if name == SERVING else ended)(work, STAGES[name][1], fresh)
             done += struck
-            fault = f"exit code {ended.code}: {ended.said.strip()[-400:]}" if ended.code else ""
+            whole_pair = name == "keys" and "exists already" in last.said
+            fault = f"exit code {last.code}: {last.said.strip()[-400:]}" if last.code and not whole_pair else ""
             fault = fault or difference(contents(work), expected)
             if fault and keep is not None:
                 shutil.copytree(work, keep / f"{name}-{done}")

@@ -67,7 +67,14 @@ def public_path(path: Path) -> Path:
 
 
 def new_key(path: Path) -> SigningKey:
-    """Make a key pair: the private half in `path`, for its owner alone (0600), the public one beside it."""
+    """Make a key pair: the private half in `path`, for its owner alone (0600), the public one beside it.
+
+    A private key whose public half a killed process did not write is completed.
+    """
+    if path.is_file() and not path.is_symlink() and not public_path(path).exists():
+        begun = read_signing_key(path)
+        write_atomic(public_path(path), begun.public.pem())
+        return begun
     for each in (path, public_path(path)):
         if each.exists() or each.is_symlink():
             raise UserError(f"{each}: exists already, and a key is never written over; name another file")

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,9 +25,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ease.cli import main as ease_main
+from ease.errors import UserError
 from ease.operations.evidence import new_key, read_log
 from ease.operations.ledger.database import NAME as LEDGER
 from ease.operations.ledger.store import Ledger
+from ease.operations.serving.served import open_served
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json
 from ease.runs.run import Run
@@ -35,7 +37,7 @@ from ease.storage import write_atomic, write_json
 
 TINY = (
     "data.train=24",
-    "data.validation=0",
+    "data.validation=4",
     "data.test=40",
     "partition.clients=2",
     "partition.classes=2",
@@ -55,18 +57,35 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("export", "run", "--request", "client-1", "--quiet"),
     ("report", "run", "--quiet"),
     (*AUDIT, "--quiet"),
+    ("certificate", "run", "--request", "client-1", "--out", "certificate.json"),
+    ("verify", "certificate.json", "--run", "run"),
+    ("request", "find", "run", "*"),
     ("forget", "run", "--samples", "ids.txt", "--quiet"),
     ("forget", "run", "--client", "0", "--method", "fed_eraser", "--quiet"),
     ("work", "run", "--set", "hold.retain_points=100", "--quiet"),
+    ("forget", "grown", "--client", "0", "--quiet"),
+    ("release", "grown", "--request", "client-0"),
+    ("join", "grown", "--samples", "new.txt", "--consent", "yes", "--by", "ada", "--quiet"),
+    ("serve", "grown"),
+    ("purge", "grown", "--quiet"),
 )
-"""All that read a run back. `ids.txt` names the request that was interrupted; `grown` is the run without requests."""
+"""All that read a run back. `ids.txt` names the request that was interrupted, `new.txt` pairs that join; `grown` is the
+run without requests. `serve` stands for what its server does when it is started and asked."""
 REQUESTS = (
     ("request", "add", "run", "--client", "1", "--id", "leaves", "--approve", "--quiet"),
     ("request", "add", "run", "--client", "0", "--id", "stays", "--approve", "--quiet"),
     ("request", "cancel", "run", "stays", "--reason", "asked by mistake"),
 )
 """What is in the ledger: one request that `work` releases, and one that it must not."""
-MODULES = {"work": "requests", "request": "requests"}
+MODULES = {
+    "work": "requests",
+    "request": "requests",
+    "certificate": "evidence",
+    "verify": "evidence",
+    "release": "forget",
+    "purge": "requests",
+    "join": "joining",
+}
 """Commands whose module has another name."""
 OUTCOMES = ("detected", "harmless", "silent", "unnamed", "traceback")
 
@@ -133,6 +152,8 @@ def forked(work: Callable[[], object], folder: Path) -> Told:
 
 def command(*arguments: str) -> None:
     """One command; ends with an exit if it fails."""
+    if arguments[0] == "serve":
+        return answered(Path(arguments[1]))
     extra = [word for each in TINY for word in ("--set", each)] if arguments[:2] == ("train", "--out") else []
     place = arguments.index("--quiet") if extra else len(arguments)
     sys.argv = ["ease", *arguments[:place], *extra, *arguments[place:]]
@@ -141,6 +162,16 @@ def command(*arguments: str) -> None:
     except SystemExit as ended:
         if ended.code:
             raise
+
+
+def answered(run: Path) -> None:
+    """Open what a server serves and ask it, as a command that ends."""
+    try:
+        served = open_served(run, None)
+        print(len(served.search("a red boat", 3, "all").hits))
+    except UserError as error:
+        print(f"error: {error}")
+        raise SystemExit(2) from error
 
 
 def build(folder: Path, audited: bool) -> None:
@@ -163,6 +194,8 @@ def build(folder: Path, audited: bool) -> None:
     held = json.loads((folder / "run" / "membership.json").read_text())["clients"]
     ids = [pair for client in held for pair in client["train_ids"][:3]]
     (folder / "ids.txt").write_text("\n".join(ids))
+    spare = json.loads((folder / "run" / "membership.json").read_text())["validation"]
+    (folder / "new.txt").write_text("\n".join(spare))
     told = forked(lambda: _killed_after(3), folder)
     assert told.code == -9, told.said
 
@@ -197,6 +230,8 @@ def timeless(value: Any) -> Any:
     return [timeless(each) for each in value] if isinstance(value, list) else value
 
 
+CLOCKED = ("purge.json", "membership.json", "recipients.json")
+"""Files with times in them."""
 ENTRY = ("id", "request", "state", "why", "outcome")
 """What is compared of a request in the ledger."""
 
@@ -246,7 +281,10 @@ def results(folder: Path) -> dict[str, object]:
             timed = ("seconds", "memory")
             metrics = {key: each for key, each in record["metrics"].items() if not any(word in key for word in timed)}
             found[name] = {**record, "metrics": metrics, "resumed": None, "seal": None}
-        else:
+        elif path.name in CLOCKED:
+            with suppress(ValueError):  # a flipped bit
+                found[name] = timeless(json.loads(path.read_bytes()))
+        elif name != "certificate.json":  # signed, and so with the time; `ease verify` reads it
             found[name] = path.read_bytes()
     return found | told_of(folder / "run")
 
@@ -287,7 +325,7 @@ def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True, only: 
         for path in base.rglob("*")
         if path.is_file()
         and path.stat().st_size
-        and path.name != "ids.txt"
+        and path.suffix != ".txt"
         and only in kind(path.relative_to(base).as_posix())
     )
     draw = random.Random(seed)
@@ -305,7 +343,7 @@ def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True, only: 
         found = results(work) if told[-1].code == 0 else {}
         for each in {name, name.replace("run/", "grown/", 1)} & expected.keys():
             # What no command wrote anew is still the flipped file, and no result.
-            if found.get(each) == bytes(content):
+            if (work / each).is_file() and (work / each).read_bytes() == bytes(content):
                 found[each] = expected[each]
         yield Flip(name, bit, classify(told, name, found == expected), told[-1].said.strip())
 

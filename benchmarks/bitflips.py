@@ -216,7 +216,7 @@ def _killed_after(answers: int) -> None:
     command("forget", "run", "--samples", "ids.txt", "--quiet")
 
 
-CLOCK = {"seal", "time", "resumed", "consent", "record", "audit"}
+CLOCK = {"seal", "time", "resumed", "consent", "record", "audit", "certificate"}
 """Keys of JSON whose values depend on the clock or on being interrupted, or are hashes of files that do."""
 
 

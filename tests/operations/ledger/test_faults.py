@@ -204,3 +204,14 @@ def test_a_full_disk_leaves_no_half_of_a_key_pair(ease, small_disk, words: tuple
     result = ease("keys", words[0], disk / words[1])
     assert result.code == 2 and result.err.count("\n") == 1 and len(wrote) == 2
     assert [path.name for path in disk.rglob("*") if path.is_file()] == ["filler"]
+
+
+def test_half_of_a_key_pair_after_a_kill_is_completed(ease, tmp_path: Path) -> None:
+    """A killed process can clean nothing up: its private key gets its public half, and is not written over."""
+    key = tmp_path / "client.key"
+    assert ease("keys", "new", key).code == 0
+    private, public = key.read_bytes(), key.with_name("client.key.pub").read_bytes()
+    key.with_name("client.key.pub").unlink()
+    assert ease("keys", "new", key).code == 0
+    assert key.read_bytes() == private and key.with_name("client.key.pub").read_bytes() == public
+    assert ease("keys", "new", key).code == 2

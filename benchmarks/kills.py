@@ -66,6 +66,8 @@ STAGES: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "train on": ((), ("train", "--resume", "run", "--until", "3", "--quiet")),
 }
 """What is done before, undisturbed, and the command that is killed; each goes on from where the one before ended."""
+FINISHED = ("exists already", "has signed already")
+"""What `keys new` and `certificate sign` say if the killed process had done all: they do nothing twice."""
 SERVING = "serve"
 """A command that ends only when it is told to: it is killed while it starts or answers, and must then start again."""
 STARTED = 60.0
@@ -297,8 +299,8 @@ def trials(
             if last is None or last.code == -signal.SIGKILL:
                 last, _ = (served if name == SERVING else ended)(work, STAGES[name][1], fresh)
             done += struck
-            whole_pair = name == "keys" and "exists already" in last.said
-            fault = f"exit code {last.code}: {last.said.strip()[-400:]}" if last.code and not whole_pair else ""
+            finished = name in ("keys", "sign") and any(said in last.said for said in FINISHED)
+            fault = f"exit code {last.code}: {last.said.strip()[-400:]}" if last.code and not finished else ""
             fault = fault or difference(contents(work), expected)
             if fault and keep is not None:
                 shutil.copytree(work, keep / f"{name}-{done}")

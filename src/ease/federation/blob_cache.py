@@ -1,4 +1,4 @@
-"""Parts of jobs that a node was sent, on its own disk: named by their hash, the longest unused dropped first."""
+"""The cache of a node for parts of jobs: files named by hash, of which the least recently used are deleted first."""
 
 import os
 import re
@@ -16,14 +16,14 @@ NAME = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class BlobCache(Mapping[str, bytes]):
-    """What is there can be looked up by its hash; a damaged file is not there."""
+    """A mapping from hashes to bytes in a folder. A damaged file counts as missing."""
 
     folder: Path
     most: int = 1 << 32
-    """Bytes to keep at most, beside what the last job needed."""
+    """Largest size in bytes, apart from the parts of the last job."""
 
     def put(self, parts: Mapping[str, bytes]) -> None:
-        """Keep parts; one whose name is not the hash of its bytes is refused, and nothing is kept."""
+        """Store parts. If the name of one is not the hash of its bytes, none is stored and it is an error."""
         for name, data in parts.items():
             if content_hash(data) != name:
                 raise UserError(f"part {name[:12]} was altered on the way; send it once more")
@@ -33,7 +33,7 @@ class BlobCache(Mapping[str, bytes]):
         self._make_room(set(parts))
 
     def used(self, name: str) -> None:
-        """Put off the day on which a part is dropped."""
+        """Mark a part as used now."""
         with suppress(OSError):
             os.utime(self.folder / name)
 

@@ -1,4 +1,4 @@
-"""What a client holds."""
+"""The data of a client."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ from ease.requests.request import forget_mask
 
 @dataclass(frozen=True)
 class ClientData:
-    """Everything a client holds: its shard, the activations of its own pairs, and what it keeps of the training."""
+    """All data of a client: its shard, the activations of its own pairs, and its history of the training."""
 
     shard: Shard
     train: Examples
     validation: Examples
     history: ClientHistory | None = None
-    """Its own disk; absent: it keeps nothing, and the server does."""
+    """Its history on its own disk; None: only the server stores a history."""
 
     @classmethod
     def of(cls, shard: Shard, activations: Activations, device: torch.device | str) -> "ClientData":
@@ -32,7 +32,7 @@ class ClientData:
         )
 
     def select(self, job: LocalJob) -> np.ndarray:
-        """Positions of the training pairs the job speaks of."""
+        """Positions of the training pairs that the job names."""
         if job.data == "all" or job.request is None:
             return np.arange(len(self.train))
         forget = forget_mask(job.request, self.shard)
@@ -40,7 +40,7 @@ class ClientData:
 
     @property
     def required_history(self) -> ClientHistory:
-        """What it keeps of the training, where something is asked of it."""
+        """Its history; an error if it stores none."""
         if self.history is None:
             raise ClientError(
                 f"client {self.shard.client}: keeps nothing of the training, and is asked about it; open the world of "
@@ -49,6 +49,6 @@ class ClientData:
         return self.history
 
     def keep(self, number: int, state: Params, update: Update) -> None:
-        """Keep a round of the training in which it took part; of one in which it abstained there is nothing."""
+        """Store a round of the training, unless the client abstained."""
         if update.delta is not None:
             self.required_history.write(number, state, update.delta)

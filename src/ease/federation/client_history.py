@@ -1,6 +1,6 @@
-"""What a client keeps of the training on its own disk: the states it was sent and its own updates, whole and hashed.
+"""The history that a client stores on its own disk: the states it was sent and its own updates, with their hashes.
 
-Only the client's side of an engine reads it. The server learns of it what the client answers, and nothing else.
+Only the client's side of an engine reads it. The server learns about it only through answers.
 """
 
 import shutil
@@ -21,7 +21,7 @@ ALTERNATIVES = (
 
 
 class ClientRound(Config):
-    """A kept round by the hashes of its files."""
+    """The file `round.json` of a client: the hashes of a round's files."""
 
     round: int
     start: Hash
@@ -30,16 +30,16 @@ class ClientRound(Config):
 
 @dataclass(frozen=True)
 class ClientHistory:
-    """Reads and writes what one client keeps. A round counts once its `round.json` exists, which is written last."""
+    """Reads and writes the history of one client. A round is complete once its `round.json`, the last file, exists."""
 
     client: int
     folder: Path
 
     def write(self, number: int, start: Params, change: Params) -> None:
-        """Keep the state that a round began from and the client's own update, as they travel."""
+        """Store the state that a round started from and the client's update, in the encoding of messages."""
         folder = self._round(number)
         if folder.exists():
-            shutil.rmtree(folder)  # of a killed process: that round never came to its end
+            shutil.rmtree(folder)  # left by a killed process, whose round was never complete
         contents = {"start": encode_state(start), "change": encode_state(change)}
         for name, data in contents.items():
             write_atomic(folder / f"{name}.state", data)
@@ -47,11 +47,11 @@ class ClientHistory:
         write_json(folder / "round.json", ClientRound(round=number, **hashes).model_dump(mode="json"))
 
     def start(self, number: int, name: str) -> Params:
-        """The state that a round began from, which must be the one of this name."""
+        """The state that a round started from, which must have this hash."""
         return self._state(self._round(number) / "start.state", self._record(number, name).start)
 
     def change(self, number: int, name: str) -> Params:
-        """The client's own update of a round, which must have begun from the state of this name."""
+        """The client's own update of a round, which must have started from the state with this hash."""
         return self._state(self._round(number) / "change.state", self._record(number, name).change)
 
     def _record(self, number: int, name: str) -> ClientRound:
@@ -81,5 +81,5 @@ class ClientHistory:
 
 
 def client_history(disks: Path, client: int) -> ClientHistory:
-    """What a client keeps, in its own folder among those that stand for the clients' disks."""
+    """The history of a client in its own folder of `disks`."""
     return ClientHistory(client, disks / f"{client:05d}")

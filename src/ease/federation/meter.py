@@ -1,4 +1,4 @@
-"""Counts what really crosses between server and clients: bytes both ways, messages and client steps."""
+"""Counts the traffic between server and clients (bytes both ways, messages) and the steps of clients."""
 
 import hashlib
 import time
@@ -33,11 +33,11 @@ class Metered(Middleware):
         super().__init__(inner)
         self.cost = Cost() if cost is None else cost
         self._known = {_fingerprint(each) for each in known}
-        """States that clients have from the training; the rounds of it that they replay began from such."""
+        """Hashes of states that clients have from the training."""
         self._kept: dict[int, dict[Part, bytes]] = {}
-        """Client -> what it keeps: lock, reference and base of the request, and the last whole state it was sent.
+        """Client -> hashes of the parts that it stores: lock, reference, base, and the last whole state it was sent.
 
-        By hash: of ten thousand clients, each was last drawn in another round, and would hold another state here.
+        Hashes only, because ten thousand clients may each have another state.
         """
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
@@ -70,5 +70,5 @@ class Metered(Middleware):
 
 
 def _fingerprint(part: Params | LockMessage) -> bytes:
-    """Equal for equal parts alone: of what is sent, which tells layout and values."""
+    """The hash of an encoded part."""
     return hashlib.sha256(encode_part(part)).digest()

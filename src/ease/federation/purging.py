@@ -1,7 +1,6 @@
-"""Purging at the clients' own sites: every node is told by marks what it is to keep nothing else of.
+"""Purging at the sites: nodes delete what they store of closed pairs and keep salted marks of them.
 
-A mark is a salted hash of an id. With it a node still knows a closed pair when it comes back, and no longer what it
-was called.
+A mark is a salted hash of an id. With it a node recognises a closed pair that comes back without storing its id.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,9 +19,9 @@ def purge_nodes(
     dry_run: bool = False,
     lost: Collection[int] = (),
 ) -> dict[int, PurgeReply]:
-    """Client -> what its node dropped and what it still keeps; all of `marks` must answer, except `lost` ones.
+    """Client -> what its node deleted and what it still stores; all clients of `marks` must answer, except `lost` ones.
 
-    With `dry_run` nothing happens yet: whoever is missing or will not do it is named while all can go on as it was.
+    With `dry_run` nodes delete nothing, and clients that are missing or refuse are named.
     """
     requests = {
         client: PurgeRequest(salt=salt, marks=tuple(sorted(own)), leaves=client in leaving, dry_run=dry_run)

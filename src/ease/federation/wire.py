@@ -1,8 +1,7 @@
-"""What server and nodes say to each other, and how it goes over a Unix socket.
+"""Messages between server and nodes, and their transport over a Unix socket.
 
-Every message is one container, a short header and bytes of other encodings (job, parts, update) as its tensors, and
-the hash of it all: a bit that flips on the way is never taken for another number.
-On a socket it comes after its length, so that one that is too long is refused before a byte of it is read.
+A message is one container and its hash: a short header, and other encodings (job, parts, update) as tensors. The hash
+reveals flipped bits. On a socket the length comes first, so that a message that is too long is refused unread.
 """
 
 import hashlib
@@ -33,74 +32,73 @@ CENTRES, SUMS, COUNTS = "centres", "sums", "counts"
 QUERY, SAYS, NEAR = "query", "says", "near"
 MOST_LINES = 64
 Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-"""What a node says to people: short, and nothing that a terminal would take for more than letters."""
+"""Text from a node for people: short, and without control characters."""
 
 
 class Deal(Config):
-    """How a client that alone knows its pairs is to deal them: into classes, and into training and held-out ones."""
+    """How a client divides pairs that only it knows: into classes, and into training and held-out pairs."""
 
     classes: int = Field(ge=1, le=1 << 20)
     class_seed: int
     seed: int
     validation_share: float = Field(ge=0, lt=1)
     closed: tuple[int, ...] = ()
-    """Classes that were forgotten before the client came: its pairs of those stay out."""
+    """Classes that were forgotten before the client joined; its pairs of these classes are left out."""
     dry_run: bool = False
-    """Nothing is kept of it yet."""
+    """Whether the node only answers and stores nothing."""
 
 
 class PurgeRequest(Config):
-    """What a node is to keep by its mark alone from now on."""
+    """Pairs of closed requests, by salted marks. The node deletes what it stores of them, and their ids."""
 
     salt: str = Field(pattern=r"^[0-9a-f]{32}$")
     marks: tuple[Annotated[str, Field(pattern=r"^gone-[0-9a-f]{24}$")], ...]
-    """Of pairs of its own, made with the salt; of no other pair, and no id."""
+    """Salted hashes of ids of its own pairs."""
     leaves: bool
-    """Its client has left: what it keeps of its rounds goes too."""
+    """Whether its client has left, so that its rounds are deleted too."""
     dry_run: bool = False
-    """Nothing is done yet; it says whether it would be."""
+    """Whether the node only answers if it would do it."""
 
 
 class Search(Config):
-    """Words, and how many rows the query has that comes with them."""
+    """Words to search for, and the number of rows of their query."""
 
     words: str = Field(min_length=1, max_length=LONGEST)
     rows: Literal[2, 3]
 
 
 class Ask(Config):
-    """The server asks a node who it is (`hello`), or gives its client a job (`task`).
+    """A message of the server to a node.
 
-    The job comes with it, and so do those of the job's parts that the node lacks. Where pairs lie apart, a run begins
-    with two more: what groups a client's pairs form, alone or around centres that come along (`groups`), and which
-    pairs it takes part with, each in the class of the nearest of those centres (`join`). When closed requests are
-    purged, a node drops what it keeps of them (`purge`). It can be asked which of its pairs some words fit (`search`),
-    and which of them show a picture (`find`).
+    `hello` asks for its state. `task` brings a job and the parts of it that the node lacks. If pairs are on site,
+    `groups` asks for sums of groups of pairs, and `join` for the pairs of a run by the classes of given centres.
+    `purge` makes the node delete what it stores of closed requests. `search` asks which pairs some words fit, and
+    `find` which pairs show a picture.
     """
 
     kind: Literal["hello", "groups", "join", "task", "purge", "search", "find"]
     client: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Names this message: a node does it once, and an answer to another one is no answer."""
+    """Identifies the message: a node handles it once, and its answer must repeat it."""
     run: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Whose kept states and closed requests are meant."""
+    """The run whose stored rounds and closed requests are used."""
     cohort: int = Field(1, ge=1)
-    """How many clients are given the job, by the server's word."""
+    """How many clients get the job, as claimed by the server."""
     parts: tuple[Hash, ...] = ()
-    """What the job comes with, sent now or earlier; other states that it names are the client's own."""
+    """Parts of the job, sent with it or earlier. Other states that it names are stored by the client."""
     gone: tuple[Request, ...] = ()
-    """Requests that are closed: the job may not touch what they name."""
+    """Closed requests: the job must not use the pairs that they name."""
     renewed: int = Field(0, ge=0)
-    """How many of them came before the training from the start whose rounds a job may repeat."""
+    """How many of them were closed before the retraining whose rounds a job may repeat."""
     deal: Deal | None = None
     purge: PurgeRequest | None = None
     search: Search | None = None
     picture: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")
-    """Hash of the pixels of a picture that is looked for."""
+    """Hash of the pixels of a picture to find."""
 
 
 class Present(Config):
-    """What a node tells of itself."""
+    """The answer to `hello`: the state of a node."""
 
     kind: Literal["present"] = "present"
     client: int = Field(ge=0)
@@ -111,7 +109,7 @@ class Present(Config):
     pairs: str
     """Hash of the ids of its training pairs, in their order."""
     parts: tuple[Hash, ...]
-    """What it holds and need not be sent."""
+    """Parts that it stores, so that they need not be sent."""
     threads: int
     jobs: int
     refused: int
@@ -121,7 +119,7 @@ class Present(Config):
 
 
 class Answer(Config):
-    """What a node gives back: an update among the tensors, the parts it lacks, or why it refuses."""
+    """The answer to `task`: an update among the tensors, the parts that the node lacks, or why it refuses."""
 
     kind: Literal["answer"] = "answer"
     client: int = Field(ge=0)
@@ -131,7 +129,7 @@ class Answer(Config):
 
 
 class DealReply(Config):
-    """What a node says of its pairs: sums and counts of groups among the tensors, or what it takes part with."""
+    """The answer to `groups` and `join`: sums and counts among the tensors, or the client's pairs in the run."""
 
     kind: Literal["deal"] = "deal"
     client: int = Field(ge=0)
@@ -140,7 +138,7 @@ class DealReply(Config):
 
 
 class PurgeReply(Config):
-    """What a node no longer keeps of closed requests, and what it still does: one thing and why, each."""
+    """The answer to `purge`: what the node deleted and what it still stores, each with the reason."""
 
     kind: Literal["purged"] = "purged"
     client: int = Field(ge=0)
@@ -150,7 +148,7 @@ class PurgeReply(Config):
 
 
 class SearchReply(Config):
-    """Of each pair that a node still holds, whether it says some words and how near it is to them, as tensors."""
+    """The answer to `search`: whether each pair contains the words, and its cosine to them, as tensors."""
 
     kind: Literal["matched"] = "matched"
     client: int = Field(ge=0)
@@ -158,7 +156,7 @@ class SearchReply(Config):
 
 
 class FoundPairs(Config):
-    """Ids of a node's pairs that show a picture."""
+    """The answer to `find`: ids of pairs that show the picture."""
 
     kind: Literal["found"] = "found"
     client: int = Field(ge=0)
@@ -167,23 +165,23 @@ class FoundPairs(Config):
 
 
 def encode(header: Config, blobs: Mapping[str, bytes] | None = None) -> bytes:
-    """A message with other encodings inside it."""
+    """A message with its hash; `blobs` are encodings inside it."""
     message = pack(header, {name: as_tensor(data) for name, data in (blobs or {}).items()})
     return message + hashlib.sha256(message).digest()
 
 
 def _whole(data: bytes, what: str, limits: Limits) -> bytes:
-    """The container, if it is the one that was sent."""
+    """The container, checked against the hash behind it."""
     if len(data) > limits.total:
         raise UserError(f"{what}: {len(data)} bytes, and at most {limits.total} are accepted")
-    message, told = data[:-SEAL], data[-SEAL:]
-    if hashlib.sha256(message).digest() != told:
+    message, expected = data[:-SEAL], data[-SEAL:]
+    if hashlib.sha256(message).digest() != expected:
         raise UserError(f"{what}: it was altered or cut on the way, or is none of this tool; send it once more")
     return message
 
 
 def decode_ask(data: bytes, limits: Limits = LIMITS) -> tuple[Ask, bytes, dict[str, bytes]]:
-    """What is asked, the job and the parts that came with it, by name; a `hello` brings neither."""
+    """The message, its job if it has one, and the parts that came with it, by name."""
     header, tensors = unpack(_whole(data, "message", limits), Ask, "message", limits)
     blobs = _blobs(tensors, "message")
     require((JOB in blobs) == (header.kind == "task"), "message", "a task brings a job, and nothing else does")
@@ -227,7 +225,7 @@ Header = TypeVar("Header", bound=Config)
 
 
 def _bare(data: bytes, kind: type[Header], limits: Limits) -> Header:
-    """An answer that brings nothing along."""
+    """The header of an answer without tensors."""
     header, tensors = unpack(_whole(data, "answer", limits), kind, "answer", limits)
     require(not tensors, "answer", "it has tensors that belong to nothing")
     return header
@@ -246,7 +244,7 @@ def numbers_of(array: np.ndarray) -> bytes:
 
 
 def numbers_in(data: bytes, kind: Literal["<f8", "<i8"], rows: int, what: str) -> np.ndarray:
-    """The same back, in so many rows of any width."""
+    """The numbers of such bytes, in a given number of rows."""
     require(rows >= 0 and len(data) % (8 * max(1, rows)) == 0, what, "its numbers do not fill its rows")
     return np.frombuffer(data, kind).reshape(rows, -1 if rows else 0).astype(kind[1:])
 

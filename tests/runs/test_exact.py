@@ -26,7 +26,7 @@ from ease.measures.evaluate import embed_pairs
 from ease.methods import METHODS, make_method
 from ease.methods.exact import Exact
 from ease.methods.retrain import Retrain
-from ease.model.closed_form import GRID, POWERS, TEXT_STRENGTHS, Ridge, Sums, on_grid, solve
+from ease.model.closed_form import GRID, IMAGE_STRENGTHS, POWERS, TEXT_STRENGTHS, Ridge, Sums, on_grid, solve
 from ease.operations.evidence import issue, verify
 from ease.operations.purge import purge
 from ease.params import Params
@@ -455,7 +455,8 @@ def test_the_strengths_are_those_that_find_held_out_pairs_best(kept: Site) -> No
 
     power = max(POWERS, key=lambda power: score(Ridge(power=power)))
     text = max(TEXT_STRENGTHS, key=lambda text: score(Ridge(text=text, power=power)))
-    assert run.history.ridge(1) == Ridge(text=text, power=power)
+    image = max(IMAGE_STRENGTHS, key=lambda image: score(Ridge(image=image, text=text, power=power)))
+    assert run.history.ridge(1) == Ridge(image=image, text=text, power=power)
     assert len({score(Ridge(power=power)) for power in POWERS}) > 1, "there was something to choose"
 
 

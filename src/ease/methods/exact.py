@@ -48,11 +48,12 @@ class Exact(Unlearner):
         if trained.training.secure:
             total = securely_collected(federation, trained.start, job, stay, everyone=True)
             return _total_left(history, stay, total, sides).solved(trained.initial, history.ridge(1))
-        forgotten = {} if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
+        arriving = [] if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
         if history.updates:
+            forgotten = {client: sums for client, sums in arriving if sums.count}
             left = _each_left(history, stay, forgotten, sides)
-        else:
-            left = _total_left(history, stay, Collected.of(forgotten.items(), kept=False), sides)
+        else:  # added as they arrive, so that memory does not grow with the number of clients
+            left = _total_left(history, stay, Collected.of(arriving, kept=False), sides)
         return left.solved(trained.initial, history.ridge(1))
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
@@ -67,7 +68,7 @@ def _each_left(
     def left() -> Iterator[tuple[int, Sums]]:
         for client in clients:
             stored = Sums.from_state(history.update(1, client).change)
-            touched = client in forgotten and forgotten[client].count
+            touched = client in forgotten
             yield client, _sound(stored - forgotten[client], f"client {client}", sides) if touched else stored
 
     return Collected.of(left(), kept=True)

@@ -46,7 +46,9 @@ class Ridge(Config):
 
 POWERS = (0.5, 1.0, 2.0)
 TEXT_STRENGTHS = (0.3, 0.1, 1.0)
-"""What training chooses from, one after the other: the power, then the strength for text. The first wins a tie."""
+IMAGE_STRENGTHS = (1.0, 0.3, 3.0)
+"""What training chooses from, one after the other: the power, the strength for text, that for images. The first wins a
+tie."""
 
 
 @dataclass(frozen=True)

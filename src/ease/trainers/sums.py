@@ -20,6 +20,7 @@ from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import Federation, LocalJob, Update
 from ease.federation.secure_aggregation import masked_expected, measure_masked, secure_total
 from ease.model.closed_form import (
+    IMAGE_STRENGTHS,
     LARGEST_SUM,
     POWERS,
     ROWS,
@@ -134,17 +135,22 @@ def asked(
         yield update.client, update.refused or Sums(update.values[SUMS])
 
 
-def all_asked(federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]) -> dict[int, Sums]:
-    """Client -> its sums, where no one may be missing."""
-    found = dict(asked(federation, state, job, clients))
-    sums = {client: each for client, each in found.items() if isinstance(each, Sums)}
-    silent = {client: str(found.get(client, "no sound answer")) for client in clients if client not in sums}
+def all_asked(
+    federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]
+) -> Iterator[tuple[int, Sums]]:
+    """The sums of each client as they arrive, where no one may be missing."""
+    silent = dict.fromkeys(clients, "no sound answer")
+    for client, found in asked(federation, state, job, clients):
+        if isinstance(found, str):
+            silent[client] = found
+        else:
+            silent.pop(client, None)
+            yield client, found
     if silent:
         raise UserError(
             f"exact forgetting needs the sums of everyone who may hold forget pairs ({each_reason(silent)}); run the "
             "same command again once they answer"
         )
-    return sums
 
 
 def securely_collected(
@@ -249,7 +255,7 @@ register(
 
 
 def choose(params: Params, federation: Federation, job: LocalJob, found: Collected) -> Ridge:
-    """The strengths under which clients find their own held-out pairs best: first the power, then that for text."""
+    """The strengths under which clients find their own held-out pairs best, chosen one after the other."""
     ranks = replace(job, objective=RANKS)
     scores: dict[Ridge, int] = {}
 
@@ -262,7 +268,8 @@ def choose(params: Params, federation: Federation, job: LocalJob, found: Collect
         return max(tried, key=scores.__getitem__)
 
     power = best(Ridge(power=power) for power in POWERS).power
-    return best(Ridge(text=text, power=power) for text in TEXT_STRENGTHS)
+    text = best(Ridge(text=text, power=power) for text in TEXT_STRENGTHS).text
+    return best(Ridge(image=image, text=text, power=power) for image in IMAGE_STRENGTHS)
 
 
 def measure_ranks(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:

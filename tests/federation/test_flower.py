@@ -122,7 +122,7 @@ class Federation:
                 pass
             assert self.processes["server"].poll() is None, (self.folder / "server.log").read_text()
             time.sleep(0.5)
-        raise AssertionError((self.folder / "server.log").read_text())
+        raise AssertionError("\n".join(log.read_text() for log in sorted(self.folder.glob("*.log"))))
 
     def _listens(self, client: int) -> bool:
         return "listening" in (self.folder / f"node-{client}.log").read_text()
@@ -149,17 +149,15 @@ def assigned(settings: tuple[str, ...]) -> list[str]:
     return [part for each in settings for part in ("--set", each)]
 
 
-@pytest.fixture(scope="module")
-def federation(
-    small: tuple[str, ...], shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Federation]:
+@contextmanager
+def started(settings: tuple[str, ...], cache: Path) -> Iterator[Federation]:
     flower_programs()  # missing is an error: whoever asks for these tests has it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(shared_cache))
+        patch.setenv("EASE_CACHE", str(cache))
         # Not in pytest's own folder, which no other user may enter: one that Flower runs as must reach a socket.
         folder = Path(tempfile.mkdtemp(prefix="ease-", dir="/tmp"))
         folder.chmod(0o755)
-        made = Federation(folder, (*small, *UNEQUAL))
+        made = Federation(folder, settings)
         make_authority(made.folder / "keys", ("localhost", "127.0.0.1"))
         for client in CLIENTS:
             admit(made.folder, client, make_node_key(made.folder / "keys" / f"node-{client}"))
@@ -172,6 +170,12 @@ def federation(
         finally:
             made.end()
             shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def federation(small: tuple[str, ...], shared_cache: Path) -> Iterator[Federation]:
+    with started((*small, *UNEQUAL), shared_cache) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +243,7 @@ def here(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> Re
 ANSWER = """
 import sys
 from pathlib import Path
-from ease.methods import make_method
-from ease.runs.answers import open_world
+from ease.runs.answers import open_world, usual_method
 from ease.runs.forget import forget
 from ease.runs.resolve import RequestOptions, parse_request
 from ease.runs.run import Run
@@ -248,7 +251,7 @@ from ease.runs.run import Run
 run, kind, what = Run.load(Path(sys.argv[1])), sys.argv[2], sys.argv[3]
 world = open_world(run)
 wanted = RequestOptions(samples=Path(what)) if kind == "--samples" else RequestOptions(clients=[what])
-list(forget(run, world, parse_request(world, wanted).request, make_method("ease"), observe=False))
+list(forget(run, world, parse_request(world, wanted).request, usual_method(run), observe=False))
 """
 """What `ease forget` does, less the quick look behind it, whose four exchanges would take Flower half a minute."""
 
@@ -292,6 +295,33 @@ def test_every_state_is_that_of_one_process(here: Reference, runs: dict[str, Pat
         found for client in CLIENTS for found in re.findall(r"client \d: (\w+), round", read_log(runs, client))
     }
     assert {"align", "replay"} <= objectives
+
+
+@pytest.mark.parametrize("more", [(), ("training.secure=true",)], ids=["plain", "secure"])
+def test_exact_forgetting_gives_the_bytes_of_one_process(
+    small: tuple[str, ...], shared_cache: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """Sums of training, of a request for pairs of two clients and of a client that leaves."""
+    solved = (
+        *small,
+        *UNEQUAL,
+        "model.lora=off",
+        "model.projector=closed_form",
+        "training.rounds=1",
+        "training.history=client",
+    )
+    with started((*solved, *more), shared_cache) as made:
+        lines = {"here": (*solved, "engine=sequential"), "there": (*made.settings, "engine=flower")}
+        found: dict[str, dict[str, str]] = {}
+        for name, settings in lines.items():
+            place = (f"federation={made.folder}",) if name == "there" else ()
+            succeed(made.ease("train", "--out", tmp_path / name, "--quiet", *assigned((*settings, *place))))
+            holdings = read_json(tmp_path / name / "membership.json")["clients"]
+            (tmp_path / "ids.txt").write_text("\n".join(each["train_ids"][0] for each in holdings[:2]))
+            for request in (("--samples", tmp_path / "ids.txt"), ("--client", 2)):
+                answer(tmp_path / name, *request)
+            found[name] = hashes(tmp_path / name)
+        assert found["here"] == found["there"] and len(found["here"]) >= 6
 
 
 def read_log(runs: dict[str, Path], client: int) -> str:

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ease.commands.compare import closed_form, model_words, traffic, trained_by_fedavg
-from ease.federation.check import checked
 from ease.federation.fedavg import TrainingConfig
 from ease.federation.history import History
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.middleware import Guarded
+from ease.federation.protocol import Capabilities, LocalJob, Update
 from ease.measures.retrieval import recall
 from ease.methods import make_method
 from ease.methods.base import Trained
@@ -33,7 +33,7 @@ from ease.methods.exact import Exact
 from ease.model.closed_form import GRID, Ridge, Sums, on_grid, solve
 from ease.params import Block, Params
 from ease.requests.request import SampleRequest
-from ease.runs.answers import answer_of, open_world, trained_of, usual_method
+from ease.runs.answers import answer_of, default_method, open_world, trained_of
 from ease.runs.config import RunConfig, load_config
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.forget import forget
@@ -73,7 +73,7 @@ def answers(run: Run, scenario: Scenario, words: str) -> Iterator[str]:
     world = open_world(run)
     request = scenario_request(world, scenario, run.config.seed)
     before = measure(world, trained_of(run).final, evaluation_sets(world, request))
-    methods = (make_method("retrain"), usual_method(run))
+    methods = (make_method("retrain"), default_method(run))
     for method in methods:
         began = time.process_time()
         list(forget(run, world, request, method, observe=False))
@@ -111,6 +111,8 @@ def layout(image: int, text: int, rank: int) -> Params:
 
 class Simulated:
     """Clients whose features are drawn from their number when they are asked, and never kept."""
+
+    capabilities = Capabilities()
 
     def __init__(self, clients: int, pairs: int, image: int, text: int, forgotten: int = 1):
         self.clients = range(clients)
@@ -161,7 +163,7 @@ def simulate(clients: int, pairs: int, image: int, text: int) -> dict[str, float
     """Train and forget one pair of client 0; the answer must be what retraining gives."""
     torch.set_num_threads(1)
     config, start = TrainingConfig(rounds=1, history="client"), layout(image, text, 256)
-    federation = checked(Simulated(clients, pairs, image, text), config)
+    federation = Guarded(Simulated(clients, pairs, image, text), config)
     base = peak()
     request = SampleRequest(ids=("0-0",))
     with tempfile.TemporaryDirectory() as folder:

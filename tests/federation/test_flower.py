@@ -243,7 +243,7 @@ def here(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> Re
 ANSWER = """
 import sys
 from pathlib import Path
-from ease.runs.answers import open_world, usual_method
+from ease.runs.answers import open_world, default_method
 from ease.runs.forget import forget
 from ease.runs.resolve import RequestOptions, parse_request
 from ease.runs.run import Run
@@ -251,7 +251,7 @@ from ease.runs.run import Run
 run, kind, what = Run.load(Path(sys.argv[1])), sys.argv[2], sys.argv[3]
 world = open_world(run)
 wanted = RequestOptions(samples=Path(what)) if kind == "--samples" else RequestOptions(clients=[what])
-list(forget(run, world, parse_request(world, wanted).request, usual_method(run), observe=False))
+list(forget(run, world, parse_request(world, wanted).request, default_method(run), observe=False))
 """
 """What `ease forget` does, less the quick look behind it, whose four exchanges would take Flower half a minute."""
 

@@ -117,7 +117,7 @@ class Simulated:
     def __init__(self, clients: int, pairs: int, image: int, text: int, forgotten: int = 1):
         self.clients = range(clients)
         self.pairs, self.image, self.text, self.forgotten = pairs, image, text, forgotten
-        self.held = Ids(clients, pairs)
+        self.members = Ids(clients, pairs)
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         for client in clients:
@@ -172,7 +172,7 @@ def simulate(clients: int, pairs: int, image: int, text: int) -> dict[str, float
         seconds: dict[str, float] = {}
         began = time.process_time()
         round_ = sum_and_solve(start, federation, config, 0, 0.07, range(clients))
-        history.append(round_, {"bytes_down": 0, "bytes_up": 0})
+        history.append(round_)
         seconds["train"], began = time.process_time() - began, time.process_time()
         step = next(iter(Exact().unlearn(Trained(history, config, 0.07, 0), request, federation)))
         seconds["forget"] = time.process_time() - began

@@ -15,8 +15,10 @@ from ease.methods import BUILT_IN
 ROOT = Path(ease.__file__).parent
 ORDER = (
     "errors",
+    "plug_ins",
     "seeding",
     "storage",
+    "events",
     "config",
     "params",
     "subspace",

@@ -71,12 +71,16 @@ def test_a_configuration_file_and_settings_go_together(ease, small, tmp_path: Pa
     assert "seed = 5" in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_the_demo_leaves_nothing_unless_asked(ease, small, cache: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_demo_keeps_its_run_and_a_page_and_says_where(
+    ease, small, cache: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own folder, made by the first who needs it
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = ease("demo", "--quiet", *settings(*small))
-    assert result.code == 0 and "kept in" not in result.out
-    assert not list(tmp_path.iterdir())
+    result = ease("demo", *settings(*small))
+    assert result.code == 0 and result.err.startswith("training in ")
+    (folder,) = tmp_path.glob("ease-demo-*/run")
+    pages = list(folder.rglob("*.html"))
+    assert pages and str(folder) in result.out.replace("\n", "") and str(pages[0]) in result.out.replace("\n", "")
     kept = ease("demo", "--quiet", "--out", tmp_path / "run", *settings(*small))
     assert str(tmp_path / "run") in kept.out and (tmp_path / "run" / "summary.json").is_file()
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ease.api import Answer, TrainedRun, Verdict, open_run, train
     from ease.errors import UserError
+    from ease.events import Event, tracking
     from ease.methods.base import Step, Trained, Unlearner
     from ease.runs.config import RunConfig, load_config
 
@@ -16,11 +17,13 @@ _HOMES = {
     "ease.errors": ("UserError",),
     "ease.methods.base": ("Step", "Trained", "Unlearner"),
     "ease.runs.config": ("RunConfig", "load_config"),
+    "ease.events": ("Event", "tracking"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Answer",
+    "Event",
     "RunConfig",
     "Step",
     "Trained",
@@ -31,6 +34,7 @@ __all__ = [
     "__version__",
     "load_config",
     "open_run",
+    "tracking",
     "train",
 ]
 

@@ -29,6 +29,7 @@ from ease.audit.verdict import Measure, Reason
 from ease.commands.audit import AuditSummary, QuickSummary, audit_run, quick_run
 from ease.commands.export import export_run
 from ease.commands.forget import ForgetSummary, forget_run, summary_of
+from ease.commands.preview import Preview, preview_run
 from ease.commands.report import report_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import assign, read_toml, validate
@@ -36,6 +37,7 @@ from ease.console import Shown, as_html, as_text
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.methods import make_method
+from ease.methods.base import Unlearner
 from ease.params import Params
 from ease.runs import using
 from ease.runs.answers import StoredAnswer, finished_answers, open_world, trained_of
@@ -187,11 +189,15 @@ class TrainedRun(_Uses, _Shows):
         samples: Path | Sequence[str] = (),
         name: str = "",
         threshold: float | None = None,
+        unless: str | Sequence[str] = (),
+        class_: int | Sequence[int] = (),
         method: str = "",
         settings: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> "Answer":
-        """Forget clients, concepts (words for what is in a pair), single pairs by their ids, or several of these.
+        """Forget clients, concepts (words for what is in a pair), pseudo-classes, or single pairs by their ids.
+
+        Several of these are one request. `unless` are phrases in which the words of concepts do not count.
 
         Examples:
             >>> run.forget(client=1, method="finetune", quiet=True).name
@@ -206,12 +212,53 @@ class TrainedRun(_Uses, _Shows):
                 ...
             ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
         """
+        wanted = self._wanted(client, concept, samples, name, threshold, unless, class_)
+        return Answer(self.folder, forget_run(self.folder, wanted, _unlearner(method, settings), quiet))
+
+    def preview(
+        self,
+        *,
+        client: int | str | Sequence[int | str] = (),
+        concept: str | Sequence[str] = (),
+        samples: Path | Sequence[str] = (),
+        name: str = "",
+        threshold: float | None = None,
+        unless: str | Sequence[str] = (),
+        class_: int | Sequence[int] = (),
+        method: str = "",
+        settings: Mapping[str, Any] | None = None,
+        quiet: bool = True,
+    ) -> Preview:
+        """What `forget` would forget: whose pairs, what almost fitted, what it would cost. Nothing is forgotten.
+
+        Examples:
+            >>> len(run.preview(client=1).ids)
+            14
+        """
+        wanted = self._wanted(client, concept, samples, name, threshold, unless, class_)
+        return preview_run(self.folder, wanted, _unlearner(method, settings), quiet)
+
+    def _wanted(
+        self,
+        client: int | str | Sequence[int | str],
+        concept: str | Sequence[str],
+        samples: Path | Sequence[str],
+        name: str,
+        threshold: float | None,
+        unless: str | Sequence[str],
+        class_: int | Sequence[int],
+    ) -> RequestOptions:
+        """What is named, as the command line would have it."""
         clients, concepts, ids = _clients(client, self.folder), _words(concept), _ids(samples)
-        if not isinstance(method, str):
-            raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
-        unlearner = make_method(method or "ease", table=_settings(settings)) if method or settings else None
-        wanted = RequestOptions(clients, (), concepts, ids or None, name=name, threshold=threshold)
-        return Answer(self.folder, forget_run(self.folder, wanted, unlearner, quiet))
+        return RequestOptions(
+            clients,
+            _classes(class_),
+            concepts,
+            ids or None,
+            name=name,
+            threshold=threshold,
+            unless=[unless] if isinstance(unless, str) else _texts("unless", unless, 'unless="hot dog"'),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -440,6 +487,22 @@ def _sites(folder: Path) -> set[str | None]:
 def _words(given: object) -> list[str]:
     example = 'concept="on the beach"'
     return [given] if isinstance(given, str) else _texts("concept", given, example)
+
+
+def _classes(given: object) -> list[str]:
+    """Pseudo-classes by number."""
+    found = _listed("class_", [given] if isinstance(given, Integral) else given, "class_=2 or class_=[2, 5]")
+    for each in found:
+        if isinstance(each, bool) or not isinstance(each, Integral) or int(each) < 0:
+            raise UserError(f'class_={each!r}: not the number of a pseudo-class; write class_=2, or concept="words"')
+    return [str(int(each)) for each in found]
+
+
+def _unlearner(method: object, settings: object) -> Unlearner | None:
+    """A method by its name and settings; None: the usual one."""
+    if not isinstance(method, str):
+        raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
+    return make_method(method or "ease", table=_settings(settings)) if method or settings else None
 
 
 def _ids(given: object) -> Path | list[str]:

@@ -23,6 +23,7 @@ import torch
 
 from ease.config import to_toml, validate
 from ease.data.features import Activations
+from ease.data.readers.check import check_reader as check_reader
 from ease.errors import ClientError, UserError
 from ease.federation.codec import decode_job, decode_update, encode_job, encode_update
 from ease.federation.engines import make_engine
@@ -33,6 +34,7 @@ from ease.federation.middleware import Guarded
 from ease.federation.objectives import objective
 from ease.federation.protocol import Engine, Federation, LocalJob, Middleware, Update, own_jobs
 from ease.methods.base import Step, Trained, Unlearner
+from ease.model.check import check_backbone as check_backbone
 from ease.params import Params, layout_of
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask
 from ease.runs.answers import trained_of
@@ -270,13 +272,13 @@ def check_method(kind: type[Unlearner], stages: Collection[str] = tuple(STAGES))
     engines, with all and with some of the clients in a round, and with both kinds of adapters.
     """
     for check in CHECKS_OF_CLASSES:
-        with _said_of(kind.__name__):
+        with _said_of(f"{kind.__name__}, check {check.__name__}"):
             check(kind)
     for name in stages:
         with tempfile.TemporaryDirectory(prefix="ease-check-") as folder:
             stage = make_stage(name, Path(folder))
             for scope, behaves in product(SCOPES, CHECKS):
-                with _said_of(f"{kind.name}, {scope} request ({name})"):
+                with _said_of(f"{kind.name}, {scope} request ({name}), check {behaves.__name__}"):
                     behaves(stage, kind, scope)
 
 

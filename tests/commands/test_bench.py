@@ -10,6 +10,7 @@ from PIL import Image
 
 from ease.commands.bench import BenchSummary
 from ease.console import Screen, as_text, show
+from ease.runs.records import write_record
 from ease.studies.bench import header
 from ease.studies.experiment import Experiment, load_tuned
 from ease.studies.records import BenchResults, BenchRow, Role
@@ -228,3 +229,30 @@ def test_tables_fit_a_screen_of_80_columns_without_cutting_a_number(width: int) 
     assert shown.count("91.4 -1.0") == 9, "the mean of 89.88 and 92.88 in every row of recalls"
     assert "Paired differences" in shown and "+3.0 [+3.0, +3.0]" not in shown
     assert "Made smaller by --quick" in shown and "2 seeds: differences" in shown
+
+
+def test_folders_of_results_are_compared(ease, tmp_path: Path) -> None:
+    recalls = {f"{part}/recall@1": 20.0 for part in ("forget", "retain", "test")}
+    for name, gap in (("a", 3.0), ("b", 1.0)):
+        models: list[tuple[Role, str, float]] = [("method", "EASE", gap), ("retrain", "Retrain", 0.0)]
+        rows = [
+            BenchRow(
+                scenario="client",
+                seed=0,
+                role=role,
+                method="x",
+                label=label,
+                metrics={key: value + own for key, value in recalls.items()},
+            )
+            for role, label, own in models
+        ]
+        found = BenchResults(header=header(Experiment(title="x")), bands=(), rows=tuple(rows))
+        (tmp_path / name).mkdir()
+        write_record(tmp_path / name / "results.json", found)
+    options = [word for name in "ab" for word in ("--compare", tmp_path / name)]
+    result = ease("bench", *options, "--out", tmp_path)
+    assert result.code == 0, result.err
+    assert result.out.index("EASE (b)") < result.out.index("EASE (a)")
+    assert (tmp_path / "leaderboard.csv").is_file() and (tmp_path / "leaderboard.html").is_file()
+    gone = ease("bench", "--compare", tmp_path / "c")
+    assert gone.code == 2 and "c/results.json: no such file" in gone.err

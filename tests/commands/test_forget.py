@@ -528,7 +528,7 @@ def test_the_demo_prints_one_object_with_every_row(ease, small, scenario: str) -
     result = ease("demo", "--json", "--scenario", scenario, *tiny)
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     shown = json.loads(result.out)
-    assert list(shown) == ["rows"]
+    assert list(shown) == ["rows", "run", "page"] and Path(shown["page"]).is_file()
     trained, exact = ("projectors", "closed form")
     expected = [(trained, method) for method in ("trained", "retrain", "finetune", "ease")]
     expected += [(exact, method) for method in ("trained", "retrain", "exact")]

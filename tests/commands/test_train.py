@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from ease.commands.train import training_notes
 from ease.storage import read_json
 
 
@@ -78,3 +79,22 @@ def test_a_run_too_small_for_the_usual_audit_says_so(ease, small, tmp_path, monk
     assert json.loads(ease("train", "--out", tmp_path / "run", "--json", *changes).out)["prospects"] == line
     monkeypatch.setattr("ease.commands.train.audit_prospects", lambda world: "")  # as of a run that is large enough
     assert json.loads(ease("train", "--out", tmp_path / "run", "--json", *changes).out)["prospects"] == ""
+
+
+def test_a_model_at_chance_level_and_a_smaller_gallery_are_reported(ease, small, tmp_path: Path) -> None:
+    """Without learning the recall of 60 training pairs stays at chance; 20 test pairs make no gallery of 50."""
+    changes = [word for each in (*small, "training.learning_rate=1e-12", "gallery=50") for word in ("--set", each)]
+    result = ease("train", "--out", tmp_path / "run", "--json", *changes)
+    assert result.code == 0, result.err
+    notes = json.loads(result.out)["notes"]
+    assert any(note.startswith("recall is measured in galleries of 20 pairs, not gallery = 50") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("low", "gallery", "said"),
+    [(49.0, 20, "there is nothing to forget"), (51.0, 20, ""), (51.0, 30, "not gallery = 30")],
+)
+def test_chance_is_an_interval_that_reaches_it(low: float, gallery: int, said: str) -> None:
+    level = {"recall@10": 60.0, "recall@10/low": low, "recall@10/chance": 50.0, "gallery_pairs": 20.0}
+    notes = list(training_notes({f"seen/{name}": value for name, value in level.items()}, gallery))
+    assert len(notes) == bool(said) and all(said in note for note in notes)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ease.data.words import content, says_all, stem
+from ease.data.words import content, has_phrase, says_all, stem
 from ease.errors import UserError
-from ease.runs.concepts import calibrated, class_words, match_concept, nearness
+from ease.requests.request import SampleRequest
+from ease.runs.concepts import calibrated, class_words, held_out_matches, match_concept, nearness
 from ease.runs.world import World
 
 
@@ -24,7 +25,12 @@ from ease.runs.world import World
         ("jump", "jumped", "jumping"),
         ("child", "children"),
         ("bus",),
-        ("swimming", "swim", "swam"),
+        ("swimming", "swim", "swam", "swimmer"),
+        ("surf", "surfs", "surfing", "surfed", "surfer", "surfers", "surfboard", "surfboards"),
+        ("ski", "skis", "skiing", "skier", "skiers"),
+        ("skate", "skating", "skaters", "skateboard", "skateboarder", "skateboarding"),
+        ("runner", "running"),
+        ("large", "larger"),
     ],
 )
 def test_forms_of_one_word_have_one_stem(forms: tuple[str, ...]) -> None:
@@ -32,7 +38,17 @@ def test_forms_of_one_word_have_one_stem(forms: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("car", "card"), ("arm", "army"), ("sing", "sink"), ("bus", "bush"), ("string", "stre")]
+    ("one", "other"),
+    [
+        ("car", "card"),
+        ("arm", "army"),
+        ("sing", "sink"),
+        ("bus", "bush"),
+        ("string", "stre"),
+        ("flower", "flow"),
+        ("corner", "corn"),
+        ("snowman", "snow"),
+    ],
 )
 def test_different_words_stay_apart(one: str, other: str) -> None:
     assert stem(one) != stem(other)
@@ -45,6 +61,14 @@ def test_filling_words_say_nothing_and_all_others_must_be_in_one_caption() -> No
     assert says_all("Two DOGS, running: snow!", wanted)
     assert not says_all("A dog on the beach.", wanted) and not says_all("A snowman and a hotdog.", wanted)
     assert says_all("一只狗在雪地里", content("雪地")) and not says_all("一只狗", content("雪地"))
+
+
+def test_words_inside_of_an_excluded_phrase_do_not_count() -> None:
+    dog, phrase = content("dog"), [content("hot dog")]
+    assert not says_all("A man eats hot dogs.", dog, phrase) and says_all("A man eats hot dogs.", dog)
+    assert says_all("A dog eats a hot dog.", dog, phrase), "one of two dogs is outside of the phrase"
+    assert says_all("A dog in the hot sun.", dog, phrase), "the phrase is its words one after the other"
+    assert has_phrase("Two hot dogs.", phrase[0]) and not has_phrase("A dog, hot.", phrase[0])
 
 
 def test_the_threshold_is_the_middle_one_of_those_that_say_the_words() -> None:
@@ -86,6 +110,28 @@ def test_a_threshold_takes_in_what_is_near_and_near_misses_are_the_next(world: W
     assert set(found.ids) == {each for each, score in zip(ids, near, strict=True) if score >= limit} | {first}
     rest = sorted((-score, each) for each, score in zip(ids, near, strict=True) if each not in found.ids)
     assert {each for _, each in rest[:10]} == set(found.near_misses)
+
+
+def test_pairs_of_an_excluded_phrase_stay_and_longer_words_are_named(world: World) -> None:
+    told = _with_captions(world, "a zebra", "a zebra crossing", "a zebra on a zebra crossing", "zebrafish", "zebrafish")
+    first = world.evaluator.shards[0].train_ids
+    found = match_concept(told, "zebra", unless=["zebra crossing"])
+    assert set(found.ids) == {first[0], first[2]} and found.related == {"zebrafish": 2}
+    near = match_concept(told, "zebra", -1.0, unless=["zebra crossing"])
+    assert first[1] not in near.ids and first[3] in near.ids, "not by nearness either"
+    with pytest.raises(UserError, match=r"--except 'zebras': excludes everything"):
+        match_concept(told, "zebra", unless=["zebras"])
+
+
+def test_held_out_pairs_are_matched_by_the_same_rule(world: World) -> None:
+    told = _with_captions(world, "one zebra")
+    pairs, changed = told.evaluator.pairs, list(told.evaluator.pairs.captions)
+    shard = told.evaluator.shards[1]
+    changed[shard.validation[1]] = ("zebras", *changed[shard.validation[1]][1:])
+    told = replace(told, evaluator=replace(told.evaluator, pairs=replace(pairs, captions=tuple(changed))))
+    request = SampleRequest(ids=match_concept(told, "zebra").ids, words=("zebra",))
+    found = held_out_matches(told, request)
+    assert {client: np.flatnonzero(mask).tolist() for client, mask in found.items() if mask.any()} == {1: [1]}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Processes, Quiet, Result, Settings, command
+from ease.cli.options import Processes, Quiet, Result, Settings, tracked
 from ease.errors import UserError
 
 
-@command
+@tracked
 def bench(
     experiment: Annotated[
         Path | None, typer.Argument(help="TOML file of an experiment, such as those in experiments/.")
@@ -24,6 +24,10 @@ def bench(
     tables: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Only write the tables and figures of DIR/results.json again.")
     ] = None,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Write a leaderboard of DIR and others to --out. Repeatable."),
+    ] = None,
     settings: Settings = None,
     quiet: Quiet = False,
 ) -> Result:
@@ -32,11 +36,13 @@ def bench(
     It writes tables and figures next to those of retraining.
 
     Examples: `ease bench experiments/main.toml --quick`, `ease bench experiments/main.toml --set seeds=[0]`,
-    `ease bench --tables results/main`
+    `ease bench --tables results/main`, `ease bench --compare results/main --compare results/mine --out results`
     """
-    from ease.commands.bench import bench_run, write_tables
+    from ease.commands.bench import bench_run, compare_results, write_tables
     from ease.studies.experiment import load_experiment
 
+    if compare:
+        return compare_results([*compare, *([experiment] if experiment else [])], out)
     if experiment is not None and tables is None:
         name = experiment.stem + ("-quick" if quick else "")
         return bench_run(load_experiment(experiment, tuple(settings or ()), quick), name, out, processes, quiet)

@@ -18,7 +18,7 @@ class Scenario(StrEnum):
 @command
 def demo(
     scenario: Annotated[Scenario, typer.Option(help="What to forget.")] = Scenario.client,
-    out: Annotated[Path | None, typer.Option(help="Keep the run here. By default it is deleted.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. By default a new temporary folder.")] = None,
     settings: Settings = None,
     quiet: Quiet = False,
 ) -> Result:
@@ -35,5 +35,5 @@ def demo(
     from ease.runs.config import load_config
 
     config = load_config(None, tuple(settings or ()))
-    with tempfile.TemporaryDirectory(prefix="ease-demo-") as temporary:
-        return demo_run(config, scenario.value, out or Path(temporary) / "run", quiet)
+    folder = out or Path(tempfile.mkdtemp(prefix="ease-demo-")) / "run"
+    return demo_run(config, scenario.value, folder, quiet)

@@ -8,6 +8,7 @@ from ease.cli.options import (
     Classes,
     Clients,
     Concepts,
+    Except,
     Method,
     Quiet,
     RequestName,
@@ -17,11 +18,11 @@ from ease.cli.options import (
     Settings,
     Threshold,
     chosen_method,
-    command,
+    tracked,
 )
 
 
-@command
+@tracked
 def forget(
     run: Run,
     client: Clients = None,
@@ -32,6 +33,7 @@ def forget(
         bool, typer.Option("--canaries", help="All planted canaries (data.canaries), at every client.")
     ] = False,
     threshold: Threshold = None,
+    except_: Except = None,
     name: RequestName = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Forget nothing. Show whose pairs these are, and list their ids.")
@@ -50,7 +52,9 @@ def forget(
     unlearner = chosen_method(method, settings)
     from ease.runs.resolve import RequestOptions
 
-    wanted = RequestOptions(client or [], class_ or [], concept or [], samples, canaries, name, threshold)
+    wanted = RequestOptions(
+        client or [], class_ or [], concept or [], samples, canaries, name, threshold, except_ or []
+    )
     if dry_run:
         from ease.commands.preview import preview_run
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
@@ -39,6 +40,10 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. training.rounds=5. Repeatable."),
 ]
 
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Send rounds and results to csv, tensorboard, mlflow or wandb. Repeatable."),
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Configuration = Annotated[Path | None, typer.Argument(help="TOML file. Without one, the defaults apply.")]
 Federation = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the federation.")]
@@ -62,6 +67,14 @@ Samples = Annotated[Path | None, typer.Option(help="File with the ids of pairs, 
 Threshold = Annotated[
     float | None,
     typer.Option(min=-1, max=1, help="Least cosine between pairs and words. By default found from captions."),
+]
+Except = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--except",
+        metavar="PHRASE",
+        help='Phrase in which the words of --concept do not count, e.g. "hot dog" for dog. Repeatable.',
+    ),
 ]
 RequestName = Annotated[
     str, typer.Option(metavar="NAME", help="Name of a request by words or ids. By default one is made.")
@@ -89,9 +102,26 @@ SHARED = (
 )
 
 
+TRACK = inspect.Parameter("track", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Track)
+
+
 def command(function: Callable[..., Result]) -> Callable[..., None]:
     """The function as a command that also takes `--json` and `--debug` and prints the summary it returns."""
     return _command(function, SHARED)
+
+
+def tracked(function: Callable[..., Result]) -> Callable[..., None]:
+    """A command that also takes `--track` and sends its rounds and results there."""
+    return _command(function, (*SHARED, TRACK))
+
+
+def followed(trackers: list[str] | None) -> AbstractContextManager[None]:
+    """Sends events to the named trackers; without any, nothing is imported."""
+    if not trackers:
+        return nullcontext()
+    from ease.events import tracking
+
+    return tracking(*trackers)
 
 
 def service(function: Callable[..., None]) -> Callable[..., None]:
@@ -108,7 +138,8 @@ def _command(function: Callable[..., Result], shared: tuple[inspect.Parameter, .
         as_json = values.get("as_json", False)
         if as_json and "quiet" in values:
             values["quiet"] = True
-        result = function(**{name: values[name] for name in own})
+        with followed(values.get("track")):
+            result = function(**{name: values[name] for name in own})
         summary, code = result if isinstance(result, tuple) else (result, 0)
         if summary is not None:
             print_summary(summary, as_json)

@@ -11,6 +11,7 @@ from ease.cli.options import (
     Classes,
     Clients,
     Concepts,
+    Except,
     Key,
     Method,
     Quiet,
@@ -41,6 +42,7 @@ def add(
     priority: Annotated[int, typer.Option(help="Requests with a larger number are worked on first.")] = 0,
     due: Annotated[str | None, typer.Option(metavar="DATE", help="Last day. By default a month from today.")] = None,
     threshold: Threshold = None,
+    except_: Except = None,
     name: RequestName = "",
     id: Annotated[str | None, typer.Option(help="Its id in the ledger. By default made from its content.")] = None,
     approve: Annotated[bool, typer.Option("--approve", help="Approve it at once.")] = False,
@@ -59,7 +61,9 @@ def add(
     from ease.commands.requests import add_request
     from ease.runs.resolve import RequestOptions
 
-    wanted = RequestOptions(client or [], class_ or [], concept or [], samples, name=name, threshold=threshold)
+    wanted = RequestOptions(
+        client or [], class_ or [], concept or [], samples, name=name, threshold=threshold, unless=except_ or []
+    )
     return add_request(run, wanted, unlearner, by, ground, reason, priority, due, id, approve, key, quiet)
 
 

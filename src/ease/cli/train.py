@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Configuration, Quiet, Result, Settings, command
+from ease.cli.options import Configuration, Quiet, Result, Settings, tracked
 from ease.errors import UserError
 
 
-@command
+@tracked
 def train(
     config: Configuration = None,
     out: Annotated[Path | None, typer.Option(help="Run directory. An interrupted run there is continued.")] = None,

@@ -22,6 +22,7 @@ from ease.commands.train import warn_about_threads
 from ease.config import Config
 from ease.console import duration, errors, labelled, megabytes, status, table, ticks_bar
 from ease.errors import UserError
+from ease.events import emit_artefact, emit_metrics
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.ledger.impact import seconds_per_round
@@ -207,6 +208,10 @@ def audits_run(folder: Path, names: Sequence[str], config: AuditConfig, retrain:
                 advance(ticks)
         with status("attacks, distances and relearning", quiet):
             records = list(together.judge())
+    for record, audited, asked in zip(records, together.audits, names, strict=True):
+        measured = {each.name: each.value for each in record.verdict.measures}
+        emit_metrics(run.folder, f"audit {asked}", measured)
+        emit_artefact(run.folder, f"audit {asked}", audited.stored.audit_path)
     return AuditsSummary(
         audits=tuple(
             AuditSummary.of(record, name, audit.stored.folder)

@@ -6,11 +6,14 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
+from ease.config import Config
 from ease.console import labelled, rounds_bar, table
 from ease.errors import UserError
+from ease.events import emit_artefact, emit_metrics, emit_start
 from ease.runs.records import read_record, write_record
 from ease.runs.workers import default_processes
 from ease.show.figures import draw, encode
+from ease.show.leaderboard import Standing, as_csv, as_html, leaderboard, told
 from ease.show.paper_tables import paper_latex
 from ease.show.tables import (
     FORGET,
@@ -37,10 +40,10 @@ RECALLS = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
 VALUES = {"MIA %": "MIA", "LiRA AUC": "LiRA"}
 SHARES = {"up MB": "bytes", "GFLOP": "FLOPs", "client steps": "steps"}
 """Of costs, the shares of retraining's; seconds depend on the machine and are in the files."""
-CAPTION = "R@1 in percent with the gap to retrain; ° inside the retrain band\nsum: of the absolute gaps, less is better"
+CAPTION = "R@1 in percent with the gap to retrain; ° inside the retrain band; sum: of the absolute gaps, less is better"
 COSTS = (
-    "MIA in percent, LiRA as AUC; bytes sent by clients, FLOPs and client\n"
-    "steps as shares of retrain's; all columns are in tables.md"
+    "MIA in percent, LiRA as AUC; bytes sent by clients, FLOPs and client steps as shares of retrain's; all columns "
+    "are in tables.md"
 )
 
 
@@ -87,8 +90,9 @@ def _paired_table(results: BenchResults) -> Iterator[RenderableType]:
         told = {each.method: Text(told_difference(each), "bold" if each.clear else "") for each in of}
         shown[name] = [told.get(method, "") for method in methods]
     units = max(each.units for of in found.values() for each in of)
+    counted = f"{results.seeds} seed{'s' if results.seeds > 1 else ''}"
     caption = (
-        f"method minus {reference_of(results)} on the same {units} requests of {results.seeds} seeds\n95 % bootstrap "
+        f"method minus {reference_of(results)} on the same {units} requests of {counted}; 95 % bootstrap "
         "intervals over seeds and requests; bold: excludes 0"
     )
     yield _table("Paired differences, less is better", shown, caption)
@@ -115,16 +119,58 @@ def bench_run(experiment: Experiment, name: str, out: Path, processes: int | Non
         for note in bench(experiment, out, processes or default_processes(experiment.run.device)):
             bar.step(done=note)
     folder = out / name
-    write_record(folder / "results.json", results(experiment, out))
-    return write_tables(folder)
+    found = results(experiment, out)
+    write_record(folder / "results.json", found)
+    written = write_tables(folder)
+    emit_start(folder, f"bench {name}", experiment.model_dump(mode="json"))
+    for row in found.rows:
+        emit_metrics(
+            folder, f"bench {name}", {f"{row.scenario}/{row.seed}/{row.label}/{k}": v for k, v in row.metrics.items()}
+        )
+    for path in written.files:
+        emit_artefact(folder, f"bench {name}", path)
+    return written
+
+
+class LeaderboardSummary(Config):
+    """`ease bench --compare`: several experiments side by side, and the files that were written."""
+
+    standings: tuple[Standing, ...]
+    files: tuple[Path, ...]
+
+    def render(self) -> Iterator[RenderableType]:
+        columns = ("rank", "sum_of_gaps", "forget_gap", "flops_share")
+        for request in dict.fromkeys(each.request for each in self.standings):
+            here = [each for each in self.standings if each.request == request]
+            rows = [
+                [f"{each.method} ({each.experiment})", *(told(each, column) for column in columns)] for each in here
+            ]
+            yield table(f"{request.capitalize()} request", ["", "rank", "sum", "forget", "FLOPs"], rows, fold=True)
+        yield f"written: {', '.join(map(str, self.files))}"
+
+
+def compare_results(folders: Sequence[Path], out: Path) -> LeaderboardSummary:
+    """A leaderboard of the results in several folders, as CSV and HTML in `out`."""
+    names = [folder.name for folder in folders]
+    labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    found = leaderboard([(label, read_results(folder)) for label, folder in zip(labels, folders, strict=True)])
+    files = (out / "leaderboard.csv", out / "leaderboard.html")
+    write_atomic(files[0], as_csv(found).encode())
+    write_atomic(files[1], as_html(found).encode())
+    return LeaderboardSummary(standings=found, files=files)
+
+
+def read_results(folder: Path) -> BenchResults:
+    """The results in a folder that `ease bench` wrote."""
+    path = folder / "results.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name a folder that `ease bench` wrote, such as results/main")
+    return read_record(BenchResults, path)
 
 
 def write_tables(folder: Path) -> BenchSummary:
     """Write tables and figures from `results.json`. The same results give the same bytes."""
-    path = folder / "results.json"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; name a folder that `ease bench` wrote, such as results/main")
-    found = read_record(BenchResults, path)
+    path, found = folder / "results.json", read_results(folder)
     written = {"tables.md": markdown(found).encode()}
     if found.rows:
         written |= {"tables.tex": latex(found).encode(), "paper.tex": paper_latex(found).encode()}

@@ -7,9 +7,10 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from ease.commands.forget import answer, contribution_line
+from ease.commands.report import report_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import Config, override, validate
-from ease.console import duration, megabytes, print_left_out, rounds_bar, status, table
+from ease.console import duration, errors, labelled, megabytes, print_left_out, rounds_bar, status, table
 from ease.data.config import count_listed
 from ease.measures.alignment import alignment_residual
 from ease.methods import make_method
@@ -202,6 +203,8 @@ class DemoSummary(Config):
     rows: tuple[Compared, ...]
     contribution: ContributionNotes | None
     """What `ease` subtracted."""
+    page: Path
+    """The page of the run."""
 
     def render(self) -> Iterator[RenderableType]:
         yield from self.training.render()
@@ -219,6 +222,8 @@ class DemoSummary(Config):
             "bytes, time: share of the first retrain's.\n"
             "exact: a head solved from sums, for which forgetting is retraining (docs/exact.md).",
         )
+        yield labelled("audit", f"ease audit {self.training.run} --request REQUEST/ease")
+        yield labelled("page", str(self.page))
 
 
 def _comparison_row(row: Compared, retrain: Metrics, most: Metrics) -> list[str]:
@@ -238,6 +243,8 @@ def _comparison_row(row: Compared, retrain: Metrics, most: Metrics) -> list[str]
 def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> DemoSummary:
     """Train, forget in several ways, and set them beside a closed-form head, whose answer is exact."""
     config = scenario_config(config, scenario)
+    if not quiet:  # at once, also in a pipe, where no bar is drawn while the data are prepared
+        errors.print(f"training in {out}, then forgetting in four ways", soft_wrap=True, markup=False)
     trained = train_run(config, out, quiet)
     run = Run.load(out)
     with status("preparing the request", quiet):
@@ -248,7 +255,8 @@ def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> D
         exact = train_only(closed_form(config), out.with_name(f"{out.name}-exact"), quiet)
         rows += compared(exact[0], exact[1], scenario, [make_method(name) for name in ("retrain", "exact")], quiet)
     ease = answer_of(run, scenario_request(world, scenario, config.seed), make_method("ease"))
-    return DemoSummary(training=trained, rows=tuple(rows), contribution=ease.record().contribution)
+    page = report_run(out, None, None, quiet).path
+    return DemoSummary(training=trained, rows=tuple(rows), contribution=ease.record().contribution, page=page)
 
 
 def compared(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> list[Compared]:

@@ -13,6 +13,7 @@ from ease.commands.preview import look, print_preview, when_answered
 from ease.commands.train import warn_about_threads, warn_if_unfinished
 from ease.console import labelled, megabytes, print_left_out, rounds_bar, status, table
 from ease.errors import UserError
+from ease.events import emit_artefact, emit_metrics, emit_round, emit_start
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
@@ -85,6 +86,8 @@ class ForgetSummary(AnswerRecord):
             f"{self.metrics['cost/seconds']:.1f} s; {megabytes(self.metrics['cost/bytes_down'])} sent, "
             f"{megabytes(self.metrics['cost/bytes_up'])} received; model and record in {self.folder}"
         )
+        if self.certified:
+            yield labelled("certified", self.certified, "bold")
         if self.method_name == "exact":
             yield (
                 "This is the model that retraining gives, bit for bit: the sums of the forget pairs were subtracted. "
@@ -243,11 +246,17 @@ def answer(
     """Run a method on a request, with a bar over its rounds."""
     total = method.rounds(run.training, request)
     # What was answered before comes at once: a bar would stay where it began.
+    activity = f"{request_id(request)}/{method.name}"
+    emit_start(run.folder, activity, method.model_dump(mode="json"))
     with rounds_bar(f"{method.name:9}", total, 0, quiet or answer_of(run, request, method).done) as bar:
-        for step, metrics in forget(run, world, request, method, snapshot=snapshot):
+        for number, (step, metrics) in enumerate(forget(run, world, request, method, snapshot=snapshot), 1):
+            emit_round(run.folder, activity, number, {"loss": step.loss, **metrics})
             bar.step(phase=step.phase, **{"forget R@1": recalled(metrics, "forget/recall@1")})
             print_left_out(f"{method.name}, {step.phase}", step.notes.get("rejected", {}), quiet)
         bar.end()
+    stored = answer_of(run, request, method)
+    emit_metrics(run.folder, activity, stored.record().metrics)
+    emit_artefact(run.folder, activity, stored.model_path)
 
 
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:

@@ -6,7 +6,7 @@ from ease.audit.deployed import DeployedAudit
 from ease.audit.quick_check import QuickCheck
 from ease.audit.records import AuditRecord
 from ease.commands.audit import AuditsSummary, AuditSummary, DeployedSummary, QuickSummary
-from ease.commands.bench import BenchSummary
+from ease.commands.bench import BenchSummary, LeaderboardSummary
 from ease.commands.cache import CacheSummary
 from ease.commands.compare import CompareSummary, DemoSummary
 from ease.commands.doctor import DoctorSummary
@@ -81,7 +81,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "export": (ExportSummary,),
     "demo": (DemoSummary,),
     "compare": (CompareSummary,),
-    "bench": (BenchSummary,),
+    "bench": (BenchSummary, LeaderboardSummary),
     "sweep": (SweepSummary,),
     "methods": (MethodsSummary,),
     "doctor": (DoctorSummary,),

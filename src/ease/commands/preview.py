@@ -87,6 +87,9 @@ class Preview(Config):
         yield labelled("would forget", f"{self.meaning}; called {self.id}")
         for match in self.matches:
             yield labelled("matched", match.told())
+            if match.related:
+                words = ", ".join(f"{word} ({count})" for word, count in match.related.items())
+                yield labelled("not matched", f"longer words, add --concept for those that are meant: {words}")
         rows = [[self.names[client], str(count)] for client, count in self.impact.clients.items()]
         title = f"{self.impact.to_forget} of {self.impact.remaining} training pairs"
         yield table(title, ["client", "pairs to forget"], rows)

@@ -13,6 +13,7 @@ from ease.console import errors, labelled, megabytes, print_left_out, rounds_bar
 from ease.data.features import cached_cut
 from ease.data.report import DataReport
 from ease.errors import UserError
+from ease.events import emit_artefact, emit_metrics, emit_round, emit_start
 from ease.federation.fedavg import Round
 from ease.measures.evaluate import recalls
 from ease.measures.retrieval import GalleryRecall
@@ -48,6 +49,8 @@ class TrainSummary(Config):
     """Why an audit would be refused. Empty if it would not."""
     advice: str = ""
     """Whether another kind of model may suit better. Empty if not."""
+    notes: tuple[str, ...] = ()
+    """What to know before forgetting, such as a model at chance level."""
 
     def render(self) -> Iterator[RenderableType]:
         metrics = self.metrics
@@ -75,6 +78,7 @@ class TrainSummary(Config):
             + ("solved from sums" if self.loss is None else f"loss {self.loss:.3f}")
             + (f"; run kept in {self.run}" if self.run.exists() else "")
         )
+        yield from (labelled("note", note, "yellow") for note in self.notes)
         if self.prospects:
             yield labelled("audit", self.prospects, "yellow")
         if self.advice:
@@ -103,14 +107,31 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     warn_about_threads(run)
     run = Run.create(out, config)  # only now, so that a configuration that cannot work leaves nothing behind
     done = run.history.rounds()
+    emit_start(out, "training", config.model_dump(mode="json"))
     with rounds_bar("training", run.config.training.rounds, done, quiet) as bar:
         for finished in run.train(world):
             bar.step(**({} if quiet else _figures(world, finished)))
+            emit_round(out, "training", finished.number, {"loss": finished.loss, "clients": len(finished.updates)})
             print_left_out(f"round {finished.number}", finished.rejected, quiet)
     with status("measuring recall", quiet):
         summary = _summary(run, world, report)
     write_json(out / "summary.json", summary.model_dump(mode="json"))
+    reached = {name: value for name, value in summary.metrics.items() if name.endswith(("@1", "@5", "@10"))}
+    emit_metrics(out, "training", reached)
+    emit_artefact(out, "training", out / "summary.json")
     return summary
+
+
+def training_notes(metrics: Metrics, gallery: int) -> Iterator[str]:
+    """What to know before forgetting: a smaller gallery than configured, and a model that learned nothing."""
+    size, chance = metrics["seen/gallery_pairs"], metrics["seen/recall@10/chance"]
+    if size != gallery:
+        yield f"recall is measured in galleries of {size:.0f} pairs, not gallery = {gallery}"
+    if metrics["seen/recall@10/low"] <= chance:
+        yield (
+            f"recall of training pairs is at chance (R@10 {metrics['seen/recall@10']:.1f}, by chance {chance:.1f}): "
+            "there is nothing to forget; train more rounds or raise training.learning_rate"
+        )
 
 
 def train_more(folder: Path, until: int, quiet: bool) -> TrainSummary:
@@ -175,6 +196,7 @@ def _summary(run: Run, world: World, report: DataReport | None) -> TrainSummary:
         data=None if report is None else {**report.splits, **report.counts()},
         prospects=audit_prospects(world),
         advice=FROZEN if frozen else "",
+        notes=tuple(training_notes(metrics, run.config.gallery)),
     )
 
 

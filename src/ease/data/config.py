@@ -1,13 +1,14 @@
 """Settings of the data and of their partition, and the layouts by name."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from ease import plug_ins
 from ease.config import Config
 from ease.data.canaries import check_count
 from ease.data.pairs import PairSet
@@ -19,13 +20,14 @@ from ease.data.readers.table import folder_rows, table_rows
 from ease.data.readers.textcaps import textcaps_rows
 from ease.data.rows import Row, check_links, pairs_from_rows
 from ease.data.scenes import load_scenes
-from ease.errors import UserError
+from ease.errors import UserError, did_you_mean
 from ease.storage import digest
 
 
 class DataConfig(Config):
-    name: Literal["scenes", "karpathy", "coco", "textcaps", "folder", "table", "hf"] = "scenes"
-    """Layout of the data; `scenes` are generated. See docs/data.md."""
+    name: str = "scenes"
+    """Layout of the data: `scenes` (generated), `karpathy`, `coco`, `textcaps`, `folder`, `table`, `hf`, or that of a
+    reader from another package. See docs/data.md."""
     path: Path | None = None
     """The file or the folder; not used by `scenes`."""
     test_path: Path | None = None
@@ -56,6 +58,15 @@ class DataConfig(Config):
         """Omit defaults of settings that most runs leave alone, so that their configurations keep their bytes."""
         usual = {"canaries": 0, "share": 1.0}
         return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        known = ("scenes", *LAYOUTS)
+        if name not in known and name not in plug_ins.names(plug_ins.READERS):
+            every = (*known, *plug_ins.names(plug_ins.READERS))
+            raise ValueError(f"unknown layout {name!r}{did_you_mean(name, every)}; choose one of: {', '.join(every)}")
+        return name
 
     @model_validator(mode="after")
     def _needs_path(self) -> "DataConfig":
@@ -113,6 +124,14 @@ LAYOUTS: dict[str, Callable[[Path, Path | None], Iterator[Row]]] = {
 """Each reads the rows of a file or folder, with the images in another folder if one is given."""
 
 
+def reader(name: str) -> Callable[[Path, Path | None], Iterable[Row]]:
+    """The reader of a layout, of this package or of another one."""
+    if name in LAYOUTS:
+        return LAYOUTS[name]
+    read: Callable[[Path, Path | None], Iterable[Row]] = plug_ins.load(plug_ins.READERS, name, "data.name")
+    return read
+
+
 def load_pairs(
     config: DataConfig,
     image_size: int,
@@ -156,7 +175,7 @@ def count_listed(config: DataConfig) -> int:
 def _listed(config: DataConfig) -> list[Row]:
     """The rows of all files of a configuration, or a share of them."""
     assert config.path is not None  # checked by DataConfig
-    read = LAYOUTS[config.name]
+    read = reader(config.name)
     rows = list(read(config.path, config.images))
     if config.test_path is not None:
         rows = [replace(row, split=row.split or "train") for row in rows]

@@ -31,10 +31,21 @@ IRREGULAR = {
     "ran": "run",
     "rode": "ride",
     "sat": "sit",
+    "skis": "ski",
     "stood": "stand",
     "swam": "swim",
     "wore": "wear",
 }
+
+
+FAMILIES = {"surfboard": "surf", "skateboard": "skat", "kiteboard": "kit", "wakeboard": "wak", "paddleboard": "paddl"}
+"""Compounds that belong to another word, by their stems."""
+NO_DERIVATION = re.compile(
+    "banner|border|brother|bumper|butter|center|cooler|corner|counter|cover|crater|cracker|dinner|dresser|flower|gutter|"
+    "hammer|ladder|letter|litter|locker|master|matter|meter|mother|number|offer|officer|pepper|planter|poster|roller|"
+    "rubber|shower|shutter|sitter|slipper|sneaker|sticker|summer|supper|sweater|tower|trailer|trainer|upper"
+)
+"""Words in -er that are no form of the word before the ending: a flower does not flow."""
 
 
 def content(words: str) -> tuple[str, ...]:
@@ -81,7 +92,11 @@ def _stem_set(caption: str) -> frozenset[str]:
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """A word without its plural, its -ing or its -ed: rough, but the same for every form of most English words."""
+    """The stem of an English word, the same for most of its forms.
+
+    It loses its plural, -ing, -ed, and the -er of people and comparisons: surf, surfs, surfing, surfed, surfer and
+    surfers are one word, and so are those of `FAMILIES`.
+    """
     word = IRREGULAR.get(word, word)
     if len(word) > 4 and word.endswith("ies"):
         word = word[:-3] + "y"
@@ -92,9 +107,18 @@ def stem(word: str) -> str:
     for ending in ("ing", "ed"):
         rest = word.removesuffix(ending)
         if rest != word and len(rest) > 2 and re.search("[aeiouy]", rest):
-            word = rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
+            word = _undoubled(rest)
             break
-    return word.removesuffix("e") if len(word) > 3 else word
+    rest = word if NO_DERIVATION.fullmatch(word) else word.removesuffix("er")
+    if rest != word and len(rest) > 2 and rest[-1] != "e" and re.search("[aeiouy]", rest):
+        word = _undoubled(rest)
+    word = word.removesuffix("e") if len(word) > 3 else word
+    return FAMILIES.get(word, word)
+
+
+def _undoubled(rest: str) -> str:
+    """What is left of runn- or swimm- without its ending."""
+    return rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
 
 
 def centred_cosines(query: np.ndarray, points: np.ndarray, centre: np.ndarray | None = None) -> np.ndarray:

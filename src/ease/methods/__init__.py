@@ -34,10 +34,12 @@ BUILT_IN = {
     "grad_ascent": "grad_ascent:GradAscent",
     "multi_delete": "multi_delete:MultiDelete",
     "neg_grad_plus": "neg_grad_plus:NegGradPlus",
+    "noisy_finetune": "noisy_finetune:NoisyFinetune",
     "not": "not_:NoT",
     "pgd": "pgd:Pgd",
     "retrain": "retrain:Retrain",
     "rollback": "rollback:Rollback",
+    "sifu": "sifu:Sifu",
     "soul": "soul:Soul",
 }
 """Name -> module in this package and class."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ease import plug_ins
 from ease.errors import UserError
 
 
@@ -79,6 +80,15 @@ def anchor_checkpoint(name: str, folder: Path) -> str:
     return f"{CHECKPOINT}{path.resolve()}" if name.startswith(CHECKPOINT) and path.is_dir() else name
 
 
+def placed(backbone: Any, name: str, device: torch.device | str) -> Backbone:
+    """A backbone of another package on its device, frozen and in evaluation mode."""
+    if not isinstance(backbone, nn.Module):
+        raise UserError(f"model.backbone: {name} gives a {type(backbone).__name__}, not a torch.nn.Module")
+    found: Any = backbone.to(device).eval().requires_grad_(False)
+    backbone_of: Backbone = found
+    return backbone_of
+
+
 def load_backbone(name: str, device: torch.device | str = "cpu") -> Backbone:
     """Load a backbone by name onto a device, frozen and in evaluation mode."""
     if name == "tiny":
@@ -94,8 +104,10 @@ def load_backbone(name: str, device: torch.device | str = "cpu") -> Backbone:
 
         return load_photos_vit().to(device)
     checkpoint = checkpoint_of(name)
+    if not checkpoint and name in plug_ins.names(plug_ins.BACKBONES):
+        return placed(plug_ins.load(plug_ins.BACKBONES, name, "model.backbone")(), name, device)
     if not checkpoint:
-        known = ", ".join(("tiny", "photos", "photos-vit", *CHECKPOINTS))
+        known = ", ".join(("tiny", "photos", "photos-vit", *CHECKPOINTS, *plug_ins.names(plug_ins.BACKBONES)))
         raise UserError(f"model.backbone: unknown backbone {name!r}; choose one of: {known}, hf:FOLDER or hf:ID")
     from ease.model.hub import load_hub
 

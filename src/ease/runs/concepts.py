@@ -30,6 +30,9 @@ MOST_NEAR_MISSES = 10
 NEAREST = 20
 """Pairs whose captions are searched for words that would fit."""
 SUGGESTED = 4
+SHORTEST_BEGINNING = 3
+"""Letters of a stem that longer words may begin with."""
+MOST_RELATED = 8
 
 
 class Match(Config):
@@ -48,6 +51,8 @@ class Match(Config):
     """Pair -> its cosine to the words in the frozen space, for pairs that fit and near misses."""
     captions: dict[str, str] = Field(default_factory=dict, exclude=True)
     """Pair -> its first caption with the words, or else its first caption."""
+    related: dict[str, int] = Field(default_factory=dict)
+    """Longer words that begin like the words and were not matched -> how many pairs have each in a caption."""
 
     def told(self) -> str:
         """The match in a few words."""
@@ -97,7 +102,19 @@ def match_concept(world: World, words: str, threshold: float | None = None, unle
             for place in (*chosen, *misses)
             if captions
         },
+        related=related(wanted, captions),
     )
+
+
+def related(wanted: Sequence[str], captions: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Longer words that begin like wanted ones, most frequent first: a person decides whether they are meant."""
+    held = Counter(word for each in captions for word in {word for text in each for word in telling(text)})
+    found = Counter[str]()
+    for word, count in held.items():
+        own = stem(word)
+        if any(own != other and own.startswith(other) for other in wanted if len(other) >= SHORTEST_BEGINNING):
+            found[word] += count
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))[:MOST_RELATED])
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,17 @@ class AnswerRecord(MethodRecord):
     metrics: Metrics
 
     @property
+    def certified(self) -> str:
+        """The (epsilon, delta) that the method proved, in words; empty for methods that prove nothing."""
+        found = next((each.notes["certificate"] for each in self.rounds if "certificate" in each.notes), None)
+        if found is None:
+            return ""
+        return (
+            f"epsilon = {found['epsilon']:g}, delta = {found['delta']:g}, by noise of deviation {found['sigma']:.3g} "
+            f"on every value; assumes: {found['assumptions']}"
+        )
+
+    @property
     def spectrum(self) -> SpectrumNotes | None:
         return self.rounds[0].spectrum
 

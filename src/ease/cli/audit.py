@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from ease.cli.options import Quiet, Result, Run, command
+from ease.cli.options import Quiet, Result, Run, tracked
 from ease.errors import UserError
 
 
-@command
+@tracked
 def audit(
     run: Run,
     request: Annotated[

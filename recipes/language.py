@@ -39,7 +39,7 @@ BANNED = {
     "comes back": r"\b(?:comes?|came) back\b",
     "speaks of": r"\bsp(?:eaks?|oke) of\b",
     "is asked for": r"\b(?:is|are|was|were) asked for\b",
-    "is no": r"\b(?:is|are) no (?!longer\b|more than\b|one\b|such\b)",
+    "is no": r"(?<!there )\b(?:is|are) no (?!longer\b|more than\b|one\b|such\b)",
     "trailing alone": r"\balone\s*[.,;:)]",
     "but for": r"\bbut for\b",
     "mistake": r"\bmistakes?\b",

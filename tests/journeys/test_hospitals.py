@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ease.federation.remote import node_socket
 from ease.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,14 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+def wait_for(federation: Path, nodes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until every node that was started listens."""
+    ends = time.monotonic() + 300
+    while not all(node_socket(federation, client).exists() for client in range(len(nodes))):
+        assert time.monotonic() < ends and all(node.poll() is None for node in nodes)
+        time.sleep(0.2)
+
+
 def test_every_command_of_the_tutorial_works(checkout: Path) -> None:
     source = str(ROOT / "src")
     environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": source}
@@ -54,8 +63,8 @@ def test_every_command_of_the_tutorial_works(checkout: Path) -> None:
                 folder = folder / words[1]
             elif words[-1] == "&":
                 nodes.append(subprocess.Popen(words[:-1], cwd=folder, env=environment))
-                time.sleep(0.2)
             else:
+                wait_for(folder / "federation", nodes)
                 done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
                 assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     finally:

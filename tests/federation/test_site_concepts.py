@@ -10,7 +10,7 @@ import pytest
 from tests.federation.on_site import Sites, answered, lasting
 
 from ease.commands.preview import preview_run
-from ease.data.words import says_all
+from ease.data.words import content, says_all
 from ease.errors import UserError
 from ease.federation.node import Policy
 from ease.federation.remote import node_socket
@@ -45,7 +45,7 @@ def pooled(sites: Sites) -> World:
 def common_word(world: World) -> str:
     """One that some pairs say and others do not."""
     captions = [world.evaluator.pairs.captions[place] for shard in world.shards for place in shard.train]
-    words = sorted({word for each in captions for text in each for word in text.lower().split() if word.isalpha()})
+    words = sorted({word for each in captions for text in each for word in text.lower().split() if content(word)})
     counts = {word: sum(any(says_all(text, (word,)) for text in each) for each in captions) for word in words}
     return next(word for word, count in counts.items() if 8 <= count <= len(captions) // 2)
 

@@ -197,10 +197,10 @@ class Heavy(Finetune):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (Still, r"still, client request \(sequential\): it announces 2 rounds and yields 1 steps"),
-        (Secret, r"secret, client request \(sequential\): it needs no forget data, and asks for all pairs"),
-        (Greedy, r"greedy, client request \(sequential\): its states change"),
-        (Heavy, r"heavy, client request \(sequential\): a client that fails makes its states not finite"),
+        (Still, r"still, client request \(sequential\), check \w+: it announces 2 rounds and yields 1 steps"),
+        (Secret, r"secret, client request \(sequential\), check \w+: it needs no forget data, and asks for all pairs"),
+        (Greedy, r"greedy, client request \(sequential\), check \w+: its states change"),
+        (Heavy, r"heavy, client request \(sequential\), check \w+: a client that fails makes its states not finite"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(stage_of, monkeypatch, kind: type[Unlearner], sentence: str) -> None:
@@ -221,7 +221,7 @@ def test_a_class_without_words_is_told(monkeypatch) -> None:
         secret: int = 3
 
     Mute.__doc__ = "Says nothing of its setting."
-    with pytest.raises(AssertionError, match="Mute: its setting secret has no description below it"):
+    with pytest.raises(AssertionError, match=r"Mute, check \w+: its setting secret has no description below it"):
         check_method(Mute, [])
 
 

@@ -11,8 +11,8 @@ from ease.requests.request import ClientRequest
 from ease.testing import Spy
 
 CLIENT = ClientRequest(clients=(1,))
-AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback", "exact"}
-"""Methods that begin again from the start of training, or solve anew."""
+AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback", "exact", "sifu", "noisy_finetune"}
+"""Methods that start from an earlier round, clip the state that they start from, or solve again."""
 
 
 def test_a_training_that_nothing_was_forgotten_of(learnt) -> None:

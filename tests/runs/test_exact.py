@@ -500,10 +500,10 @@ def test_settings_that_sums_do_not_have_are_refused(setting: str) -> None:
 def test_an_audit_compares_hashes_and_says_why_nothing_is_tested(kept: Site) -> None:
     forget_run(kept.run.folder, RequestOptions(clients=[1]), Exact(), quiet=True)
     found = audit_run(kept.run.folder, "client-1", AuditConfig(), retrain=False, quiet=True)
-    verdict = found.record.verdict
+    verdict = found.verdict
     assert verdict.passed and verdict.words.startswith("Identical to retraining: ")
     assert found.exit_code == 0 and found.next_steps == ()
-    assert verdict.identity is not None and verdict.identity.model == found.record.retrain_sha256
+    assert verdict.identity is not None and verdict.identity.model == found.retrain_sha256
     assert not (kept.run.folder / "shadows").exists(), "no shadow model is trained"
     shown = json.loads((found.folder / "audit.json").read_text())
     assert shown["verdict"]["reason"] == "identical to retraining" and shown["verdict"]["passed"] is True
@@ -533,7 +533,7 @@ def test_an_answer_with_one_pair_left_in_is_refused(kept: Site, tmp_path: Path, 
         stored = answer_of(run, request, method)
         forge(run, stored, next(method.unlearn(trained_of(run), fewer, Guarded(world.federation, run.config.training))))
     if audited:
-        words = audit_run(run.folder, "four/exact", AuditConfig(), retrain=False, quiet=True).record.verdict.words
+        words = audit_run(run.folder, "four/exact", AuditConfig(), retrain=False, quiet=True).verdict.words
         assert words.startswith("Identical"), "the forged retraining agrees with the forged answer"
     found = verify(certified(run, tmp_path, "four"), run)
     assert not found.holds
@@ -565,8 +565,8 @@ def test_an_audit_sees_that_an_answer_is_not_the_retrained_model(kept: Site) -> 
     sound = Guarded(world.federation, run.config.training)
     forge(run, answer_of(run, request, Exact()), next(Exact().unlearn(trained_of(run), fewer, sound)))
     found = audit_run(run.folder, "four", AuditConfig(), retrain=False, quiet=True)
-    assert found.record.verdict.passed is False and found.exit_code == 1
-    assert "gives another result" in found.record.verdict.words
+    assert found.verdict.passed is False and found.exit_code == 1
+    assert "gives another result" in found.verdict.words
 
 
 def test_purging_leaves_the_sums_of_the_release_and_no_others(kept: Site) -> None:

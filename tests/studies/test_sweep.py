@@ -53,7 +53,8 @@ def test_every_method_gets_the_same_budget_and_begins_with_its_defaults(name) ->
 
 def test_all_but_the_reference_are_tuned() -> None:
     comparable = {name for name, method in METHODS.items() if "fedavg" in method.trainers}
-    assert set(TUNED) == comparable - {"retrain"}
+    certified = {"sifu", "noisy_finetune"}  # their settings are the guarantee that is asked of them
+    assert set(TUNED) == comparable - {"retrain"} - certified
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -124,6 +124,8 @@ def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
 
 def training_notes(metrics: Metrics, gallery: int) -> Iterator[str]:
     """What to know before forgetting: a smaller gallery than configured, and a model that learned nothing."""
+    if "seen/gallery_pairs" not in metrics:  # training pairs stay at their sites
+        return
     size, chance = metrics["seen/gallery_pairs"], metrics["seen/recall@10/chance"]
     if size != gallery:
         yield f"recall is measured in galleries of {size:.0f} pairs, not gallery = {gallery}"

@@ -72,7 +72,10 @@ def new_key(path: Path) -> SigningKey:
     A private key whose public half a killed process did not write is completed.
     """
     if path.is_file() and not path.is_symlink() and not public_path(path).exists():
-        begun = read_signing_key(path)
+        try:
+            begun = read_signing_key(path)
+        except UserError as error:
+            raise UserError(f"{path}: exists already, and a key is never written over; name another file") from error
         write_atomic(public_path(path), begun.public.pem())
         return begun
     for each in (path, public_path(path)):

@@ -200,7 +200,8 @@ def _answered(
         return "held", why, outcome
     wanted = policy.release == "after_audit" if audited is None else audited
     # Retraining is what others are compared with, and pairs outside training changed no model.
-    if closed is None and wanted and not isinstance(method, Retrain) and trains_on(world, request):
+    auditable = wanted and not isinstance(method, Retrain) and trains_on(world, request)
+    if closed is None and auditable:
         outcome = _audited(run, world, stored, request, method, follow, outcome, bool(audited))
         if outcome.passed is not True and (audited or stored.audit_path.is_file()) and model not in waived:
             return "held", f"{outcome.verdict} Read the audit, then approve or cancel the request", outcome
@@ -212,6 +213,9 @@ def _answered(
     found = current_audit(stored)
     if found is not None:
         outcome = outcome.model_copy(update={"passed": found.verdict.passed, "verdict": found.verdict.words})
+    elif closed is not None and auditable:  # a process that died after the release had not recorded why
+        why = audit_settings(run, world, request, method, bool(audited))
+        outcome = outcome.model_copy(update={"verdict": _no_audit(why)} if isinstance(why, str) else {})
     return "done", "", outcome.model_copy(update={"release": place, "trained_again": bool(made.rounds)})
 
 
@@ -230,6 +234,10 @@ def _retained(
     return before_after[0], before_after[1]
 
 
+def _no_audit(why: str) -> str:
+    return f"No audit: {why}."
+
+
 def _audited(
     run: Run,
     world: World,
@@ -243,7 +251,7 @@ def _audited(
     """The outcome with the verdict on an answer, or with why there is none."""
     settings = audit_settings(run, world, request, method, asked_for)
     if isinstance(settings, str):
-        return outcome.model_copy(update={"verdict": f"No audit: {settings}."})
+        return outcome.model_copy(update={"verdict": _no_audit(settings)})
     for asked, again, steps in audit_answer(run, world, stored, request, method, settings):
         follow(steps, asked, again)
     found = current_audit(stored)

@@ -214,8 +214,8 @@ def _answered(
     if found is not None:
         outcome = outcome.model_copy(update={"passed": found.verdict.passed, "verdict": found.verdict.words})
     elif closed is not None and auditable:  # a process that died after the release had not recorded why
-        why = audit_settings(run, world, request, method, bool(audited))
-        outcome = outcome.model_copy(update={"verdict": _no_audit(why)} if isinstance(why, str) else {})
+        settings = audit_settings(run, world, request, method, bool(audited))
+        outcome = outcome.model_copy(update={"verdict": _no_audit(settings)} if isinstance(settings, str) else {})
     return "done", "", outcome.model_copy(update={"release": place, "trained_again": bool(made.rounds)})
 
 

@@ -24,9 +24,9 @@ class EasePaper(Unlearner):
     hold the forget component at its trained value, so nothing is erased. `reference = "initial"` refers to the state
     before training and does erase.
 
-    Differs from the paper: client updates are averaged with the weights of training, not equally. Directions travel in
-    8 bit, once. A client with a single forget pair sends no column, because InfoNCE of one pair has no gradient. The
-    paper prints no values for `delta`, `energy` and `alpha`.
+    Differs from the paper: client updates are averaged with the weights of training, not equally. Directions and
+    reference are sent once to each client, directions in 8 bit. A client with a single forget pair sends no
+    column, because InfoNCE of one pair has no gradient. The paper prints no values for `delta`, `energy` and `alpha`.
     """
 
     name: ClassVar[str] = "ease_paper"
@@ -69,10 +69,10 @@ class EasePaper(Unlearner):
         if not isinstance(request, ClientRequest):
             yield Step(state, "decomposition", notes=notes)
             notes = {}
-        # Line 15: directions and reference are broadcast with the model. Eq. (12) is the clients' objective.
+        # Lines 15 and 24: directions and reference are broadcast with the model. Eq. (12) is the clients' objective.
         lock = LockMessage(self.alpha, reference, pack_directions(bases)) if self.alpha else None
 
-        # Lines 9 to 30.
+        # Lines 9 to 31.
         excision, total = share_of(training, self.excision_share), self._training_rounds(training)
         for number in range(1, total + 1):
             phase = "excision" if number <= excision else "stabilisation"
@@ -84,7 +84,7 @@ class EasePaper(Unlearner):
             )
             drawn = participants(clients, training, trained.seed, number)
             finished = average(state, federation.run(state, job, drawn), training, number)
-            state = finished.state  # line 29
+            state = finished.state  # line 30
             last = number == total
             yield Step(state, phase, finished.loss, notes | exclusions(finished), bases=dict(bases) if last else None)
             notes = {}
@@ -94,7 +94,7 @@ class EasePaper(Unlearner):
         return probe + self._training_rounds(training)
 
     def check(self, training: TrainingConfig) -> None:
-        """Refuse a lock that cannot contract (Theorem 3 needs lr < 1 / (2 alpha)) and a probe round that never was."""
+        """Refuse a probe round that never was, and a lock that cannot contract: durability needs lr < 1 / (2 alpha)."""
         super().check(training)
         rate = max(training.learning_rate, training.lora_learning_rate or 0)
         if rate * self.alpha >= 0.5:

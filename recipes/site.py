@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff")
 LINK = re.compile(r"(\]\()([^)\s]+)((?: \"\w+\")?\))")
 FETCHED = re.compile(r"<script src=\"?https://unpkg\.com/iframe-worker/shim\"?></script>")
 """What the theme would fetch to search without a server, and with a network."""
@@ -43,8 +43,8 @@ if (location.protocol === "file:") {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root under project/."""
-    for name in PAGES:
+    """Add the root's own pages and the citation they link to, under project/."""
+    for name in FILES:
         files.append(File.generated(config, f"project/{name}", content=(ROOT / name).read_text()))
     return files
 

@@ -83,9 +83,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 for name, reasons in judged(scenario, seed, asked.fresh, Path(folder) / "run").items():
                     counted[name] += reasons
-    print("| model | passed | refused | cannot tell |\n|---|---|---|---|")
+    print("| model | passed | refused | undecided |\n|---|---|---|---|")
     for name, reasons in counted.items():
-        passed = sum(reason == "like one more retraining" for reason in reasons)
+        passed = sum(reason == "indistinguishable from retraining" for reason in reasons)
         unknown = sum(reason in ("no signal", "too few retrainings") for reason in reasons)
         print(f"| {name} | {passed} of {len(reasons)} | {len(reasons) - passed - unknown} | {unknown} |")
 

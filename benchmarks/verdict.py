@@ -183,7 +183,7 @@ def table(folder: Path, figure: Path | None) -> Iterator[str]:
                 answers[found["model"], found.get("data", "scenes"), found["scenario"]].append((found["seed"], joint))
             kind = "fresh retraining" if found["model"].startswith("fresh") else found["model"]
             rows[kind].append(joint)
-    yield "| model | judged | passed | cannot tell | median p | share kept, median |"
+    yield "| model | judged | passed | undecided | median p | share kept, median |"
     yield "|---|---|---|---|---|---|"
     for kind, found in sorted(rows.items(), key=lambda row: _order(row[0])):
         verdicts = [Verdict(measures=(), joint=joint).passed for joint in found]
@@ -212,7 +212,7 @@ def _order(kind: str) -> tuple[int, float, str]:
 
 def _told(seed: int, joint: JointTest) -> str:
     """A verdict in a cell of a table."""
-    said = {True: "**passed**", False: "refused", None: "cannot tell"}[Verdict(measures=(), joint=joint).passed]
+    said = {True: "**passed**", False: "refused", None: "undecided"}[Verdict(measures=(), joint=joint).passed]
     trace = joint.trace
     return f"seed {seed}: {said}, p {joint.p_value:.2g}, kept {trace.value:.1%} [{trace.low:.1%}, {trace.high:.1%}]"
 

@@ -91,12 +91,12 @@ def test_words_for_few_pairs_by_hand() -> None:
     counted = "over 20 measures and 10 retrained models"
     weak = Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.9, power=FEW_TRIED))
     assert weak.weak and weak.words == (
-        f"Weak {EVIDENCE}: it could be one more retraining (p = 0.4 {counted}); a model that keeps 90% of what the "
-        "forget pairs had brought would have been refused in 90% of such audits"
+        f"Weak {EVIDENCE}: the result is indistinguishable from retraining (p = 0.4 {counted}); a model that keeps 90% "
+        "of the forget effect would have been refused in 90% of such audits"
     )
     assert not Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.4, power=FEW_TRIED)).weak
     assert Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=None, power=FEW_TRIED)).words == (
-        f"Cannot tell: nothing to be seen: it could be one more retraining (p = 0.4 {counted}), and so could the "
+        f"Undecided: the result is indistinguishable from retraining (p = 0.4 {counted}), but so is the "
         "trained model, which would have been refused in 55% of such audits; audit more forget pairs together or add "
         "--retrains"
     )
@@ -105,19 +105,19 @@ def test_words_for_few_pairs_by_hand() -> None:
 def test_words_by_hand() -> None:
     counted = "over 20 measures and 10 retrained models"
     assert Verdict(measures=(INSIDE,), joint=joint(0.4)).words == (
-        f"{EVIDENCE.capitalize()}: it could be one more retraining (p = 0.4 {counted}); a model that keeps 10% of what "
-        "the forget pairs had brought would have been refused in 90% of such audits"
+        f"{EVIDENCE.capitalize()}: the result is indistinguishable from retraining (p = 0.4 {counted}); a model "
+        "that keeps 10% of the forget effect would have been refused in 90% of such audits"
     )
     kept = Verdict(measures=(INSIDE, OUTSIDE), joint=joint(0.001, TRACE)).words
     assert kept == (
-        f"Not enough {EVIDENCE}: no retraining looks like this (p = 0.001 {counted}): it keeps about 20% of what the "
-        "forget pairs had brought [10%, 30%]; look at BaVarIA AUC"
+        f"Not enough {EVIDENCE}: the result differs from retraining (p = 0.001 {counted}): it keeps about 20% of the "
+        "forget effect [10%, 30%]; see BaVarIA AUC"
     )
-    assert "20% beyond retraining" in Verdict(measures=(INSIDE,), joint=joint(0.001, OVERDONE)).words
-    assert "in other ways" in Verdict(measures=(INSIDE,), joint=joint(0.001)).words
+    assert "it forgot 20% too much" in Verdict(measures=(INSIDE,), joint=joint(0.001, OVERDONE)).words
+    assert "not along the forget effect" in Verdict(measures=(INSIDE,), joint=joint(0.001)).words
     few = Verdict(measures=(INSIDE,), joint=None).words
-    assert few.startswith("Cannot tell: 3 retrained models") and "--retrains 5" in few
-    assert "but so could a model that keeps 60%" in Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.6)).words
+    assert few.startswith("Undecided: 3 retrained models") and "--retrains 5" in few
+    assert "but so is a model that keeps 60%" in Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.6)).words
 
 
 def test_what_follows_is_written_for_others_and_worked_out_anew_when_read() -> None:

@@ -132,7 +132,7 @@ def test_a_single_photo_gets_a_verdict_in_the_same_words_everywhere(ease, run: P
     found = json.loads(ease(*asked, "--json").out)
     words = found["verdict"]["words"]
     assert found["verdict"]["passed"] is None and found["verdict"]["reason"] == "no signal"
-    assert words.startswith("Cannot tell: nothing to be seen: it could be one more retraining (p = ")
+    assert words.startswith("Undecided: the result is indistinguishable from retraining (p = ")
     assert (
         not list(run.rglob("shadow-*")) and found["attacks"] == {} and found["not_tested"][0].startswith("membership")
     )

@@ -63,8 +63,8 @@ def test_the_verdict_comes_first_and_in_its_own_words(contents: Make, audit: Mak
     """The page says what the terminal and the interface say: the words of the value."""
     text = text_of(page(contents()))
     words = Verdict.model_validate(audit()["verdict"]).words
-    assert words.startswith("Not enough evidence of approximate erasure: no retraining looks like this (p = 0.001")
-    assert "it keeps about 20% of what" in words
+    assert words.startswith("Not enough evidence of approximate erasure: the result differs from retraining (p = 0.001")
+    assert "it keeps about 20% of the forget effect" in words
     assert words in text and text.index(words) < text.index("Each measure beside retraining")
 
 
@@ -72,9 +72,9 @@ def test_a_good_verdict_and_none(record: Make, audit: Make, alone: Make, measure
     inside = [measure("rho", 0.2, 0.1, (None, 0.3))]
     html = page(alone(record(), audit(inside, joint(0.4, 0.0))))
     assert 'class="verdict good"' in html
-    assert "Evidence of approximate erasure: it could be one more retraining (p = 0.4" in text_of(html)
+    assert "Evidence of approximate erasure: the result is indistinguishable from retraining (p = 0.4" in text_of(html)
     html = page(alone(record(), audit(inside, {**joint(0.4, 0.0), "smallest_caught": None})))
-    assert 'class="verdict unknown"' in html and "Cannot tell: it could be one more retraining" in text_of(html)
+    assert 'class="verdict unknown"' in html and "Undecided: the result is indistinguishable" in text_of(html)
 
 
 def test_without_enough_retrained_models_nothing_is_judged(
@@ -84,7 +84,7 @@ def test_without_enough_retrained_models_nothing_is_judged(
     few["verdict"]["joint"] = None
     html = page(alone(record(), few))
     assert 'class="verdict unknown"' in html
-    assert "Cannot tell: 1 retrained models" in text_of(html) and "no band" in text_of(html)
+    assert "Undecided: 1 retrained models" in text_of(html) and "no band" in text_of(html)
 
 
 def test_each_of_few_pairs_is_shown_with_the_span_of_all_retrainings(record: Make, audit: Make, alone: Make) -> None:

@@ -167,7 +167,7 @@ class Reason(StrEnum):
 
     IDENTICAL = "identical to retraining"
     DIFFERENT = "different from retraining"
-    LIKE_RETRAINING = "like one more retraining"
+    LIKE_RETRAINING = "indistinguishable from retraining"
     KEPT = "forget effect kept"
     OVERDONE = "forgotten too much"
     OTHERWISE = "unlike retraining otherwise"
@@ -234,7 +234,7 @@ class Verdict(Judged):
             return self.reason.capitalize()
         if self.weak:
             return f"Weak {EVIDENCE}"
-        return {True: EVIDENCE.capitalize(), False: f"Not enough {EVIDENCE}", None: "Cannot tell"}[self.passed]
+        return {True: EVIDENCE.capitalize(), False: f"Not enough {EVIDENCE}", None: "Undecided"}[self.passed]
 
     @property
     def explanation(self) -> str:
@@ -243,40 +243,38 @@ class Verdict(Judged):
             return _compared(self.identity)
         if joint is None:
             return (
-                f"{self.retrained} retrained models, and their spread is hardly known with fewer than "
-                f"{LEAST_RETRAINED}; add --retrains {LEAST_RETRAINED - 1} or more"
+                f"{self.retrained} retrained models are too few to know their spread; add --retrains "
+                f"{LEAST_RETRAINED - 1} or more"
             )
         odds = f"p = {joint.p_value:.2g} over {joint.measures} measures and {joint.retrained} retrained models"
         match self.reason:
             case Reason.LIKE_RETRAINING:
                 return (
-                    f"it could be one more retraining ({odds}); a model that keeps {joint.smallest_caught:.0%} of what "
-                    f"the forget pairs had brought would have been refused in {WANTED_POWER:.0%} of such audits"
+                    f"the result is indistinguishable from retraining ({odds}); a model that keeps "
+                    f"{joint.smallest_caught:.0%} of the forget effect would have been refused in {WANTED_POWER:.0%} "
+                    "of such audits"
                 )
             case Reason.NO_SIGNAL if joint.trained_tried:
                 return (
-                    f"nothing to be seen: it could be one more retraining ({odds}), and so could the trained model, "
+                    f"the result is indistinguishable from retraining ({odds}), but so is the trained model, "
                     f"which would have been refused in {joint.power[-1][1]:.0%} of such audits; audit more forget "
                     "pairs together or add --retrains"
                 )
             case Reason.NO_SIGNAL:
                 missed = LARGEST_MISSED if joint.smallest_caught is None else joint.smallest_caught
                 return (
-                    f"it could be one more retraining ({odds}), but so could a model that keeps {missed:.0%} of what "
-                    "the forget pairs had brought: this audit sees too little; audit more forget pairs together or "
-                    "add --retrains"
+                    f"the result is indistinguishable from retraining ({odds}), but so is a model that keeps "
+                    f"{missed:.0%} of the forget effect; audit more forget pairs together or add --retrains"
                 )
             case Reason.KEPT:
-                away = f"it keeps about {joint.trace.value:.0%} of what the forget pairs had brought"
+                away = f"it keeps about {joint.trace.value:.0%} of the forget effect"
             case Reason.OVERDONE:
-                away = (
-                    f"it lies {-joint.trace.value:.0%} beyond retraining, and what is held less than the unseen shows"
-                )
+                away = f"it forgot {-joint.trace.value:.0%} too much, which is detectable as well"
             case _:
-                away = "it differs in other ways than by what it keeps"
+                away = "the difference is not along the forget effect"
         span = f"[{joint.trace.low:.0%}, {joint.trace.high:.0%}]"
         names = ", ".join(measure.title for measure in self.outside)
-        return f"no retraining looks like this ({odds}): {away} {span}" + (f"; look at {names}" if names else "")
+        return f"the result differs from retraining ({odds}): {away} {span}" + (f"; see {names}" if names else "")
 
 
 def _compared(found: Identity) -> str:
@@ -284,8 +282,8 @@ def _compared(found: Identity) -> str:
     if found.holds:
         return (
             f"the sums of the retained pairs ({found.sums[:12]}) and the model solved from them "
-            f"({found.model[:12]}) are those of training on the retained pairs only, bit for bit, so that no measure "
-            "can tell them apart"
+            f"({found.model[:12]}) are those of training on the retained pairs only, bit for bit, so no measure "
+            "can distinguish them"
         )
     sides = (("sums", found.sums, found.retrain_sums), ("model", found.model, found.retrain_model))
     other = [f"{name} {ours[:12] or 'missing'} and not {theirs[:12]}" for name, ours, theirs in sides if ours != theirs]

@@ -132,7 +132,7 @@ class ReportedAnswer:
         verdict = self.audit.verdict
         if verdict.identity is not None:
             return f"{STANDINGS[verdict.passed][1]} {verdict.reason}"
-        words = {True: "like retraining", False: "unlike retraining", None: "cannot tell"}
+        words = {True: "like retraining", False: "unlike retraining", None: "undecided"}
         joint = f" (p = {verdict.joint.p_value:.2g})" if verdict.joint else ""
         return f"{STANDINGS[verdict.passed][1]} {words[verdict.passed]}{joint}"
 

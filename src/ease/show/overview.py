@@ -12,10 +12,10 @@ from ease.runs.records import AnswerRecord
 
 RECALL = "recall@1"
 PLAIN = {
-    Reason.IDENTICAL: "the new model is the very one that training without these pairs gives",
-    Reason.DIFFERENT: "the new model is not the one that training without these pairs gives, and it should be",
-    Reason.LIKE_RETRAINING: "the new model looks like one that was trained without these pairs from the start",
-    Reason.OVERDONE: "the new model holds these pairs less than one that never saw them, and that shows, too",
+    Reason.IDENTICAL: "the new model is identical to one that was trained without these pairs",
+    Reason.DIFFERENT: "the new model differs from one that was trained without these pairs, and it should be identical",
+    Reason.LIKE_RETRAINING: "the new model is indistinguishable from models that were trained without these pairs",
+    Reason.OVERDONE: "the new model knows these pairs less than one that never saw them, which is detectable as well",
     Reason.OTHERWISE: "the new model differs from models that were trained without these pairs",
     Reason.TOO_FEW: "too few models were trained without these pairs to compare the new one with",
     Reason.NO_SIGNAL: "this audit sees too little; it would overlook a model that holds a good part of these pairs",

@@ -51,7 +51,7 @@ def exact(exact_run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def few_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An audit of a few trainings, which says "cannot tell" of everything."""
+    """An audit of a few trainings, which is undecided about everything."""
     monkeypatch.setattr(judging, "AuditConfig", lambda: AuditConfig(shadows=4, retrains=1, pool=16, workers=1))
 
 

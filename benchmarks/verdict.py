@@ -5,7 +5,7 @@
     python benchmarks/verdict.py table results/verdict --figure docs/figures/verdict.svg
 
 `judge` trains, answers and audits one request and writes one line for each judged model; `all` does so for the requests
-behind docs/audit.md, each in a process of its own with one thread; `table` judges the stored measures again and prints
+behind docs/error-rates.md, each in a process of its own with one thread; `table` judges the stored measures again and prints
 the tables of that page. What is finished is kept: the same command goes on where it was stopped.
 Fresh retrainings are further orders of the data that the verdict has not seen. Models that keep a share of the forget
 effect lie between such a fresh retraining and the trained model; below 0 they lie beyond it.
@@ -119,7 +119,7 @@ def judge(asked: argparse.Namespace, done: set[str]) -> Iterator[dict[str, objec
 
 
 def everything(processes: int, out: Path, work: Path, shadows: int) -> Iterator[list[str]]:
-    """What the tables of docs/audit.md are made of, the longest first.
+    """What the tables of docs/error-rates.md are made of, the longest first.
 
     Four methods on seed 0, two of them in a process, and fresh retrainings of seeds that no choice was made by.
     """

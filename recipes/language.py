@@ -17,7 +17,6 @@ GENERATED = {"settings.md", "commands.md", "outputs.md", "exit-codes.md", "metho
 """Pages that other programs write; their words come from docstrings and help texts."""
 UNREVISED = {
     "architecture.md",
-    "audit.md",
     "benchmarks.md",
     "deploy.md",
     "reliability.md",

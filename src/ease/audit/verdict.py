@@ -30,7 +30,7 @@ TITLES = {
     "before-after/auc": "before and after AUC",
     "retained/auc": "retained pairs AUC",
     "retained/rank": "rank of retained pairs, log2",
-    "held-out/auc": "told from held-out pairs, AUC",
+    "held-out/auc": "membership AUC, held-out pairs",
     "pair/rank": "rank in its gallery, log2",
     "pair/margin": "similarity margin",
     "pair/log_odds": "log-odds",

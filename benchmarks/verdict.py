@@ -5,8 +5,8 @@
     python benchmarks/verdict.py table results/verdict --figure docs/figures/verdict.svg
 
 `judge` trains, answers and audits one request and writes one line for each judged model; `all` does so for the requests
-behind docs/error-rates.md, each in a process of its own with one thread; `table` judges the stored measures again and prints
-the tables of that page. What is finished is kept: the same command goes on where it was stopped.
+behind docs/error-rates.md, each in a process of its own with one thread; `table` judges the stored measures again and
+prints the tables of that page. Finished work is kept: run the same command again to resume.
 Fresh retrainings are further orders of the data that the verdict has not seen. Models that keep a share of the forget
 effect lie between such a fresh retraining and the trained model; below 0 they lie beyond it.
 """

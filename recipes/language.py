@@ -18,8 +18,6 @@ GENERATED = {"settings.md", "commands.md", "outputs.md", "exit-codes.md", "metho
 UNREVISED = {
     "architecture.md",
     "benchmarks.md",
-    "deploy.md",
-    "reliability.md",
 }
 """Pages whose text is yet to be revised."""
 LONG = 30

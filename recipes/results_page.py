@@ -155,7 +155,7 @@ def comparison(found: Finished) -> str:
         "bytes up",
     ]
     rows = [
-        [_marked(label), *(c for sheet in shown for c in _cells(sheet, label)), _bytes(shown, label)]
+        [_name(shown, label), *(c for sheet in shown for c in _cells(sheet, label)), _bytes(shown, label)]
         for label in labels
     ]
     band = ["retrain band", *(cell for sheet in shown for cell in _band(sheet)), ""]
@@ -170,6 +170,12 @@ def _band(sheet: Sheet) -> list[str]:
     zero = sheet.retrain.values(GAPS[1])[sheet.band_seed]
     ends = " to ".join(signed(end - zero) for end in (retain.low, retain.high))
     return [f"{forget.low:.1f} to {forget.high:.1f}", ends, ""]
+
+
+def _name(shown: Sequence[Sheet], label: str) -> str:
+    """With a dagger if a sweep chose its settings."""
+    tuned = any(line.tuned for sheet in shown if (line := _line(sheet, label)))
+    return _marked(label) + ("†" if tuned else "")
 
 
 def _marked(label: str) -> str:
@@ -256,9 +262,10 @@ def curve(found: Finished) -> str:
     return table([f"`{setting}`", *head], rows)
 
 
-def overlap(found: Finished) -> str:
-    """Similarity of two clients, from the least to the most entangled block."""
-    values = sorted(mean_similarity(block) for block in found.results.subspaces[0].blocks)
+def overlap(found: Finished, part: str = "") -> str:
+    """Similarity of two clients, from the least to the most entangled block, of all or of those so named."""
+    blocks = [block for block in found.results.subspaces[0].blocks if part in block.block]
+    values = sorted(map(mean_similarity, blocks))
     return f"{values[0]:.2f} to {values[-1]:.2f}"
 
 

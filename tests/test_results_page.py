@@ -115,6 +115,27 @@ def test_the_compact_table_by_hand(results: dict[str, Any]) -> None:
     ]
 
 
+def test_a_dagger_marks_rows_whose_settings_a_sweep_chose(results: dict[str, Any]) -> None:
+    for row in results["rows"]:
+        row["tuned"] = row["label"] == "Exact"
+    shown = results_page.comparison(finished("main", results)).splitlines()[2:]
+    assert [line.split(" | ")[0].strip("| ") for line in shown][1:3] == ["Exact†", "**EASE**"]
+
+
+def test_similarities_of_some_blocks_and_of_all(results: dict[str, Any]) -> None:
+    """Off the diagonal of one seed: 0.1 and 0.3 in two projectors, 0.5 in an attention block."""
+    similar = {"image.projector.0": 0.1, "text.projector.0": 0.3, "text.tower.blocks.3.attention.query": 0.5}
+    blocks = [
+        {"block": name, "modality": "text", "clients": [0, 1], "cosines": [[[1.0], [value]], [[value], [1.0]]]}
+        for name, value in similar.items()
+    ]
+    results["subspaces"] = [{"format": 2, "seed": 0, "blocks": blocks}]
+    found = finished("subspaces", results)
+    assert results_page.overlap(found) == "0.10 to 0.50"
+    assert results_page.overlap(found, "projector") == "0.10 to 0.30"
+    assert results_page.overlap(found, "attention") == "0.50 to 0.50"
+
+
 def test_the_nearest_of_all_and_of_the_cheap(results: dict[str, Any]) -> None:
     """Exact is nearest but sends nine tenths; EASE is the only one below a third and second of two."""
     last = results_page.nearest(finished("main", results)).splitlines()[-1]

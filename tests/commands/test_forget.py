@@ -498,6 +498,20 @@ def test_the_papers_algorithm_prints_its_spectrum(ease, run: Path) -> None:
     assert "reference: trained, delta: 0.3" in result.out and "subtracted" not in result.out
 
 
+@pytest.mark.parametrize("kind", ["client", "class", "samples"])
+def test_the_papers_algorithm_serves_every_kind_of_request(ease, run: Path, tmp_path: Path, kind: str) -> None:
+    """It finishes, counts its bytes, and the same command again prints the same result."""
+    chosen = [pair_id for shard in World.open(Run.load(run).config).shards for pair_id in shard.train_ids[:3]]
+    asked = {"client": 1, "class": 1, "samples": ids_file(tmp_path, *chosen)}[kind]
+    words = ("forget", run, f"--{kind}", asked, "--method", "ease_paper", "--set", "reference=initial", "--json")
+    result = ease(*words)
+    assert result.code == 0, result
+    summary = json.loads(result.out)
+    assert summary["method"]["method"] == "ease_paper" and summary["method"]["reference"] == "initial"
+    assert min(summary["metrics"][f"cost/bytes_{way}"] for way in ("up", "down")) > 0
+    assert json.loads(ease(*words).out) == summary
+
+
 def test_a_damaged_answer_in_the_journal_is_one_line(refused, ease, run: Path, monkeypatch) -> None:
     answers = Sequential.run
 

@@ -83,12 +83,13 @@ def requests(world: World) -> dict[str, tuple[Request, Unlearner]]:
         "client": (CLIENT, Ease(recovery_share=1.0)),
         "samples": (samples(world), Ease(recovery_share=1.5)),
         "paper, client": (CLIENT, EasePaper(reference="initial", excision_share=0.5)),
+        "paper, class": (ClassRequest(classes=(1,)), EasePaper(reference="initial", excision_share=0.5)),
         "paper, samples": (samples(world), EasePaper(reference="initial", excision_share=0.5)),
         "finetune": (CLIENT, make_method("finetune", ("share=0.7",))),
     }
 
 
-@pytest.mark.parametrize("name", ["client", "samples", "paper, client", "paper, samples", "finetune"])
+@pytest.mark.parametrize("name", ["client", "samples", "paper, client", "paper, class", "paper, samples", "finetune"])
 def test_stopped_after_any_step_it_ends_with_the_same_bytes(world, run: Run, tmp_path: Path, name: str) -> None:
     request, method = requests(world)[name]
     total = len(list(forget(run, world, request, method, observe=False)))

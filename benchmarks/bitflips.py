@@ -196,8 +196,8 @@ def build(folder: Path, audited: bool) -> None:
     (folder / "ids.txt").write_text("\n".join(ids))
     spare = json.loads((folder / "run" / "membership.json").read_text())["validation"]
     (folder / "new.txt").write_text("\n".join(spare))
-    told = forked(lambda: _killed_after(3), folder)
-    assert told.code == -9, told.said
+    reported = forked(lambda: _killed_after(3), folder)
+    assert reported.code == -9, reported.said
 
 
 def _killed_after(answers: int) -> None:
@@ -236,7 +236,7 @@ ENTRY = ("id", "request", "state", "why", "outcome")
 """What is compared of a request in the ledger."""
 
 
-def told_of(run: Path) -> dict[str, Any]:
+def reported_hash(run: Path) -> dict[str, Any]:
     """What the ledger and the log of a run say, less what depends on the clock."""
     found = dict[str, Any]()
     if (run / LEDGER).is_file():
@@ -286,25 +286,25 @@ def results(folder: Path) -> dict[str, object]:
                 found[name] = timeless(json.loads(path.read_bytes()))
         elif name != "certificate.json":  # signed, and so with the time; `ease verify` reads it
             found[name] = path.read_bytes()
-    return found | told_of(folder / "run")
+    return found | reported_hash(folder / "run")
 
 
 def follow(folder: Path, audited: bool) -> Iterator[Told]:
     """What each command says, until one is refused."""
     shutil.copytree(folder / "run", folder / "grown", ignore=shutil.ignore_patterns("requests", "shadows", "*.html"))
     for each in COMMANDS if audited else (each for each in COMMANDS if each[0] != "audit"):
-        told = forked(lambda each=each: command(*each), folder)  # type: ignore[misc]
-        yield told
-        if told.code:
+        reported = forked(lambda each=each: command(*each), folder)  # type: ignore[misc]
+        yield reported
+        if reported.code:
             return
 
 
-def classify(told: list[Told], name: str, same: bool) -> str:
-    said = "".join(each.said for each in told)
-    if any(each.code not in (0, 2) for each in told) or "Traceback" in said:
+def classify(reported: list[Told], name: str, same: bool) -> str:
+    said = "".join(each.said for each in reported)
+    if any(each.code not in (0, 2) for each in reported) or "Traceback" in said:
         return "traceback"
     named = Path(name).name in said
-    if told[-1].code == 2:
+    if reported[-1].code == 2:
         return "detected" if named else "unnamed"
     if not same:
         return "silent"
@@ -317,8 +317,8 @@ def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True, only: 
     work.mkdir(parents=True)
     build(work, audited)
     shutil.copytree(work, base, symlinks=True)
-    for told in follow(work, audited):
-        assert told.code == 0, told.said
+    for reported in follow(work, audited):
+        assert reported.code == 0, reported.said
     expected = results(work)
     files = sorted(
         path
@@ -339,13 +339,13 @@ def survey(folder: Path, flips: int, seed: int = 0, audited: bool = True, only: 
         content[bit // 8] ^= 1 << bit % 8
         flipped.write_bytes(content)
         name = path.relative_to(base).as_posix()
-        told = list(follow(work, audited))
-        found = results(work) if told[-1].code == 0 else {}
+        reported = list(follow(work, audited))
+        found = results(work) if reported[-1].code == 0 else {}
         for each in {name, name.replace("run/", "grown/", 1)} & expected.keys():
             # What no command wrote anew is still the flipped file, and no result.
             if (work / each).is_file() and (work / each).read_bytes() == bytes(content):
                 found[each] = expected[each]
-        yield Flip(name, bit, classify(told, name, found == expected), told[-1].said.strip())
+        yield Flip(name, bit, classify(reported, name, found == expected), reported[-1].said.strip())
 
 
 def places(path: Path) -> Sequence[int]:

@@ -135,10 +135,10 @@ def main() -> None:
         print(json.dumps(done[name]), flush=True)
     print("\n| case | retrained: forget R@1 / 5 / 10, retain, test | EASE | another retraining |\n|---|---|---|---|")
     for name, line in done.items():
-        print(f"| {name} | {told(line['retrained'], '.1f')} | {told(line['ease'])} | {told(line['another'])} |")
+        print(f"| {name} | {shown(line['retrained'], '.1f')} | {shown(line['ease'])} | {shown(line['another'])} |")
 
 
-def told(values: list[float], form: str = "+.1f") -> str:
+def shown(values: list[float], form: str = "+.1f") -> str:
     forget, rest = (" / ".join(format(each, form) for each in part) for part in (values[:3], values[3:]))
     return f"{forget}, {rest.replace(' / ', ', ')}"
 

@@ -196,8 +196,10 @@ def growth(threads: int) -> list[str]:
     for what, over, function, points, place in sweeps:
         sizes = [point[place] for point in points]
         seconds = [alone(function, *point, threads) for point in points]
-        told = f"{sizes[0]:,} to {sizes[-1]:,} | {seconds[0]:.3f} to {seconds[-1]:.3f} | {exponent(sizes, seconds):.2f}"
-        lines.append(f"| {what} | {over} | {told} |")
+        reported = (
+            f"{sizes[0]:,} to {sizes[-1]:,} | {seconds[0]:.3f} to {seconds[-1]:.3f} | {exponent(sizes, seconds):.2f}"
+        )
+        lines.append(f"| {what} | {over} | {reported} |")
         print(lines[-1], flush=True)
     return lines
 
@@ -240,7 +242,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks.md")
     options = parser.parse_args()
-    told = beside(options.threads, options.only)
+    reported = beside(options.threads, options.only)
     grown = growth(options.threads) if "growth" in options.only else []
     if options.write:
         head = (
@@ -248,7 +250,7 @@ def main() -> None:
             "a process of its own; MiB beyond what it held before. `python benchmarks/costs.py --write`."
         )
         slopes = "How seconds grow, as the slope of their logarithm over that of the size: 1 is in proportion."
-        text = "\n".join([head, "", *told, "", slopes, "", *grown])
+        text = "\n".join([head, "", *reported, "", slopes, "", *grown])
         write_section(Path(__file__).parent.parent / "docs/benchmarks.md", "costs", text)
 
 

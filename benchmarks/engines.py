@@ -169,7 +169,7 @@ def measured(
         states.append((folder / "state.safetensors").read_bytes())
         began = time.perf_counter()
     remote = world.federation
-    told: dict[str, object] = {
+    reported: dict[str, object] = {
         "engine": engine,
         "first_round_seconds": round(seconds[0], 2),
         "later_round_seconds": round(statistics.median(seconds[1:]), 3),
@@ -181,8 +181,8 @@ def measured(
     if relay is not None:
         crossed = [now - then for now, then in zip(relay.counted(), before, strict=True)]
         polled = [round(each * (time.perf_counter() - start)) for each in idle]
-        told |= {"network_bytes": crossed, "of_which_polling": polled}
-    return {**told, "states": states}
+        reported |= {"network_bytes": crossed, "of_which_polling": polled}
+    return {**reported, "states": states}
 
 
 def processor_seconds() -> float:
@@ -224,9 +224,9 @@ def main() -> None:
             folder.mkdir()
             found = one(engine, folder, options.nodes, changes)
             same, states = states is None or states == found["states"], states or found["states"]
-            told = {key: value for key, value in found.items() if key != "states"}
+            reported = {key: value for key, value in found.items() if key != "states"}
             load = round(os.getloadavg()[0], 1)
-            print(json.dumps({"nodes": options.nodes, **told, "same_states": same, "load": load}), flush=True)
+            print(json.dumps({"nodes": options.nodes, **reported, "same_states": same, "load": load}), flush=True)
 
 
 if __name__ == "__main__":

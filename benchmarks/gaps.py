@@ -68,7 +68,7 @@ def main() -> None:
     goals, before = [held(stored.model()) for stored in retrained], held(trained_of(run).start)
     for one, two in pairwise(goals):
         rho, ks = alignment_residual(two, before, one), ks_2samp(one.numpy(), two.numpy()).statistic
-        print(f"two retrainings: {told(metrics[1], metrics[0])}  rho {rho:.3f}  KS {ks:.3f}", flush=True)
+        print(f"two retrainings: {shown(metrics[1], metrics[0])}  rho {rho:.3f}  KS {ks:.3f}", flush=True)
     mean = {key: (metrics[0][key] + metrics[1][key]) / 2 for key in KEYS}
     answers = []
     variants = [("ease", variant) for variant in asked.variant or [""]]
@@ -81,17 +81,17 @@ def main() -> None:
         share = sum(found[key] for key in TRAFFIC) / sum(metrics[0][key] for key in TRAFFIC)
         seconds = found["cost/seconds"] / metrics[0]["cost/seconds"]
         print(
-            f"{name} {variant or 'default'}: {told(found, mean)}  rho {rho:.3f}  KS {ks:.3f}  bytes {share:.0%}  "
+            f"{name} {variant or 'default'}: {shown(found, mean)}  rho {rho:.3f}  KS {ks:.3f}  bytes {share:.0%}  "
             f"seconds {seconds:.0%}  {stored.record().rounds[-1].notes}",
             flush=True,
         )
     if asked.after:
         goal = later(retrained[0], False)
         for locked in (False, True):
-            print(f"ten rounds later, {'locked' if locked else 'free'}: {told(later(answers[0], locked), goal)}")
+            print(f"ten rounds later, {'locked' if locked else 'free'}: {shown(later(answers[0], locked), goal)}")
 
 
-def told(found: dict[str, float], goal: dict[str, float]) -> str:
+def shown(found: dict[str, float], goal: dict[str, float]) -> str:
     """Differences of recall: forget R@1, R@5 and R@10, retain R@1, test R@1."""
     gaps = [f"{found[key] - goal[key]:+.1f}" for key in KEYS]
     return f"forget {' / '.join(gaps[:3])}, retain {gaps[3]}, test {gaps[4]}"

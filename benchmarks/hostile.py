@@ -88,12 +88,12 @@ def row(world: World, name: str, hostile: int, folder: Path) -> dict[str, str]:
     def recall(params: Params, part: str = "seen") -> str:
         return f"{recall_sets(world, params)[part]['recall@1'].mean:.1f}"
 
-    told = {"aggregation": name, "honest": recall(state), "test": recall(state, "test")}
+    reported = {"aggregation": name, "honest": recall(state), "test": recall(state, "test")}
     for attack, change in ATTACKS.items():
         once = training.model_copy(update={"rounds": training.rounds + 1})
         after = once.model_copy(update={"rounds": once.rounds + AGAIN})
         hit = rounds(world, state, Attacking(world.federation, hostile, change), once, once.rounds)
-        told[attack] = f"{recall(hit)} → {recall(rounds(world, hit, world.federation, after, once.rounds + 1))}"
+        reported[attack] = f"{recall(hit)} → {recall(rounds(world, hit, world.federation, after, once.rounds + 1))}"
     request = ClientRequest(clients=(hostile,))
     trained = Trained(history, training, config.model.temperature, config.seed)
     sets = evaluation_sets(world, request)
@@ -101,8 +101,8 @@ def row(world: World, name: str, hostile: int, folder: Path) -> dict[str, str]:
     for method in (make_method("ease"), make_method("retrain")):
         *_, last = method.unlearn(trained, request, Guarded(world.federation, training))
         forget.append(measure(world, last.state, sets)["forget/recall@1"])
-    told["EASE's gap"] = f"{forget[0] - forget[1]:+.1f}"
-    return told
+    reported["EASE's gap"] = f"{forget[0] - forget[1]:+.1f}"
+    return reported
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.bitflips import TINY, Told, end_after, fix_secrets, inside, timeless, told_of
+from benchmarks.bitflips import TINY, Told, end_after, fix_secrets, inside, reported_hash, timeless
 
 from ease.cli import main as ease_main
 from ease.operations.evidence.log import CERTIFIED
@@ -101,11 +101,11 @@ def command(*arguments: str) -> None:
             raise
 
 
-def watched(told: int, folder: Path, work: Callable[[], object]) -> Callable[[], object]:
+def watched(reported: int, folder: Path, work: Callable[[], object]) -> Callable[[], object]:
     """The same work, which writes a byte to a pipe before each operation that changes a file in a folder."""
 
     def tell() -> None:
-        os.write(told, b".")
+        os.write(reported, b".")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in WATCHED or not isinstance(arguments[0], str | os.PathLike):
@@ -141,8 +141,8 @@ def run_and_kill(
         process = (_fresh if fresh else _copied)(folder, arguments, reading, writing, said.fileno())
         os.close(writing)
         seen = 0
-        while told := os.read(reading, 1):
-            seen += len(told)
+        while reported := os.read(reading, 1):
+            seen += len(reported)
             if seen == after:
                 time.sleep(delay)
                 os.kill(process, signal.SIGKILL)  # ours until it is waited for, so no other process can be meant
@@ -163,11 +163,11 @@ def served(folder: Path, arguments: Sequence[str], fresh: bool, until_killed: fl
     with tempfile.TemporaryFile() as said:
         process = (_fresh if fresh else _copied)(folder, arguments, reading, writing, said.fileno())
         os.close(writing)
-        told, answered, until = "", False, time.monotonic() + (until_killed or STARTED)
+        reported, answered, until = "", False, time.monotonic() + (until_killed or STARTED)
         while time.monotonic() < until and not (answered and until_killed is None):
             time.sleep(0.05)
-            told = os.pread(said.fileno(), 1 << 16, 0).decode(errors="replace")
-            address = re.search(r"http://127\.0\.0\.1:[0-9]+", told)
+            reported = os.pread(said.fileno(), 1 << 16, 0).decode(errors="replace")
+            address = re.search(r"http://127\.0\.0\.1:[0-9]+", reported)
             if address is not None and not answered:
                 with suppress(OSError), urllib.request.urlopen(f"{address[0]}/health", timeout=5) as answer:
                     answered = answer.status == 200
@@ -175,7 +175,7 @@ def served(folder: Path, arguments: Sequence[str], fresh: bool, until_killed: fl
         os.close(reading)
         os.waitpid(process, 0)
         code = -signal.SIGKILL if until_killed is not None else 0 if answered else 1
-        return Told(code, told), 1
+        return Told(code, reported), 1
 
 
 def _copied(folder: Path, arguments: Sequence[str], reading: int, writing: int, said: int) -> int:
@@ -220,7 +220,7 @@ def contents(folder: Path) -> dict[str, Any]:
         found[name] = timeless(json.loads(path.read_bytes())) if path.suffix == ".json" else path.read_bytes()
         if path.name == "summary.json":  # what was sent again after a kill is counted again
             found[name] = found[name]["rounds"]
-    found |= told_of(run)
+    found |= reported_hash(run)
     # A process that was killed after it logged a certificate logs the next one as well, and every one has another hash.
     log = found.get("log", [])
     found["log"] = [each for each in log if each[0] != CERTIFIED]
@@ -263,8 +263,8 @@ def prepared(folder: Path, fresh: bool, stages: Sequence[str]) -> dict[str, Begu
         if name in stages:
             shutil.rmtree(work)
             shutil.copytree(kept, work)
-            told, operations = (served if name == SERVING else ended)(work, arguments, fresh)
-            assert told.code == 0, told.said
+            reported, operations = (served if name == SERVING else ended)(work, arguments, fresh)
+            assert reported.code == 0, reported.said
             assert not difference(contents(work), whole), (name, difference(contents(work), whole))
         begun[name] = Begun(kept, whole, operations)
         if name == "train":

@@ -148,10 +148,10 @@ def main() -> None:
     options = parser.parse_args()
     sizes = SMALL if options.small else ()
     found = {seed: answers(seed, options.rounds, sizes, options.every) for seed in options.seeds}
-    told = section(found, options.rounds, options.every, options.small)
-    print(told)
+    reported = section(found, options.rounds, options.every, options.small)
+    print(reported)
     if options.write:
-        write_section(Path(__file__).parent.parent / "docs/benchmarks.md", "retention", told)
+        write_section(Path(__file__).parent.parent / "docs/benchmarks.md", "retention", reported)
 
 
 if __name__ == "__main__":

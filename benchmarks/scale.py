@@ -185,12 +185,12 @@ def main() -> None:
             runs[clients] = measure(clients, options.rounds)
             if options.results:
                 options.results.write_text(json.dumps(list(runs.values())))
-    told = section(list(runs.values()))
-    print(told)
+    reported = section(list(runs.values()))
+    print(reported)
     if options.write:
         docs = Path(__file__).parent.parent / "docs"
         write_atomic(docs / "figures/scale.svg", encode(figure(list(runs.values())), "svg"))
-        write_section(docs / "benchmarks.md", "scale", told)
+        write_section(docs / "benchmarks.md", "scale", reported)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def stream(
     sets, first = sets_of(world, asked), History(run.folder)
     rows, spent, whole = [], Spent(), Spent()
     for number, (request, stored) in enumerate(zip(gone, answers, strict=True)):
-        told = stored.record().metrics
+        reported = stored.record().metrics
         closed = {each.id for each in ledger.entries() if each.outcome.release == number + 1}
         left = without(world.evaluator.shards, gone[: number + 1])
         for _ in closed:  # each of them alone would have been a retraining
@@ -126,14 +126,16 @@ def stream(
                 run, first, sum(len(shard.train) for shard in left), sum(bool(len(s.train)) for s in left)
             )
         spent += Spent(
-            told["cost/pairs_passed"], told["cost/bytes_up"] + told["cost/bytes_down"], len(stored.record().rounds)
+            reported["cost/pairs_passed"],
+            reported["cost/bytes_up"] + reported["cost/bytes_down"],
+            len(stored.record().rounds),
         )
         rows.append(
             {
                 "kind": request.scope,
                 "trained_again": bool(run.head.releases[number].rounds),
                 "closed": sorted(int(each) for each in closed),
-                "seconds": told["cost/seconds"],
+                "seconds": reported["cost/seconds"],
                 "share": spent.over(whole),
                 "metrics": measure(world, stored.model(), sets),
             }
@@ -218,14 +220,14 @@ def sets_of(world: World, gone: Sequence[Request]) -> dict[str, np.ndarray]:
 
 def retrain(run: Run, world: World, order: int) -> tuple[Params, float]:
     """One training without all that was forgotten, kept, and its seconds; another `order` has other random numbers."""
-    path, told = (run.folder.parent / f"retrain-{order}.{ending}" for ending in ("safetensors", "json"))
+    path, reported = (run.folder.parent / f"retrain-{order}.{ending}" for ending in ("safetensors", "json"))
     if not path.is_file():
         begun, trained = perf_counter(), trained_of(run)
         seeded = dataclasses.replace(trained, seed=trained.seed + 1000 * order)
         *_, last = make_method("retrain").unlearn(seeded, SampleRequest(ids=()), world.federation)
         last.state.save(path)
-        write_json(told, {"seconds": perf_counter() - begun}, sealed=False)
-    return Params.load(path), json.loads(told.read_text())["seconds"]
+        write_json(reported, {"seconds": perf_counter() - begun}, sealed=False)
+    return Params.load(path), json.loads(reported.read_text())["seconds"]
 
 
 def recall(metrics: dict[str, float], name: str) -> float:
@@ -341,9 +343,9 @@ def page(results: dict[str, Any]) -> str:
     for row in rows:
         for number in row["closed"]:
             name, asked = f"forget/{number}", results["requests"][number]
-            told = [recall(each, name) for each in (results["trained"], row["metrics"], last)]
+            reported = [recall(each, name) for each in (results["trained"], row["metrics"], last)]
             others = [recall(each, name) for each in results["retrained"]]
-            figures = " | ".join(f"{value:.1f}" for value in told)
+            figures = " | ".join(f"{value:.1f}" for value in reported)
             first = number == row["closed"][0]
             again = " (trained again)" if row["trained_again"] else ""
             beside = [f"{recall(row['metrics'], part):.1f}" for part in ("retain", "test")] if first else ["", ""]

@@ -165,14 +165,14 @@ def section(found: dict[str, Any], threads: int, rounds: int) -> str:
         public, own = found.get(f"public_{method}"), found[f"ours_{method}"]
         seconds = [statistics.median(each["seconds"]) if each else None for each in (public, own)]
         shares = " / ".join(f"{100 * each / base:.0f} %" for each in seconds if each is not None)
-        told = [f"{each:.2f}" if each is not None else "" for each in seconds]
+        reported = [f"{each:.2f}" if each is not None else "" for each in seconds]
         gaps = []
         for kind in ("forget", "retain", "test"):
             both = [
                 each["recall"][f"{kind}/recall@1"] - reference[f"{kind}/recall@1"] for each in (public, own) if each
             ]
             gaps.append(" / ".join(f"{gap:+.1f}" for gap in both))
-        lines.append("| " + " | ".join([title, *told, shares, *gaps]) + " |")
+        lines.append("| " + " | ".join([title, *reported, shares, *gaps]) + " |")
     lines += ["", "If a cell has two figures, the first belongs to the public recipe and the second to ours."]
     return "\n".join(lines)
 
@@ -188,10 +188,10 @@ def main() -> None:
     found = compare(options.peers, options.threads, options.repeats, options.rounds)
     if found["apart"] > TOLERANCE:
         raise SystemExit(f"retraining: the weights lie {found['apart']:.1e} of the way apart: not the same work")
-    told = section(found, options.threads, options.rounds)
-    print(told)
+    reported = section(found, options.threads, options.rounds)
+    print(reported)
     if options.write:
-        write_section(HERE.parent / "docs/benchmarks.md", "unlearning", told)
+        write_section(HERE.parent / "docs/benchmarks.md", "unlearning", reported)
 
 
 if __name__ == "__main__":

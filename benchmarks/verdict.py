@@ -58,7 +58,7 @@ def judge(asked: argparse.Namespace, done: set[str]) -> Iterator[dict[str, objec
     """One line for each model that is not `done` yet, as (method whose shadows attack it)/(model)."""
     began = time.perf_counter()
 
-    def told(part: str) -> None:
+    def note(part: str) -> None:
         print(f"{asked.scenario} {asked.seed}: {part} after {time.perf_counter() - began:.0f} s", flush=True)
 
     config = load_config(asked.config, (f"seed={asked.seed}", *asked.settings))
@@ -68,19 +68,19 @@ def judge(asked: argparse.Namespace, done: set[str]) -> Iterator[dict[str, objec
     world = open_world(run)
     for _ in run.train(world):
         pass
-    told("trained")
+    note("trained")
     request = scenario_request(world, asked.scenario, asked.seed)
     for method in (Retrain(), *map(named_method, names)):
         for _ in forget(run, world, request, method, observe=False):
             pass
-    told("answered")
+    note("answered")
     settings = AuditConfig(shadows=asked.shadows, retrains=asked.retrains, pool=asked.pool, workers=1)
     answers = [answer_of(run, request, named_method(name)) for name in names]
     audits = [Audit.of(run, world, f"{request_id(request)}/{each.folder.name}", settings) for each in answers]
     every = replace(audits[0], config=audits[0].config.model_copy(update={"retrains": asked.retrains + asked.fresh}))
     for _ in AuditBatch((every, *audits[1:])).shadows():
         pass
-    told("shadows made")
+    note("shadows made")
     for place, (name, answer, audit) in enumerate(zip(names, answers, audits, strict=True)):
         models = {name: answer.model()}
         if place == 0:
@@ -115,7 +115,7 @@ def judge(asked: argparse.Namespace, done: set[str]) -> Iterator[dict[str, objec
                     for each in verdict.measures
                 ],
             }
-    told("judged")
+    note("judged")
 
 
 def everything(processes: int, out: Path, work: Path, shadows: int) -> Iterator[list[str]]:
@@ -195,7 +195,7 @@ def table(folder: Path, figure: Path | None) -> Iterator[str]:
     yield f"| | {' | '.join(f'{scenario}, {data}' for data, scenario in columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
     for method in dict.fromkeys(key[0] for key in answers):
-        cells = ("; ".join(_told(*each) for each in sorted(answers.get((method, *c), []), key=_seed)) for c in columns)
+        cells = ("; ".join(_cell(*each) for each in sorted(answers.get((method, *c), []), key=_seed)) for c in columns)
         yield f"| {method} | {' | '.join(cells)} |"
     if figure:
         draw({kind: np.mean([not each.passed for each in found]) for kind, found in rows.items()}, figure)
@@ -210,7 +210,7 @@ def _order(kind: str) -> tuple[int, float, str]:
     return (0 if kind.startswith("fresh") else 1 if share else 2), share, kind
 
 
-def _told(seed: int, joint: JointTest) -> str:
+def _cell(seed: int, joint: JointTest) -> str:
     """A verdict in a cell of a table."""
     said = {True: "**passed**", False: "refused", None: "undecided"}[Verdict(measures=(), joint=joint).passed]
     trace = joint.trace

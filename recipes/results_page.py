@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from ease.errors import UserError
 from ease.runs.records import read_record
 from ease.show.figures import COLOURS, PANEL_INCHES, STYLE, draw, encode
-from ease.show.tables import RANKED, Line, Sheet, markdown, mean_similarity, sheets
+from ease.show.tables import RANKED, ModelRow, Sheet, markdown, mean_similarity, sheets
 from ease.storage import write_atomic
 from ease.studies.records import BenchExperiment, BenchHeader, BenchResults, BenchRow
 
@@ -123,11 +123,11 @@ def _as_results(name: str, table: Mapping[str, Mapping[str, Sequence[float]]]) -
     return BenchResults(header=header, bands=(), rows=tuple(rows))
 
 
-def mean(line: Line, key: str) -> float:
+def mean(line: ModelRow, key: str) -> float:
     return statistics.mean(line.values(key).values())
 
 
-def mean_gap(sheet: Sheet, line: Line, key: str) -> str:
+def mean_gap(sheet: Sheet, line: ModelRow, key: str) -> str:
     found = sheet.gaps(line, key)
     return signed(statistics.mean(found)) if found else "diverged"
 
@@ -182,7 +182,7 @@ def _marked(label: str) -> str:
     return f"**{label}**" if label == "EASE" else label
 
 
-def _line(sheet: Sheet, label: str) -> Line | None:
+def _line(sheet: Sheet, label: str) -> ModelRow | None:
     return next((line for line in sheet.lines if line.label == label), None)
 
 
@@ -233,13 +233,13 @@ def nearest(found: Finished) -> str:
         )
         cheap = [line for line in ranked if mean(line, "ratio/bytes_up") <= FEW_BYTES]
         place = next((str(n) for n, line in enumerate(ranked, start=1) if line.label == "EASE"), "none")
-        told = [_told(sheet, lines[0]) if lines else "none" for lines in (ranked, cheap)]
-        ease = [_told(sheet, line) for line in ranked if line.label == "EASE"] or ["none"]
-        rows.append([sheet.scenario, *told, *ease, f"{place} of {len(ranked)}"])
+        reported = [_reported(sheet, lines[0]) if lines else "none" for lines in (ranked, cheap)]
+        ease = [_reported(sheet, line) for line in ranked if line.label == "EASE"] or ["none"]
+        rows.append([sheet.scenario, *reported, *ease, f"{place} of {len(ranked)}"])
     return table(["request", "nearest", f"nearest with at most {FEW_BYTES:.0%} of the bytes", "EASE", "its rank"], rows)
 
 
-def _told(sheet: Sheet, line: Line) -> str:
+def _reported(sheet: Sheet, line: ModelRow) -> str:
     return f"{line.label} {statistics.mean(sheet.distance(line)):.1f} ({mean(line, 'ratio/bytes_up'):.0%})"
 
 
@@ -334,7 +334,7 @@ def settings(found: Sequence[Finished], printed: Mapping[str, str]) -> str:
             if run["model"]["lora"] != "off"
             else "none: fixed features"
         )
-        told = [
+        reported = [
             world(one),
             run["model"]["backbone"],
             towers,
@@ -343,7 +343,7 @@ def settings(found: Sequence[Finished], printed: Mapping[str, str]) -> str:
             str(experiment.shadows),
             str(len(experiment.seeds)),
         ]
-        columns.append(dict(zip(printed, told, strict=True)))
+        columns.append(dict(zip(printed, reported, strict=True)))
     return table(
         ["", "paper", *(f"`{one.name}`" for one in found)], [[name, *(c[name] for c in columns)] for name in printed]
     )
@@ -478,9 +478,9 @@ def write(folders: Sequence[Path], out: Path, template: Path = HERE / "results_p
     write_atomic(out / "results.md", text.encode())
     for one in found.values():
         header = one.header.model_copy(update={"command": one.command})
-        told = one.results.model_copy(update={"header": header})
+        reported = one.results.model_copy(update={"header": header})
         link = f"From [results](../results.md).\n\n{sources([one]).replace('(tables/', '(')}\n"
-        write_atomic(out / "tables" / f"{one.name}.md", f"{markdown(told).rstrip()}\n\n{link}".encode())
+        write_atomic(out / "tables" / f"{one.name}.md", f"{markdown(reported).rstrip()}\n\n{link}".encode())
         picture = drawn(one)
         if picture is not None:
             write_atomic(out / "figures" / f"{one.name}.svg", encode(picture, "svg"))

@@ -166,16 +166,16 @@ def test_the_examples_of_the_docstrings_run(small, tmp_path: Path, monkeypatch) 
     found = [test for test in doctest.DocTestFinder().find(ease.api, "ease.api") if test.examples]
     for test in sorted(found, key=lambda test: test.name != "ease.api"):  # the module's own makes what the others use
         test.globs = names
-        told = io.StringIO()
-        assert runner.run(test, out=told.write, clear_globs=False).failed == 0, told.getvalue()
+        reported = io.StringIO()
+        assert runner.run(test, out=reported.write, clear_globs=False).failed == 0, reported.getvalue()
     shown = {test.name for test in found}
     assert {"ease.api.train", "ease.api.open_run", "ease.api.TrainedRun.forget", "ease.api.Answer.check"} <= shown
 
 
 def test_the_version_is_told_everywhere() -> None:
     """As a name, by `python -m ease`, and where the package says what it is built as."""
-    told = subprocess.run([sys.executable, "-m", "ease", "--version"], capture_output=True, text=True, check=True)
-    assert told.stdout == f"ease {ease.__version__}\n"
+    reported = subprocess.run([sys.executable, "-m", "ease", "--version"], capture_output=True, text=True, check=True)
+    assert reported.stdout == f"ease {ease.__version__}\n"
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ease.__version__"}
     assert (Path(ease.__file__).parent / "py.typed").is_file()

@@ -581,8 +581,8 @@ def test_control_c_stops_a_real_run_and_it_can_be_continued(uninterrupted, small
         out = tmp_path / f"run-{attempt}"
         process = start(out, small)
         wait_for(out / "initial.safetensors", process)
-        for told in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):  # it cannot end before it hears the second
-            process.send_signal(told)
+        for reported in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):  # it cannot end before it hears the second
+            process.send_signal(reported)
         _, complaint = process.communicate(timeout=300)
         if process.returncode:
             break  # else it had ended before the first, as it can where processors are busy

@@ -184,8 +184,8 @@ def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.Capt
 def test_who_was_left_out_is_told_on_the_error_stream_as_it_is(capsys) -> None:
     print_left_out("round 3", {7: "it failed with [red]Error"}, quiet=False)
     print_left_out("round 4", {7: "it is late"}, quiet=True)
-    told = capsys.readouterr()
-    assert told.err == "round 3: without client 7: it failed with [red]Error\n" and told.out == ""
+    reported = capsys.readouterr()
+    assert reported.err == "round 3: without client 7: it failed with [red]Error\n" and reported.out == ""
 
 
 # --- names of strangers ---

@@ -102,8 +102,8 @@ def struck(folder: Path, arguments: list[str], at: int | None, strike: Strike) -
         WATCH.watching = False
         seen.write_text(str(WATCH.seen))
 
-    told = forked(work, folder)
-    return told.code, told.said, int(seen.read_text()) if seen.exists() else -1
+    reported = forked(work, folder)
+    return reported.code, reported.said, int(seen.read_text()) if seen.exists() else -1
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -160,15 +160,15 @@ def test_every_service_of_compose_parses_and_shares_a_socket_alone(compose: dict
     assert users == [("", "ease"), ("ease", "flower")]
     for site in SITES:
         node, flower = services[f"node-{site}"], services[f"flower-{site}"]
-        told = check_ease(shlex.split(node["command"]))
-        assert str(told["id"]) == site and told["group"] == "ease"
+        reported = check_ease(shlex.split(node["command"]))
+        assert str(reported["id"]) == site and reported["group"] == "ease"
         mounted = [{each.split(":")[1]: each.split(":")[0] for each in one["volumes"]} for one in (node, flower)]
-        for path in (told["config"], told["data"], told["folder"], Path(told["socket"]).parent):
+        for path in (reported["config"], reported["data"], reported["folder"], Path(reported["socket"]).parent):
             assert any(Path(path).is_relative_to(each) for each in mounted[0]), path
         assert node["network_mode"] == "none" and "user" not in node  # that of the image, which is `ease`
         assert set(mounted[0].values()) & set(mounted[1].values()) == {f"line-{site}"}
         words = flower["entrypoint"]
-        assert flower["user"] == "flower" and f'socket="{told["socket"]}"' in words
+        assert flower["user"] == "flower" and f'socket="{reported["socket"]}"' in words
         assert words[words.index("--superlink") + 1] == f"server:{server['port']}"
         for option in ("--root-certificates", "--auth-supernode-private-key"):
             assert str(Path(words[words.index(option) + 1]).parent) in mounted[1]
@@ -186,9 +186,9 @@ def test_a_command_that_is_wrong_would_be_seen() -> None:
 @pytest.mark.engine
 def test_flower_knows_the_options_it_is_given(compose: dict[str, Any]) -> None:
 
-    told = subprocess.run(
+    reported = subprocess.run(
         [flower_programs() / "flower-supernode", "--help"], capture_output=True, text=True, check=True
     )
     words = [*compose["x-flower"]["entrypoint"], *shlex.split(units()["flower-supernode"]["ExecStart"][0])]
     options = {word for word in words if word.startswith("--")}
-    assert len(options) == 5 and all(option in told.stdout for option in options)
+    assert len(options) == 5 and all(option in reported.stdout for option in options)

@@ -174,8 +174,8 @@ def karpathy(folder: Path) -> None:
 def coco(folder: Path) -> None:
     pictures(folder / "part")
     named = [{"id": n, "file_name": f"{n}.png"} for n in range(4)]
-    told = [{"image_id": n, "caption": "a dog"} for n in range(4)]
-    (folder / "captions_part.json").write_text(json.dumps({"images": named, "annotations": told}))
+    reported = [{"image_id": n, "caption": "a dog"} for n in range(4)]
+    (folder / "captions_part.json").write_text(json.dumps({"images": named, "annotations": reported}))
 
 
 def textcaps(folder: Path) -> None:
@@ -197,8 +197,8 @@ def jsonl(folder: Path) -> None:
 
 def comma(folder: Path) -> None:
     pictures(folder)
-    told = [f'{n}.png,"[""a dog"", ""b""]",train,{n}' for n in range(4)]
-    (folder / "captions.csv").write_text("\n".join(["image,captions,split,id", *told]))
+    reported = [f'{n}.png,"[""a dog"", ""b""]",train,{n}' for n in range(4)]
+    (folder / "captions.csv").write_text("\n".join(["image,captions,split,id", *reported]))
 
 
 def parquet(folder: Path) -> None:

@@ -30,7 +30,7 @@ TINY = (
 )
 
 
-def told(command: list[str | Path], **more: str) -> str:
+def shown(command: list[str | Path], **more: str) -> str:
     """What a command prints, without anything that leads back to the repository."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "EASE_CACHE")}
     ran = subprocess.run(command, capture_output=True, text=True, env={**environment, **more}, cwd=more["HOME"])
@@ -81,18 +81,18 @@ def test_a_wheel_works_where_nothing_else_is(archives: tuple[Path, Path], tmp_pa
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, archives[1]], check=True, capture_output=True)
     site = Path(
-        told([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], HOME=str(tmp_path)).strip()
+        shown([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], HOME=str(tmp_path)).strip()
     )
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))  # reads no .pth there: no editable install
     home = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = place / "bin" / "ease"
-    assert told([command, "--version"], **home) == f"ease {ease.__version__}\n"
-    assert told([python, "-m", "ease", "--version"], **home) == f"ease {ease.__version__}\n"
-    assert "Example: ease demo" in told([command, "demo", "--help"], **home)
-    origin = told([python, "-c", "import ease.cli; print(ease.cli.__file__)"], **home)
+    assert shown([command, "--version"], **home) == f"ease {ease.__version__}\n"
+    assert shown([python, "-m", "ease", "--version"], **home) == f"ease {ease.__version__}\n"
+    assert "Example: ease demo" in shown([command, "demo", "--help"], **home)
+    origin = shown([python, "-c", "import ease.cli; print(ease.cli.__file__)"], **home)
     assert origin.startswith(str(site))
     small = [word for change in TINY for word in ("--set", change)]
-    assert "training pairs" in told([command, "train", "--quiet", "--out", tmp_path / "run", *small], **home)
+    assert "training pairs" in shown([command, "train", "--quiet", "--out", tmp_path / "run", *small], **home)
     assert (tmp_path / ".cache" / "ease").is_dir()
-    report = told([command, "report", tmp_path / "run"], **home)  # needs the templates
+    report = shown([command, "report", tmp_path / "run"], **home)  # needs the templates
     assert "report.html" in report

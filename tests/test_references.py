@@ -133,8 +133,8 @@ def fits(folder: Path) -> set[str]:
             for text in lines:
                 table = json.loads(text)
                 assert ("seal" in table) == (pattern not in UNSEALED), path
-                told = {key: value for key, value in table.items() if key != "seal"}
-                FILES[pattern].model_validate(told)
+                reported = {key: value for key, value in table.items() if key != "seal"}
+                FILES[pattern].model_validate(reported)
                 known = references.schema(FILES[pattern])["properties"]
                 assert table.keys() <= known.keys(), f"{path}: {table.keys() - known.keys()}"
     strange = {path for path in folder.rglob("*.json*") if path not in seen and "journal" not in path.parts}

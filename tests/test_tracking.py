@@ -92,7 +92,7 @@ def test_what_is_no_number_is_not_sent(tmp_path: Path) -> None:
     assert len(seen) == 1, "outside nobody listens"
 
 
-def told(folder: Path) -> None:
+def emit_all(folder: Path) -> None:
     emit_start(folder, "training", {"training": {"rounds": 2}})
     emit_round(folder, "training", 1, {"loss": 2.0, "forget/recall@1": 10.0})
     emit_round(folder, "training", 2, {"loss": 1.0, "forget/recall@1": 20.0})
@@ -103,7 +103,7 @@ def told(folder: Path) -> None:
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     with tracking("tensorboard"):
-        told(tmp_path)
+        emit_all(tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(tmp_path / "tracking" / "tensorboard" / "training"))
@@ -117,7 +117,7 @@ def test_mlflow_reads_what_was_written(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("sqlalchemy")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with tracking("mlflow"):
-        told(tmp_path)
+        emit_all(tmp_path)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'tracking' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name(tmp_path.name)
     (run,) = client.search_runs([experiment.experiment_id])
@@ -131,7 +131,7 @@ def test_wandb_writes_offline(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     with tracking("wandb"):
-        told(tmp_path)
+        emit_all(tmp_path)
     (folder,) = (tmp_path / "tracking" / "wandb").glob("offline-run-*")
     summary = folder / "files" / "wandb-summary.json"
     assert list(folder.glob("*.wandb")) and (not summary.is_file() or json.loads(summary.read_text())["loss"] == 1.0)

@@ -43,7 +43,7 @@ from ease.runs.run import Run
 from ease.runs.world import World
 from ease.seeding import generator
 
-LEAVING = 1
+LEAVING_CLIENT = 1
 FAILING = 0
 """The client whose training goes wrong, where one does."""
 SCOPES = ("client", "class", "sample")
@@ -107,7 +107,7 @@ class Failing(Spy):
             yield update
 
 
-class Posted(Middleware):
+class Encoding(Middleware):
     """A federation between whose server and clients there is nothing but bytes."""
 
     def __init__(self, engine: Engine):
@@ -199,7 +199,7 @@ def _longer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Played:
+class MethodRun:
     """One method's answer to one request, seen from outside."""
 
     steps: list[Step]
@@ -224,16 +224,16 @@ class Stage:
     def requests(self) -> dict[str, Request]:
         ids = tuple(pair_id for shard in self.world.shards[:2] for pair_id in shard.train_ids[:4])
         return {
-            "client": ClientRequest(clients=(LEAVING,)),
+            "client": ClientRequest(clients=(LEAVING_CLIENT,)),
             "class": ClassRequest(classes=(2,)),
             "sample": SampleRequest(ids=ids),
         }
 
     @cached_property
-    def _played(self) -> dict[tuple[type[Unlearner], str], Played]:
+    def _played(self) -> dict[tuple[type[Unlearner], str], MethodRun]:
         return {}
 
-    def play(self, kind: type[Unlearner], scope: str) -> Played:
+    def play(self, kind: type[Unlearner], scope: str) -> MethodRun:
         """The method with its default settings, once."""
         if (kind, scope) not in self._played:
             before = fingerprint(self.trained)
@@ -241,7 +241,7 @@ class Stage:
             metered = Metered(spy)
             steps = list(self.unlearn(kind, scope, metered))
             given = (before, fingerprint(self.trained))
-            self._played[kind, scope] = Played(steps, spy.asked, spy.answers, spy.longest_wait, metered.cost, given)
+            self._played[kind, scope] = MethodRun(steps, spy.asked, spy.answers, spy.longest_wait, metered.cost, given)
         return self._played[kind, scope]
 
     def unlearn(
@@ -272,18 +272,18 @@ def check_method(kind: type[Unlearner], stages: Collection[str] = tuple(STAGES))
     engines, with all and with some of the clients in a round, and with both kinds of adapters.
     """
     for check in CHECKS_OF_CLASSES:
-        with _said_of(f"{kind.__name__}, check {check.__name__}"):
+        with _place_words(f"{kind.__name__}, check {check.__name__}"):
             check(kind)
     for name in stages:
         with tempfile.TemporaryDirectory(prefix="ease-check-") as folder:
             stage = make_stage(name, Path(folder))
             for scope, behaves in product(SCOPES, CHECKS):
-                with _said_of(f"{kind.name}, {scope} request ({name}), check {behaves.__name__}"):
+                with _place_words(f"{kind.name}, {scope} request ({name}), check {behaves.__name__}"):
                     behaves(stage, kind, scope)
 
 
 @contextmanager
-def _said_of(where: str) -> Iterator[None]:
+def _place_words(where: str) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
@@ -306,8 +306,8 @@ def says_what_it_is(kind: type[Unlearner]) -> None:
     _require(kind.__doc__, "it has no docstring")
     for name, field in kind.model_fields.items():
         _require(field.description or name == "method", f"its setting {name} has no description below it")
-    told = kind.model_fields.get("method")
-    _require(told is not None and told.default == kind.name, "its field `method` does not hold its name")
+    of_method = kind.model_fields.get("method")
+    _require(of_method is not None and of_method.default == kind.name, "its field `method` does not hold its name")
 
 
 def settings_survive_toml(kind: type[Unlearner]) -> None:
@@ -348,7 +348,7 @@ def _rounds(announced: range) -> str:
 def needs_no_more_than_it_says(stage: Stage, kind: type[Unlearner], scope: str) -> None:
     """Whatever it does not list is taken away or spoilt, and its states stay the same to the byte."""
     world, request, trained = stage.world, stage.requests[scope], stage.trained
-    gone = {LEAVING} if scope == "client" and "leaving client" not in kind.needs else set()
+    gone = {LEAVING_CLIENT} if scope == "client" and "leaving client" not in kind.needs else set()
     federation: Engine = world.federation
     if gone or "forget data" not in kind.needs:
         activations = world.evaluator.activations if "forget data" in kind.needs else poisoned(world, request)
@@ -374,7 +374,7 @@ def jobs_name_only_what_it_may_read(stage: Stage, kind: type[Unlearner], scope: 
             reads = objective(job.objective).reads
             _require("forget" not in reads, f"it needs no forget data, and {job.objective!r} reads forget pairs")
         if scope == "client" and "leaving client" not in kind.needs:
-            _require(client != LEAVING, "it asks the client that withdraws, and does not list that it needs it")
+            _require(client != LEAVING_CLIENT, "it asks the client that withdraws, and does not list that it needs it")
 
 
 def stopping_changes_no_byte(stage: Stage, kind: type[Unlearner], scope: str) -> None:
@@ -383,7 +383,7 @@ def stopping_changes_no_byte(stage: Stage, kind: type[Unlearner], scope: str) ->
     The last run is the whole method, asking no one again. Every job and every answer arrives as it was sent.
     """
     whole, folder, asked = stage.play(kind, scope), stage.folder(), 0
-    posted = Posted(stage.world.federation)
+    posted = Encoding(stage.world.federation)
     steps: list[Step] = []
     for stop in range(1, len(whole.steps) + 1):
         spy = Spy(posted)
@@ -439,8 +439,8 @@ def withstands(stage: Stage, kind: type[Unlearner], scope: str, fault: Fault) ->
         _require(expected and named, f"a client's {fault} ends it with: {error}")
         return
     announced = _announced(stage, kind, scope)
-    told = f"a client's {fault} makes it yield {len(steps)} steps, and it announces {_rounds(announced)}"
-    _require(len(steps) in announced, told)
+    problem = f"a client's {fault} makes it yield {len(steps)} steps, and it announces {_rounds(announced)}"
+    _require(len(steps) in announced, problem)
     _require(all(step.state.is_finite() for step in steps), f"a client's {fault} makes its states not finite")
     found = set(sound.left_out())
     _require(found == expected, f"clients {sorted(expected)} fail ({fault}), and {sorted(found)} are named")

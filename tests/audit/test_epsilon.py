@@ -38,8 +38,8 @@ def test_randomised_response_is_bounded_by_its_own_epsilon(epsilon: float) -> No
     bounds = []
     for _ in range(runs):
         inside = rng.random(1000) < 0.5
-        told = inside ^ (rng.random(1000) > share)
-        bounds.append(guess(told + 1e-6 * rng.random(1000), inside).epsilon)
+        reported = inside ^ (rng.random(1000) > share)
+        bounds.append(guess(reported + 1e-6 * rng.random(1000), inside).epsilon)
     above = sum(bound > epsilon for bound in bounds)
     assert above <= binom.ppf(0.999, runs, 0.05)
     assert np.median(bounds) >= epsilon - 0.45

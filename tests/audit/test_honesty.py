@@ -124,12 +124,12 @@ def test_6_far_below_a_half_is_outside_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"), [((), "with its default settings"), (("share=0.5",), "with share = 0.5:")], ids=str
+    ("settings", "reported"), [((), "with its default settings"), (("share=0.5",), "with share = 0.5:")], ids=str
 )
-def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(settings, told: str) -> None:
+def test_7_and_8_settings_are_named_and_so_is_what_they_must_not_be_chosen_by(settings, reported: str) -> None:
     """Lines 7 and 8: settings tuned on these measures, and baselines that nobody tuned."""
     note = settings_caveat(make_method("ease", settings))
-    assert note.startswith("ease with") and told in note
+    assert note.startswith("ease with") and reported in note
     assert "chosen by these measures or against retrain" in note and "tuned less" in note
 
 

@@ -49,8 +49,8 @@ def test_a_trace_is_refused_estimated_and_caught_as_often_as_it_says() -> None:
         values, effect = drawn(rng, 10, 1)
         found.append(judged(rng, values, effect, kept=0.1, shares=(0.0, 0.1)))
     refused = np.mean([not each.passed for each in found])
-    told = np.mean([dict(each.power)[0.1] for each in found])
-    assert refused > 0.6 and abs(refused - told) < 0.12
+    reported = np.mean([dict(each.power)[0.1] for each in found])
+    assert refused > 0.6 and abs(refused - reported) < 0.12
     inside = np.mean([each.trace.contains(0.1) for each in found])
     assert inside > 0.85
     assert abs(np.mean([each.trace.value for each in found]) - 0.1) < 0.01
@@ -85,12 +85,12 @@ def test_a_distance_does_not_tell_too_much_from_too_little() -> None:
     values[-1, 0] += 0.6 * effect[0]
     planted = [(share, values[0] + share * effect) for share in (0.0, 0.1, 0.2, 0.4)]
     known = (values[-1], values[:-1], np.full(MEASURES, 0.01), planted)
-    mixed, told = (
+    mixed, reported = (
         joint_test(*known, np.random.default_rng(8), draws=300, signed=signed)
         for signed in (None, np.arange(MEASURES) > 0)
     )
-    assert mixed.trace.value > 0 > told.trace.high and told.trace.contains(-0.3)
-    assert mixed.p_value == told.p_value <= 0.05
+    assert mixed.trace.value > 0 > reported.trace.high and reported.trace.contains(-0.3)
+    assert mixed.p_value == reported.p_value <= 0.05
 
 
 def test_a_difference_that_is_no_trace_is_found_but_not_called_one() -> None:

@@ -22,7 +22,7 @@ from ease.audit.records import AuditRecord, current_audit
 from ease.audit.runner import Audit
 from ease.audit.shadow_runs import (
     SHARES,
-    Plan,
+    ShadowPlan,
     attacker_of,
     make_shadows,
     plan_of,
@@ -132,9 +132,9 @@ def little(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory, adapter
         )
 
 
-def plan(learnt, **changes: object) -> Plan:
+def plan(learnt, **changes: object) -> ShadowPlan:
     world = learnt.world
-    fields = Plan(
+    fields = ShadowPlan(
         world.config,
         CLIENT,
         make_method("ease"),
@@ -255,7 +255,7 @@ def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_ge
     methods = [make_method(name) for name in ("rollback", "fed_eraser", "finetune")]
 
     def make(folder: str, *some: Any) -> dict[str, bytes]:
-        planned = plan(little, config=config, folder=tmp_path / folder, method=some[0], beside=tuple(some[1:]))
+        planned = plan(little, config=config, folder=tmp_path / folder, method=some[0], other_methods=tuple(some[1:]))
         missing, promised = planned.missing_shadows(4), planned.ticks(planned.missing_shadows(4), [1])
         subjects = Subjects.of(world, planned.request, planned.pool)
         assert sum(make_shadows(planned, world, subjects, missing, [1])) == promised

@@ -103,8 +103,8 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
     page = ease("audit", run, "--request", "client-1/finetune", *QUICK)
     assert page.code == 0 and "shadow models" not in page.err, "the second time nothing is trained"
     assert f"next: {steps[0]}" in page.out
-    told = ease("audit", run, "--request", "client-1/finetune", *QUICK, "--exit-code", "--json")
-    assert told.code == 3 and json.loads(told.out)["verdict"]["passed"] is None
+    reported = ease("audit", run, "--request", "client-1/finetune", *QUICK, "--exit-code", "--json")
+    assert reported.code == 3 and json.loads(reported.out)["verdict"]["passed"] is None
     for part in ("Audit of client-1/finetune (finetune)", "Each measure beside retraining", "Cost", "not tested:"):
         assert part in page.out
 
@@ -125,9 +125,9 @@ def test_a_single_photo_gets_a_verdict_in_the_same_words_everywhere(ease, run: P
     """A training of two rounds leaves nothing to be seen of one pair, and no shadow is trained for it."""
     (one,) = World.open(Run.load(run).config).shards[1].train_ids[:1]
     (tmp_path / "ids.txt").write_text(one)
-    told = ease("forget", run, "--samples", tmp_path / "ids.txt", "--method", "finetune", "--json")
-    assert "go by ranks and levels" in json.loads(told.out)["prospects"]
-    name = f"{json.loads(told.out)['id']}/finetune"
+    reported = ease("forget", run, "--samples", tmp_path / "ids.txt", "--method", "finetune", "--json")
+    assert "go by ranks and levels" in json.loads(reported.out)["prospects"]
+    name = f"{json.loads(reported.out)['id']}/finetune"
     asked = ("audit", run, "--request", name, "--retrain", "--retrains", 5, "--pool", 16, "--workers", 1)
     found = json.loads(ease(*asked, "--json").out)
     words = found["verdict"]["words"]
@@ -234,7 +234,9 @@ def test_the_page_fits_a_normal_terminal_with_a_line_for_each_measure(audited, m
         ]
         assert cells[5].strip() == ("inside" if measure.inside else "outside")
     assert all(any(warning in line for line in lines) for warning in found.warnings)
-    told = " ".join(" ".join(line.strip("│ ") for line in lines[1 : lines.index(next(filter(is_end, lines)))]).split())
-    assert told == found.verdict.words
+    reported = " ".join(
+        " ".join(line.strip("│ ") for line in lines[1 : lines.index(next(filter(is_end, lines)))]).split()
+    )
+    assert reported == found.verdict.words
     assert any("by chance R@1" in line for line in lines)
     assert lines[-1].startswith("Evidence of approximate erasure is the most")

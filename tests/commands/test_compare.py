@@ -65,6 +65,6 @@ def test_both_models_are_trained_and_forget_alike(ease, small, tmp_path: Path) -
     assert shown["gap"] == round(exact["trained"]["test/recall@1"] - trained["trained"]["test/recall@1"], 4)
     assert exact["forgotten"]["cost/bytes_up"] == 0 < trained["forgotten"]["cost/bytes_up"]
     assert all((tmp_path / "both" / name / "run.json").is_file() for name in ("exact", "trained"))
-    told = ease("compare", "--out", tmp_path / "both", *settings(*small, *PAIRS))
-    assert told.code == 0 and shown["advice"] in " ".join(told.out.split())
-    assert "is the file that retraining gives" in told.out
+    reported = ease("compare", "--out", tmp_path / "both", *settings(*small, *PAIRS))
+    assert reported.code == 0 and shown["advice"] in " ".join(reported.out.split())
+    assert "is the file that retraining gives" in reported.out

@@ -79,8 +79,8 @@ def test_cached_files_that_others_may_read_are_a_warning(ease, monkeypatch, tmp_
     ],
 )
 def test_packages_are_compared_with_what_is_needed(monkeypatch, needs: list[str], state: str, words: str) -> None:
-    told = metadata.metadata("ease-unlearning")
-    monkeypatch.setattr(told.__class__, "get_all", lambda *_: ["photos", "dev"])
+    reported = metadata.metadata("ease-unlearning")
+    monkeypatch.setattr(reported.__class__, "get_all", lambda *_: ["photos", "dev"])
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
     found = list(doctor._packages())
     assert any(each == state and words in said for each, said in found), found

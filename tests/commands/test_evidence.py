@@ -42,21 +42,24 @@ def certificate(run: Path, ease) -> Path:
 
 def test_a_certificate_lies_beside_its_answer_with_its_page(run: Path, ease) -> None:
     result = ease("certificate", run, "--request", "client-1/finetune", "--html", "--json")
-    told = json.loads(result.out)
+    reported = json.loads(result.out)
     folder = run / "requests" / "client-1" / "finetune"
-    assert (told["certificate"], told["page"]) == (str(folder / "certificate.json"), str(folder / "certificate.html"))
-    assert "not audited" in told["verdict"] and len(told["signatures"]) == 1
+    assert (reported["certificate"], reported["page"]) == (
+        str(folder / "certificate.json"),
+        str(folder / "certificate.html"),
+    )
+    assert "not audited" in reported["verdict"] and len(reported["signatures"]) == 1
     for name in ("certificate.json", "certificate.html"):
         assert (folder / name).stat().st_mode & 0o777 == 0o600
     issued = ease("certificate", "issue", run, "--request", "client-1/finetune")
-    assert issued.code == 0 and f"signed by {told['signatures'][0]}" in issued.out
+    assert issued.code == 0 and f"signed by {reported['signatures'][0]}" in issued.out
 
 
 def test_exit_codes_tell_what_holds_what_does_not_and_mistakes(run: Path, certificate: Path, ease) -> None:
     held = ease("verify", certificate, "--run", run, "--json")
-    told = json.loads(held.out)
-    assert held.code == 0 and told["holds"] is True and told["reasons"] == []
-    assert told["signatures"][0]["name"] == "the run" and told["verdict"]["passed"] is None
+    reported = json.loads(held.out)
+    assert held.code == 0 and reported["holds"] is True and reported["reasons"] == []
+    assert reported["signatures"][0]["name"] == "the run" and reported["verdict"]["passed"] is None
     model = run / "requests" / "client-1" / "finetune" / "model.safetensors"
     assert ease("verify", certificate, "--model", model).code == 0
     model.write_bytes(model.read_bytes() + b"\0")
@@ -86,12 +89,12 @@ def test_a_leaving_client_checks_and_signs(run: Path, certificate: Path, tmp_pat
     made = json.loads(ease("keys", "new", tmp_path / "client.key", "--json").out)
     assert Path(made["private"]).stat().st_mode & 0o777 == 0o600
     signed = ease("certificate", "sign", certificate, "--key", made["private"], "--run", run, "--html", "--json")
-    told = json.loads(signed.out)
+    reported = json.loads(signed.out)
     assert (
         signed.code == 0
-        and told["unchecked"] == []
-        and told["signatures"][1] == made["key_id"]
-        and Path(told["page"]).is_file()
+        and reported["unchecked"] == []
+        and reported["signatures"][1] == made["key_id"]
+        and Path(reported["page"]).is_file()
     )
     public = run / "evidence" / "signing.key.pub"
     found = ease("verify", certificate, "--key", f"client={made['public']}", "--key", f"operator={public}")

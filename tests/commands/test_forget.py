@@ -207,8 +207,8 @@ def test_a_request_for_much_of_all_pairs_is_told_that_retraining_is_nearer(ease,
 
     def advised(count: int, *options: str) -> str:
         (tmp_path / "ids.txt").write_text("\n".join(held[:count]))
-        told = ease("forget", run, "--samples", tmp_path / "ids.txt", "--dry-run", "--json", *options)
-        return json.loads(told.out)["advice"]
+        reported = ease("forget", run, "--samples", tmp_path / "ids.txt", "--dry-run", "--json", *options)
+        return json.loads(reported.out)["advice"]
 
     quarter = len(held) // 4
     assert advised(quarter) == "" == advised(quarter + 2, "--method", "retrain")
@@ -217,23 +217,23 @@ def test_a_request_for_much_of_all_pairs_is_told_that_retraining_is_nearer(ease,
 
 def test_a_dry_run_shows_whose_pairs_go_and_changes_nothing_else(ease, run: Path, tmp_path: Path) -> None:
     before, word = fingerprint(run), "green"
-    told = json.loads(ease("forget", run, "--concept", word, "--dry-run", "--json").out)
+    reported = json.loads(ease("forget", run, "--concept", word, "--dry-run", "--json").out)
     shown = ease("forget", run, "--concept", word, "--dry-run")
     assert shown.code == 0 and "Nothing was forgotten" in shown.out and f"“{word}”: " in shown.out
-    assert sum(told["impact"]["clients"].values()) == len(told["ids"]) == told["impact"]["named"]
-    near = told["matches"][0]["near_misses"]
+    assert sum(reported["impact"]["clients"].values()) == len(reported["ids"]) == reported["impact"]["named"]
+    near = reported["matches"][0]["near_misses"]
     after = fingerprint(run)
     previews = {name for name in after if name.startswith("previews")}
     assert {name: value for name, value in after.items() if name not in previews} == before
-    listed, page = map(Path, told["files"])
-    assert {f"previews/{told['id']}/{path.name}" for path in (listed, page)} <= previews
-    assert page.read_text().count("<img") == len(told["ids"]) + len(near) and page.stat().st_mode & 0o077 == 0
+    listed, page = map(Path, reported["files"])
+    assert {f"previews/{reported['id']}/{path.name}" for path in (listed, page)} <= previews
+    assert page.read_text().count("<img") == len(reported["ids"]) + len(near) and page.stat().st_mode & 0o077 == 0
     # The list can be edited and used: one line deleted, one near miss taken in.
     lines = listed.read_text().splitlines()
     assert f"# {near[0]}\t# " in listed.read_text()
-    edited = [line.replace(f"# {near[0]}", near[0]) for line in lines if not line.startswith(told["ids"][0])]
+    edited = [line.replace(f"# {near[0]}", near[0]) for line in lines if not line.startswith(reported["ids"][0])]
     again = ease("forget", run, "--samples", ids_file(tmp_path, *edited), "--method", "finetune", "--json")
-    assert set(json.loads(again.out)["request"]["ids"]) == {*told["ids"][1:], near[0]}
+    assert set(json.loads(again.out)["request"]["ids"]) == {*reported["ids"][1:], near[0]}
 
 
 def test_one_line_comes_before_the_work(ease, run: Path) -> None:

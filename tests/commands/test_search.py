@@ -22,15 +22,15 @@ def run(one_forgotten: Path, tmp_path: Path) -> Path:
 def test_the_nearest_pictures_are_found_by_each_model(ease, run: Path) -> None:
     result = ease("search", run, "a green boat", "--request", "client-1/finetune", "-k", 7, "--json")
     assert result.code == 0, result.err
-    told = json.loads(result.out)
-    assert list(told["found"]) == ["before", "after client-1/finetune"]
+    reported = json.loads(result.out)
+    assert list(reported["found"]) == ["before", "after client-1/finetune"]
     opened = Run.load(run)
     world = open_world(opened)
     states = [opened.history.state(2), StoredAnswer(run / "requests" / "client-1" / "finetune").model()]
     places, _ = gallery(world)
     assert len(places) == len(set(places.tolist())) == len(world.evaluator.pairs)
     forgotten = set(world.evaluator.shards[1].train_ids)
-    for hits, state in zip(told["found"].values(), states, strict=True):
+    for hits, state in zip(reported["found"].values(), states, strict=True):
         images, _ = embed_pairs(world.server.model, state, world.evaluator.activations, places, "cpu")
         query = encode_text(Source.with_state(opened, None, state), "a green boat")[0]
         scores = {
@@ -40,7 +40,7 @@ def test_the_nearest_pictures_are_found_by_each_model(ease, run: Path) -> None:
         assert [hit["id"] for hit in hits] == best
         assert [hit["forgotten"] for hit in hits] == [each in forgotten for each in best]
         assert [hit["score"] for hit in hits] == pytest.approx([scores[each] for each in best], abs=1e-5)
-    page = Path(told["page"])
+    page = Path(reported["page"])
     assert page.parent == run / "searches" and page.stat().st_mode & 0o077 == 0
     text = page.read_text()
     assert text.count("<img") == 14 and "http" not in text.replace("http-equiv", "")

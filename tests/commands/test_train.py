@@ -38,8 +38,8 @@ def test_what_was_odd_is_told_before_training(ease, small, tmp_path, odd_data, m
     monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
     result = train(ease, small, tmp_path, odd_data)
     assert result.code == 0, result.err
-    told = result.err[: result.err.index("training 1/")].splitlines()
-    assert told[:-2] == [
+    reported = result.err[: result.err.index("training 1/")].splitlines()
+    assert reported[:-2] == [
         "11 pairs: 8 train, 0 validation, 3 test",
         "  1 image left out: not readable",
         "  1 blank caption dropped",
@@ -48,7 +48,7 @@ def test_what_was_odd_is_told_before_training(ease, small, tmp_path, odd_data, m
         "  2 images with the picture of another id: forgetting one leaves the other",
         "  1 image converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
     ]
-    broken, twins = (Path(line.removeprefix("  listed in ")).read_text() for line in told[-2:])
+    broken, twins = (Path(line.removeprefix("  listed in ")).read_text() for line in reported[-2:])
     assert broken.startswith(f"{odd_data}/6.png (not an image") and twins == "0, 1\n"
 
 
@@ -58,10 +58,10 @@ def test_quiet_means_quiet(ease, small, tmp_path, odd_data) -> None:
 
 def test_programs_are_told_too(ease, small, tmp_path, odd_data) -> None:
     """Who runs it without a screen must be able to see that images were left out."""
-    told = json.loads(train(ease, small, tmp_path, odd_data, "--json").out)["data"]
+    reported = json.loads(train(ease, small, tmp_path, odd_data, "--json").out)["data"]
     splits = {"train": 8, "validation": 0, "test": 3}
     odd = {"unreadable": 1, "blank_captions": 1, "cut_captions": 1, "under_five": 11, "same_picture": 2, "converted": 1}
-    assert told == splits | odd == read_json(tmp_path / "run" / "summary.json")["data"]
+    assert reported == splits | odd == read_json(tmp_path / "run" / "summary.json")["data"]
 
 
 def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:
@@ -71,11 +71,11 @@ def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:
 
 def test_a_run_too_small_for_the_usual_audit_says_so(ease, small, tmp_path, monkeypatch) -> None:
     changes = [word for assignment in small for word in ("--set", assignment)]
-    told = ease("train", "--out", tmp_path / "run", "--quiet", *changes).out
+    reported = ease("train", "--out", tmp_path / "run", "--quiet", *changes).out
     line = (
         "an audit will compare with 16 pairs instead of 512, since there are 20 validation and test pairs, and see less"
     )
-    assert f"audit: {line}" in told
+    assert f"audit: {line}" in reported
     assert json.loads(ease("train", "--out", tmp_path / "run", "--json", *changes).out)["prospects"] == line
     monkeypatch.setattr("ease.commands.train.audit_prospects", lambda world: "")  # as of a run that is large enough
     assert json.loads(ease("train", "--out", tmp_path / "run", "--json", *changes).out)["prospects"] == ""

@@ -22,9 +22,9 @@ def test_a_canary_is_a_validation_picture_with_the_captions_of_another() -> None
     pairs, found = pair_set(), with_canaries(pair_set(), 8, seed=0)
     canaries = found.indices(SPLIT)
     assert len(canaries) == 8 and set(canaries) <= set(pairs.indices("validation"))
-    told = [found.captions[each] for each in canaries]
+    reported = [found.captions[each] for each in canaries]
     assert all(found.captions[each] != pairs.captions[each] for each in canaries)
-    assert sorted(told) == sorted(pairs.captions[each] for each in canaries), "no other pair's captions are used"
+    assert sorted(reported) == sorted(pairs.captions[each] for each in canaries), "no other pair's captions are used"
     assert all(found.ids[each] == f"canary-{pairs.ids[each]}" for each in canaries)
     others = np.setdiff1d(np.arange(35), canaries)
     for field in ("ids", "captions", "splits", "digests"):

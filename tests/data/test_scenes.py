@@ -125,16 +125,16 @@ def words_of(captions: tuple[str, ...]) -> set[str]:
 
 
 def test_captions_tell_private_facts_that_the_picture_does_not_show() -> None:
-    told = 0
+    reported = 0
     for index in range(100):
         scene, rng = scene_at(0, "train", index)
         words = words_of(caption_scene(scene, rng))
         assert words & set(OWNERS) <= {scene.owner} and words & set(TOWNS) <= {scene.town}
-        told += {scene.owner, scene.town} <= words
+        reported += {scene.owner, scene.town} <= words
         elsewhere = replace(scene, owner="someone", town="somewhere")
         one, other = (draw(each, generator(0, "drawing", index)) for each in (scene, elsewhere))
         np.testing.assert_array_equal(one, other)
-    assert told >= 95  # each of five captions tells them four times in five
+    assert reported >= 95  # each of five captions tells them four times in five
 
 
 def test_pretraining_never_hears_a_private_fact_and_hears_every_visible_one() -> None:

@@ -54,9 +54,9 @@ def disobeying(folder: Path) -> Callable[..., bytes]:
         answer = honest(self, ask, job, parts)
         before = said.setdefault(client, [])
         before.append(answer)
-        told = folder / f"lies-{client}.json"
+        reported = folder / f"lies-{client}.json"
         found = re.search(rb'"round":(\d+)', job)
-        lie = json.loads(told.read_text()).get(found.group(1).decode()) if told.exists() and found else None
+        lie = json.loads(reported.read_text()).get(found.group(1).decode()) if reported.exists() and found else None
         return answer if lie is None else before[-2] if lie == "yesterday's" else LIES[lie](answer)
 
     return respond

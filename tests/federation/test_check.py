@@ -124,8 +124,8 @@ def test_one_of_ten_clients_moves_the_loss_of_a_round_no_further_than_to_an_hone
     """Goals and stopping rest on it: with the mean, one of ten ended a recovery after two rounds instead of six."""
     honest = [1.0 + number / 10 for number in range(9)]
 
-    def updates(told: list[float]) -> list[Update]:
-        return [Update(n, 10, toy_params(0.1), {"loss": torch.tensor(each)}) for n, each in enumerate(told)]
+    def updates(reported: list[float]) -> list[Update]:
+        return [Update(n, 10, toy_params(0.1), {"loss": torch.tensor(each)}) for n, each in enumerate(reported)]
 
     found = average(toy_params(), updates([*honest, lie]), TRAINING, 1).loss
     assert found is not None and 1.3 <= found <= 1.5  # between the neighbours of the middle one, 1.4

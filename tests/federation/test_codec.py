@@ -310,8 +310,8 @@ def test_states_jobs_and_updates_compare_and_hash_by_content(jobs, toy_params) -
     assert len(set(everything)) == len(everything)
     for job in everything:
         assert job == replace(job) and job != replace(job, seed=9) and job != 3
-    told = everything[NAMES.index("reference")]
-    assert told != replace(told, reference=toy_params(3.0))
+    reported = everything[NAMES.index("reference")]
+    assert reported != replace(reported, reference=toy_params(3.0))
     first, second = updates(toy_params)[:2]
     assert first == replace(first) != second and first != replace(first, pairs=5) and len({first, second}) == 2
 

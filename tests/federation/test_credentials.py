@@ -166,8 +166,8 @@ def test_whom_an_answer_is_from_the_key_says(grid: Callable[[Reply], Flower], ke
 
     def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         if header["op"] == "nodes":
-            told = {70: keys[1], 71: keys[0], 72: "00ff"}
-            yield {"nodes": [{"node": node, "key": key} for node, key in told.items()]}, b""
+            reported = {70: keys[1], 71: keys[0], 72: "00ff"}
+            yield {"nodes": [{"node": node, "key": key} for node, key in reported.items()]}, b""
             return
         place = 0
         for each in header["to"]:

@@ -71,11 +71,11 @@ def test_moving_a_boundary_pair_by_pair_ends_at_the_budget_under_any_name_of_a_r
         centres = np.zeros((2, width))
         centres[0, 0], centres[1, 0] = 10.0, -10.0 + step * 0.3
         blobs = {CENTRES: numbers_of(centres)}
-        told = ask(node, "groups", step, blobs, run=f"{step:032x}", deal=DEAL)
+        reported = ask(node, "groups", step, blobs, run=f"{step:032x}", deal=DEAL)
         try:
-            _, answer = decode_deal_reply(told)
+            _, answer = decode_deal_reply(reported)
         except Exception:
-            assert "are used up" in decode_answer(told)[0].refused
+            assert "are used up" in decode_answer(reported)[0].refused
             continue
         asked += 1
         sums = numbers_in(answer[SUMS], "<f8", 2, "sums")
@@ -94,8 +94,8 @@ def test_groups_are_not_told_once_the_site_takes_part(node: Node, sites: Sites) 
     centres = {CENTRES: numbers_of(joint(node)[:2])}
     assert numbers_in(decode_deal_reply(ask(node, "groups", 1, centres, deal=DEAL))[1][COUNTS], "<i8", 1, "x").sum() > 0
     decode_deal_reply(ask(node, "join", 2, centres, deal=DEAL))
-    told = decode_answer(ask(node, "groups", 3, centres, deal=DEAL))[0].refused
-    assert told == "it takes part in this run already, whose classes are found"
+    reported = decode_answer(ask(node, "groups", 3, centres, deal=DEAL))[0].refused
+    assert reported == "it takes part in this run already, whose classes are found"
 
 
 def test_two_named_pairs_are_too_few_to_train_on(world: World, local_job, tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_search_for_an_axis_is_refused_and_answers_are_rounded(node: Node, sit
     axis = np.stack([np.eye(width)[0], np.zeros(width)])
     far = np.stack([node.embed("red"), 1e6 * np.eye(width)[0]])
     for number, rows in ((12, axis), (13, far)):
-        told = ask(node, "search", number, {QUERY: numbers_of(rows)}, run=run.name, search=search)
-        assert decode_answer(told)[0].refused == "the numbers of the search are not those of its words"
+        reported = ask(node, "search", number, {QUERY: numbers_of(rows)}, run=run.name, search=search)
+        assert decode_answer(reported)[0].refused == "the numbers of the search are not those of its words"
 
 
 def test_searches_are_counted_over_all_runs(node: Node, sites: Sites) -> None:
@@ -145,8 +145,8 @@ def test_searches_are_counted_over_all_runs(node: Node, sites: Sites) -> None:
     assert node.embed is not None
     rows = {QUERY: numbers_of(np.stack([node.embed("red"), np.zeros(node.activations.pooled_text.shape[-1])]))}
     decode_search_reply(ask(node, "search", 21, rows, run=run.name, search=Search(words="red", rows=2)))
-    told = ask(node, "search", 22, rows, run=run.name, search=Search(words="red", rows=2))
-    assert "are used up" in decode_answer(told)[0].refused
+    reported = ask(node, "search", 22, rows, run=run.name, search=Search(words="red", rows=2))
+    assert "are used up" in decode_answer(reported)[0].refused
 
 
 def test_the_site_sees_everything_that_it_was_asked(ease, world: World, local_job, tmp_path: Path) -> None:

@@ -257,12 +257,12 @@ list(forget(run, world, parse_request(world, wanted).request, default_method(run
 
 
 def answer(run: Path, *request: object) -> None:
-    told = [sys.executable, "-c", ANSWER, str(run), *map(str, request)]
-    succeed(subprocess.run(told, capture_output=True, text=True, timeout=PATIENCE * 2))
+    reported = [sys.executable, "-c", ANSWER, str(run), *map(str, request)]
+    succeed(subprocess.run(reported, capture_output=True, text=True, timeout=PATIENCE * 2))
 
 
-def succeed(told: "subprocess.CompletedProcess[str]") -> None:
-    assert told.returncode == 0, told.stderr
+def succeed(reported: "subprocess.CompletedProcess[str]") -> None:
+    assert reported.returncode == 0, reported.stderr
 
 
 @pytest.fixture(scope="module")
@@ -347,8 +347,10 @@ def test_a_node_that_is_killed_in_a_replay_keeps_its_request_open(
     forgetting = begun(*arguments)
     federation.await_paused(0, forgetting)
     federation.kill("node-0", alone=True)
-    _, told = forgetting.communicate(timeout=PATIENCE)
-    assert forgetting.returncode == 2 and "1 of 2 clients gave a sound answer and 2 are needed (client 0:" in told, told
+    _, reported = forgetting.communicate(timeout=PATIENCE)
+    assert (
+        forgetting.returncode == 2 and "1 of 2 clients gave a sound answer and 2 are needed (client 0:" in reported
+    ), reported
     assert not list(run.glob("requests/*/*/record.json"))  # it is not done, and no one says so
     federation.go_on(0)
     federation.join(0)
@@ -369,8 +371,8 @@ def test_a_server_that_is_killed_is_resumed_from(here: Reference, federation: Fe
     federation.kill("server")
     training.send_signal(signal.SIGCONT)
     for again in (True, False):
-        _, told = training.communicate(timeout=PATIENCE)
-        assert training.returncode == 2 and "ease server" in told and "same command" in told, told
+        _, reported = training.communicate(timeout=PATIENCE)
+        assert training.returncode == 2 and "ease server" in reported and "same command" in reported, reported
         federation.serve()
         federation.await_nodes()
         if again:
@@ -394,8 +396,8 @@ def test_a_node_that_loses_power_in_a_round_is_left_out_and_comes_back(federatio
     federation.go_on(1)
     await_file(out / "rounds" / "00002" / "round.json", training)
     federation.join(1)
-    _, told = training.communicate(timeout=PATIENCE * 2)
-    assert training.returncode == 0, told
+    _, reported = training.communicate(timeout=PATIENCE * 2)
+    assert training.returncode == 0, reported
     records = {number: read_json(out / "rounds" / f"{number:05d}" / "round.json") for number in (1, 2, 3)}
     left_out = {number: list(record.get("rejected", {})) for number, record in records.items()}
     assert left_out[1] == [] and left_out[2] == ["1"]
@@ -436,8 +438,8 @@ def test_answers_that_are_wrong_are_named_and_the_state_is_right(federation: Fed
     """By real nodes, through Flower; the oracle is one process without those who lied, the huge update shortened."""
     settings = (*federation.settings, "training.rounds=4", "training.quorum=0.3")
     for client in ("1", "2"):
-        told = {str(number): lies[client] for number, lies in LIES.items() if client in lies}
-        (federation.folder / f"lies-{client}.json").write_text(json.dumps(told))
+        reported = {str(number): lies[client] for number, lies in LIES.items() if client in lies}
+        (federation.folder / f"lies-{client}.json").write_text(json.dumps(reported))
     out, over = tmp_path / "run", ("engine=flower", f"federation={federation.folder}")
     try:
         succeed(federation.ease("train", "--out", out, "--quiet", *assigned((*settings, *over))))
@@ -537,14 +539,14 @@ def test_a_hostile_app_gets_at_nothing(
         wanted = {"photo": photos / "a.png", "node": kept, "socket": socket_path, "job": crafted}
         settings = " ".join(f'{name}="{value}"' for name, value in {**wanted, "result": result}.items())
         bundle = shutil.copytree(HOSTILE, tmp_path / "bundle")
-        told = subprocess.run(
+        reported = subprocess.run(
             [flower_programs() / "flwr", "run", bundle, CONNECTION, "--run-config", f"{settings} pid={process.pid}"],
             env=environment(plain),
             capture_output=True,
             text=True,
             timeout=PATIENCE,
         )
-        assert told.returncode == 0, told.stdout + told.stderr
+        assert reported.returncode == 0, reported.stdout + reported.stderr
         await_file(result, supernode)
     finally:
         stop(supernode)
@@ -597,9 +599,9 @@ def opened_programs(folder: Path) -> dict[str, str]:
 def greeted(path: Path) -> Present:
     """What the node of client 1 tells of itself."""
     ask = Ask(kind="hello", client=1, nonce="0" * 32, run="0" * 32)
-    told = spoken(path, encode(ask), time.monotonic() + 30)
-    assert isinstance(told, bytes), told
-    return decode_present(told)
+    reported = spoken(path, encode(ask), time.monotonic() + 30)
+    assert isinstance(reported, bytes), reported
+    return decode_present(reported)
 
 
 def test_an_admitted_node_cannot_speak_for_another(federation: Federation) -> None:
@@ -615,9 +617,9 @@ def test_an_admitted_node_cannot_speak_for_another(federation: Federation) -> No
 
 
 def test_status_tells_who_is_there(runs: dict[str, Path], federation: Federation) -> None:
-    told = federation.ease("status", federation.folder, "--run", runs["TLS"])
-    assert told.returncode == 0 and "3 nodes are connected" in told.stdout and "round 2 of 2" in told.stdout
-    assert told.stdout.count("ready") == 3
+    reported = federation.ease("status", federation.folder, "--run", runs["TLS"])
+    assert reported.returncode == 0 and "3 nodes are connected" in reported.stdout and "round 2 of 2" in reported.stdout
+    assert reported.stdout.count("ready") == 3
 
 
 def test_nothing_phones_home(federation: Federation, environ_of: Callable[[int], dict[str, str]]) -> None:

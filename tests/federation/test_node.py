@@ -35,7 +35,7 @@ from ease.federation.remote import LATE, Remote, Sockets, node_socket, spoken
 from ease.federation.wire import JOB, LENGTH, UPDATE, Answer, Ask, decode_answer, decode_present, encode
 from ease.methods import make_method
 from ease.methods.ease.replay import REPLAY
-from ease.operations.joining import Wish, join
+from ease.operations.joining import JoinRequest, join
 from ease.operations.ledger.retention import purge_released
 from ease.params import Params
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
@@ -183,7 +183,7 @@ def test_nobody_joins_nodes_that_deal_the_data_of_a_configuration(
     run = Run.create(tmp_path / "run", small_config("engine=nodes", f"federation={tmp_path / 'federation'}"))
     list(run.train(open_world(run)))
     with pytest.raises(UserError, match="a new one has no node; use engine"):
-        join(run, Wish("they agree", "ada"))
+        join(run, JoinRequest("they agree", "ada"))
 
 
 @pytest.mark.slow
@@ -376,13 +376,13 @@ def test_a_refusal_tells_the_server_no_path_of_the_site(
     damaged = node.folder / "runs" / RUN / "gone.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("{")
-    told = refused(node, task(local_job(), world.server.initial()))
-    assert "gone.json" in told and str(node.folder) not in told and told.startswith("runs/")
+    reported = refused(node, task(local_job(), world.server.initial()))
+    assert "gone.json" in reported and str(node.folder) not in reported and reported.startswith("runs/")
     assert str(damaged) in capsys.readouterr().err  # whoever runs the site is told where
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("/srv/site a/node/runs/x.json: damaged", "x.json: damaged"),
         ("cannot open '/etc/x y/pw.txt' or /home/u/secret.png; retry", "cannot open 'pw.txt' or secret.png; retry"),
@@ -390,8 +390,8 @@ def test_a_refusal_tells_the_server_no_path_of_the_site(
         ("allows 1/2 of a round", "allows 1/2 of a round"),
     ],
 )
-def test_paths_are_left_out(line: str, told: str) -> None:
-    assert without_paths(line, Path("/elsewhere")) == told
+def test_paths_are_left_out(line: str, reported: str) -> None:
+    assert without_paths(line, Path("/elsewhere")) == reported
 
 
 def test_a_part_that_was_altered_is_not_kept(node: Node, world: World, local_job: Callable[..., LocalJob]) -> None:
@@ -464,8 +464,8 @@ def test_a_hello_is_answered_while_a_slow_speaker_talks(site: Callable[..., Site
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(node_socket(started.folder, 0)))
         slow.sendall(LENGTH.pack(1000) + b"EASE")
-        told = remote_of(world, started).present()[0]
-    assert not isinstance(told, str) and told.pairs == pairs_hash(world.shards[0].train_ids)
+        reported = remote_of(world, started).present()[0]
+    assert not isinstance(reported, str) and reported.pairs == pairs_hash(world.shards[0].train_ids)
 
 
 # --- what the server makes of nodes that fail or lie ---
@@ -658,8 +658,8 @@ def test_of_ids_a_node_sees_its_own_alone(
     list(remote.run(world.server.initial(), local_job(request=wanted, data="retain"), [0, 1, 2]))
     for client, message in sent.items():
         for shard in world.shards:
-            told = [each.encode() in message for each in shard.train_ids[:2]]
-            assert told == [shard.client == client] * 2
+            reported = [each.encode() in message for each in shard.train_ids[:2]]
+            assert reported == [shard.client == client] * 2
 
 
 def test_no_node_is_said_in_words(tmp_path: Path) -> None:
@@ -669,8 +669,8 @@ def test_no_node_is_said_in_words(tmp_path: Path) -> None:
 def test_present_tells_who_is_there(world: World, site: Callable[..., Site]) -> None:
     started = site()
     data = started.nodes[1].answer(encode(Ask(kind="hello", client=1, nonce="0" * 32, run=RUN)))
-    told = decode_present(data)
-    assert (told.client, told.jobs, told.busy, told.threads) == (1, 0, False, torch.get_num_threads())
+    reported = decode_present(data)
+    assert (reported.client, reported.jobs, reported.busy, reported.threads) == (1, 0, False, torch.get_num_threads())
 
 
 # --- real processes ---
@@ -805,8 +805,8 @@ for attempt, where in ((os.listdir, {str(kept)!r}), (open, {str(kept / "photo")!
     else:
         print("reached")
 """
-    told = subprocess.run([sys.executable, "-I", "-c", hostile], capture_output=True, text=True, timeout=60)
-    assert told.stdout.split() == ["refused"] * 3, told
+    reported = subprocess.run([sys.executable, "-I", "-c", hostile], capture_output=True, text=True, timeout=60)
+    assert reported.stdout.split() == ["refused"] * 3, reported
 
 
 def test_nodes_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,8 +205,8 @@ def test_a_client_joins_a_run_once(sites: Sites) -> None:
 
 def test_a_node_that_was_given_its_pairs_deals_none(sites: Sites) -> None:
     sites.nodes[0].pairs = None
-    told = sites.nodes[0].answer(encode(Ask(kind="groups", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)))
-    assert "deals none" in decode_answer(told)[0].refused
+    reported = sites.nodes[0].answer(encode(Ask(kind="groups", client=0, nonce="1" * 32, run="ab" * 16, deal=DEAL)))
+    assert "deals none" in decode_answer(reported)[0].refused
 
 
 LIES: dict[str, tuple[Callable[[Node, bytes], bytes], str]] = {}
@@ -221,8 +221,8 @@ def lie(name: str, problem: str):
 
 
 def groups_with(data: bytes, **changes: np.ndarray) -> bytes:
-    told, blobs = decode_deal_reply(data)
-    return encode(told, {**blobs, **{name: numbers_of(array) for name, array in changes.items()}})
+    reported, blobs = decode_deal_reply(data)
+    return encode(reported, {**blobs, **{name: numbers_of(array) for name, array in changes.items()}})
 
 
 @lie("not numbers", "its groups are none")
@@ -250,14 +250,14 @@ def _(node: Node, data: bytes) -> bytes:
 
 @lie("in another's name", "answered as client 2")
 def _(node: Node, data: bytes) -> bytes:
-    told, blobs = decode_deal_reply(data)
-    return encode(told.model_copy(update={"client": 2}), blobs)
+    reported, blobs = decode_deal_reply(data)
+    return encode(reported.model_copy(update={"client": 2}), blobs)
 
 
 @lie("an answer to something else", "another message")
 def _(node: Node, data: bytes) -> bytes:
-    told, blobs = decode_deal_reply(data)
-    return encode(told.model_copy(update={"nonce": "0" * 32}), blobs)
+    reported, blobs = decode_deal_reply(data)
+    return encode(reported.model_copy(update={"nonce": "0" * 32}), blobs)
 
 
 @lie("garbled", "altered or cut")
@@ -267,10 +267,10 @@ def _(node: Node, data: bytes) -> bytes:
 
 def holding_with(**changes: object) -> Callable[[Node, bytes], bytes]:
     def changed(node: Node, data: bytes) -> bytes:
-        told, blobs = decode_deal_reply(data)
-        if told.holding is None:
+        reported, blobs = decode_deal_reply(data)
+        if reported.holding is None:
             return data
-        return encode(told.model_copy(update={"holding": Holding(**{**dict(told.holding), **changes})}), blobs)
+        return encode(reported.model_copy(update={"holding": Holding(**{**dict(reported.holding), **changes})}), blobs)
 
     return changed
 

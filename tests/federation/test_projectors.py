@@ -88,8 +88,8 @@ def test_slopes_of_the_contrastive_loss_are_those_of_autograd(local_job, padded:
     losses = align_stack(image, text, valid, local_job())
     slopes = torch.autograd.grad(losses.sum(), [image, text])
     with torch.no_grad():
-        told = align_slopes(image, text, valid, local_job())
-    for one, other in zip(told, (losses.detach(), *slopes), strict=True):
+        reported = align_slopes(image, text, valid, local_job())
+    for one, other in zip(reported, (losses.detach(), *slopes), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 

@@ -13,7 +13,7 @@ from ease.audit.at_sites import AtSites, FewAtSites
 from ease.audit.config import AuditConfig
 from ease.audit.preflight import audit_prospects
 from ease.audit.runner import Audit, check_possible
-from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, TOLD
+from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, NUMBERS
 from ease.audit.verdict import Reason
 from ease.commands.audit import audit_run
 from ease.errors import UserError
@@ -113,14 +113,14 @@ def test_nodes_tell_what_one_place_would_measure(there: Trained, kind: str) -> N
         audit.world, request, audit.trained, {}, Guarded(audit.engine, there.run.config.training), SETTINGS
     )
     state = audit.trained.final
-    told = instruments._look(state).told
-    for client, values in told.items():
+    reported = instruments._look(state).readings
+    for client, values in reported.items():
         wanted = naive(there.pooled, state, request, client)
         for each in KINDS:
-            for column, name in enumerate(TOLD):
+            for column, name in enumerate(NUMBERS):
                 numbers = np.array([row[column] for row in wanted[each]])
                 assert values[f"{each}/{name}"] == pytest.approx(numbers, abs=2e-4), (client, each, name)
-    assert sorted(told) == [0, 1, 2] and sum(len(values["forget/rank"]) for values in told.values())
+    assert sorted(reported) == [0, 1, 2] and sum(len(values["forget/rank"]) for values in reported.values())
 
 
 @pytest.mark.slow
@@ -206,8 +206,8 @@ def altered(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[byt
     def changed(data: bytes) -> bytes:
         answer, update = decode_answer(data)
         assert update is not None
-        told = decode_update(update)
-        return encode(answer, {UPDATE: encode_update(replace(told, values=change(dict(told.values))))})
+        reported = decode_update(update)
+        return encode(answer, {UPDATE: encode_update(replace(reported, values=change(dict(reported.values))))})
 
     return changed
 

@@ -103,8 +103,8 @@ def test_what_is_closed_is_not_looked_at(sites: Sites, pooled: World) -> None:
     query = np.stack([frozen_text(pooled, word)] * 2)
     list(open_world(run).federation.run(open_world(run).server.initial(), run.config.training.job(1, 0, 0.07), [0]))
     asked = Ask(kind="search", client=0, nonce="3" * 32, run=run.name, search=Search(words=word, rows=2))
-    told = sites.nodes[0].answer(encode(asked, {QUERY: numbers_of(query)}))
-    assert "closed request took away" in decode_answer(told)[0].refused
+    spoilt = sites.nodes[0].answer(encode(asked, {QUERY: numbers_of(query)}))
+    assert "closed request took away" in decode_answer(spoilt)[0].refused
     shutil.rmtree(run.folder)
 
 
@@ -126,7 +126,7 @@ def test_a_site_may_refuse_to_be_searched(sites: Sites, there: World, monkeypatc
         match_concept(there, "snow")
 
 
-def told(
+def spoilt(
     says: Callable[[np.ndarray], np.ndarray], near: Callable[[np.ndarray], np.ndarray]
 ) -> Callable[[bytes], bytes]:
     def changed(data: bytes) -> bytes:
@@ -142,10 +142,10 @@ def same(values: np.ndarray) -> np.ndarray:
 
 
 NONSENSE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a pair too few": (told(lambda v: v[1:], same), "does not fit"),
-    "neither yes nor no": (told(lambda v: v + 2, same), "does not fit"),
-    "beyond a cosine": (told(same, lambda v: v + 3), "does not fit"),
-    "no number": (told(same, lambda v: v * np.nan), "does not fit"),
+    "a pair too few": (spoilt(lambda v: v[1:], same), "does not fit"),
+    "neither yes nor no": (spoilt(lambda v: v + 2, same), "does not fit"),
+    "beyond a cosine": (spoilt(same, lambda v: v + 3), "does not fit"),
+    "no number": (spoilt(same, lambda v: v * np.nan), "does not fit"),
     "garbled": (lambda data: data[:-40] + bytes(40), "altered or cut"),
 }
 

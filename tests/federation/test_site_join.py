@@ -13,13 +13,13 @@ from ease.errors import UserError
 from ease.federation.node import Node, Policy, listen, serve
 from ease.federation.remote import node_socket
 from ease.federation.wire import decode_deal_reply, encode
-from ease.operations.joining import Wish, join
+from ease.operations.joining import JoinRequest, join
 from ease.operations.ledger.retention import purge_released
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
 from ease.runs.run import Run
 
-WISH = Wish("the fourth clinic agrees", "ada")
+WISH = JoinRequest("the fourth clinic agrees", "ada")
 NEW = 3
 
 
@@ -44,7 +44,7 @@ def test_a_site_joins_as_if_all_pairs_lay_in_one_place(ease, apart: Run, pooled:
     for run in (apart, pooled):
         if closed:
             close(run, ClassRequest(classes=(1,)))
-    came = [join(apart, WISH), join(pooled, Wish(WISH.consent, WISH.by, site="d"))]
+    came = [join(apart, WISH), join(pooled, JoinRequest(WISH.consent, WISH.by, site="d"))]
     assert came[0].holding.model_copy(update={"joined": None}) == came[1].holding.model_copy(update={"joined": None})
     assert came[0].holding.client == NEW and came[0].consent.pairs == came[1].consent.pairs
     assert not closed or (came[1].left_out and 1 not in came[0].holding.train_classes)
@@ -110,7 +110,11 @@ def test_what_cannot_be_is_refused_and_nothing_is_kept(sites: Sites, unjoined: R
 
 
 def test_a_site_joins_with_all_that_it_has(unjoined: Run) -> None:
-    for wish in (Wish("x", "y", site="d"), Wish("x", "y", ids=frozenset({"d1"})), Wish("x", "y", owner="a")):
+    for wish in (
+        JoinRequest("x", "y", site="d"),
+        JoinRequest("x", "y", ids=frozenset({"d1"})),
+        JoinRequest("x", "y", owner="a"),
+    ):
         with pytest.raises(UserError, match="joins with all that its node opens"):
             join(unjoined, wish)
 
@@ -129,5 +133,5 @@ def test_what_was_forgotten_comes_back_with_a_consent_for_it_alone(sites: Sites,
     with pytest.raises(UserError, match="comes back as a new client's alone, with --again-after"):
         join(apart, WISH)
     assert not kept(sites, apart).exists()
-    came = join(Run.load(apart.folder), Wish(WISH.consent, WISH.by, again_after="c"))
+    came = join(Run.load(apart.folder), JoinRequest(WISH.consent, WISH.by, again_after="c"))
     assert came.consent.returned == came.consent.pairs == len(old.pairs or ())

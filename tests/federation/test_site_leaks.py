@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.federation.on_site import SIZES, serving
-from tests.operations.ledger.test_work import add, listed, told
+from tests.operations.ledger.test_work import add, listed, run_json
 
 from ease.data.images import decode_image
 from ease.data.words import content
@@ -35,7 +35,7 @@ def test_after_purge_and_restart_no_site_has_the_person(ease, drawn: Path, small
         photographs = [sites.folder / "a" / f"{each}.png" for each in (held_out, trained)]
         # The site that holds a picture is found by the hash of the picture, in whatever split it is.
         for photograph, split in zip(photographs, ("held_out", "train"), strict=True):
-            (pair,) = told(ease, "request", "find", run.folder, "--image", photograph)["pairs"]
+            (pair,) = run_json(ease, "request", "find", run.folder, "--image", photograph)["pairs"]
             assert (pair["id"], pair["split"], pair["client"]) == (photograph.stem, split, 0)
         captions = [json.loads(line) for line in (sites.folder / "a" / "captions.jsonl").read_text().splitlines()]
         caption = next(each["captions"][0] for each in captions if each["id"] == trained)
@@ -43,7 +43,7 @@ def test_after_purge_and_restart_no_site_has_the_person(ease, drawn: Path, small
         assert content(words)
         add(ease, run.folder, "--concept", words, "--reason", "a person asked", id="words")
         add(ease, run.folder, "--samples", listed(tmp_path, [held_out, trained]), id="ids")
-        finished = told(ease, "work", run.folder, "--no-audit")["finished"]
+        finished = run_json(ease, "work", run.folder, "--no-audit")["finished"]
         assert {each["state"] for each in finished} == {"done"}
         disks = [sites.folder / "disks", run.folder, tmp_path / "cache"]
         assert holding(disks, words.encode()) and holding(disks, json.dumps(trained).encode())

@@ -73,7 +73,7 @@ def processes(drawn: Path, small: tuple[str, ...], shared_cache: Path, tmp_path_
         made.kill(client)
 
 
-def told(ease: Callable, *arguments: object) -> dict:
+def run_json(ease: Callable, *arguments: object) -> dict:
     found = ease(*arguments, "--json")
     assert found.code == 0, found.err
     return json.loads(found.out)
@@ -88,16 +88,16 @@ def test_a_request_from_its_words_to_its_purge(ease: Callable, processes: Proces
     word = next(
         word for each in captions if each["id"] in held for word in each["captions"][0].lower().split() if len(word) > 4
     )
-    seen = told(ease, "forget", run, "--concept", word, "--dry-run")
+    seen = run_json(ease, "forget", run, "--concept", word, "--dry-run")
     assert seen["ids"] and seen["impact"]["clients"] and seen["examples"] == []
-    name = told(ease, "forget", run, "--concept", word)["id"]
+    name = run_json(ease, "forget", run, "--concept", word)["id"]
     # An audit needs every node; a killed one is named, and the same command goes on.
     audit = ("audit", run, "--request", name, "--retrain", "--retrains", 1)
     processes.kill(2)
     refused = ease(*audit)
     assert refused.code == 2 and "client 2: no node answers" in " ".join(refused.err.split())
     processes.start(2)
-    verdict = told(ease, *audit)["verdict"]
+    verdict = run_json(ease, *audit)["verdict"]
     assert verdict["reason"] == "too few retrainings" and {"pair/rank", "test/recall@1"} <= {
         each["name"] for each in verdict["measures"]
     }
@@ -109,7 +109,7 @@ def test_a_request_from_its_words_to_its_purge(ease: Callable, processes: Proces
     assert refused.code == 2 and "client 1: no node answers" in words and "nothing was purged" in words
     assert not (run / "purge.json").exists()
     processes.start(1)
-    (done,) = told(ease, "purge", run)["purged"]
+    (done,) = run_json(ease, "purge", run)["purged"]
     assert {line["what"].partition(":")[0] for line in done["stayed"]} >= {f"client {each}" for each in range(3)}
     spelt = [json.dumps(pair_id).encode() for pair_id in seen["ids"]]
     kept = [path for path in (sites.folder / "disks").rglob("*") if path.is_file()]
@@ -119,7 +119,7 @@ def test_a_request_from_its_words_to_its_purge(ease: Callable, processes: Proces
         (sites.folder / pair_id[0] / f"{pair_id}.png").unlink()
     processes.kill(0)
     processes.start(0)
-    assert told(ease, "forget", run, "--client", "c")["id"] == "client-2"
+    assert run_json(ease, "forget", run, "--client", "c")["id"] == "client-2"
     assert read_json(run / "name.json")["name"] in {
         path.name for path in (sites.folder / "disks" / "a" / "runs").iterdir()
     }

@@ -51,15 +51,15 @@ def test_a_purge_leaves_the_rounds_of_one_process_and_no_id_at_a_site(sites: Sit
     request = two_pairs(apart)
     for run in (pooled, apart):
         close(run, request)
-        (told,) = purge_released(run.folder)
+        (reported,) = purge_released(run.folder)
     assert states(apart) == states(pooled)
     for pair_id, site in zip(request.ids, "ab", strict=True):
         there = sites.folder / "disks" / site / "runs" / apart.name
         assert not on_disk(there, pair_id) and not on_disk(apart.folder, pair_id)
         held = json.loads((there / "membership.json").read_text())
         assert held["clients"][0]["train_ids"][0].startswith(PREFIX) and pair_id not in held["digests"]
-    assert read_purges(apart.folder).passes == (told,)
-    removed, stayed = ({line.what for line in lines} for lines in (told.removed, told.stayed))
+    assert read_purges(apart.folder).passes == (reported,)
+    removed, stayed = ({line.what for line in lines} for lines in (reported.removed, reported.stayed))
     for client in range(3):
         assert any(line.startswith(f"client {client}: ") and "parts of jobs" in line for line in removed)
         assert {f"client {client}: tombstones.json", f"client {client}: photographs in its folder"} <= stayed
@@ -142,10 +142,10 @@ def test_a_node_that_goes_away_in_between_is_asked_again(
     with pytest.raises(UserError, match="finish it first with: ease purge"):
         Run.load(run.folder)
     monkeypatch.undo()
-    (told,) = purge_released(run.folder)
+    (reported,) = purge_released(run.folder)
     assert states(run) == states(pooled)
-    assert read_purges(run.folder).passes == (told,)
-    assert {f"client {client}: tombstones.json" for client in range(3)} <= {line.what for line in told.stayed}
+    assert read_purges(run.folder).passes == (reported,)
+    assert {f"client {client}: tombstones.json" for client in range(3)} <= {line.what for line in reported.stayed}
 
 
 def changed(**changes: object) -> Callable[[bytes], bytes]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.federation.on_site import Sites, lasting
 from tests.federation.test_site_audit import BY_HEART
-from tests.operations.ledger.test_work import add, ids_of, listed, told
+from tests.operations.ledger.test_work import add, ids_of, listed, run_json
 
 from ease.audit.at_sites import retained_recalls
 from ease.operations.ledger import work
@@ -35,8 +35,8 @@ def test_a_fall_of_retained_recall_at_the_sites_holds_the_model(ease, sites: Sit
     add(ease, run, "--samples", listed(tmp_path, ids_of(run, 0, 2)), id="s")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "retained_recalls", lambda *_: (80.0, 60.0))
-        (held,) = told(ease, "work", run, "--no-audit", "--set", "retrain.forgotten_fraction=1")["finished"]
+        (held,) = run_json(ease, "work", run, "--no-audit", "--set", "retrain.forgotten_fraction=1")["finished"]
     assert held["state"] == "held" and held["why"].startswith("recall@1 of retained pairs fell by 20.0 points")
-    told(ease, "request", "approve", run, "s")
-    (done,) = told(ease, "work", run, "--no-audit", "--set", "retrain.forgotten_fraction=1")["finished"]
+    run_json(ease, "request", "approve", run, "s")
+    (done,) = run_json(ease, "work", run, "--no-audit", "--set", "retrain.forgotten_fraction=1")["finished"]
     assert done["state"] == "done" and done["outcome"]["retain_before"] > 90

@@ -4,7 +4,7 @@ import numpy as np
 
 import ease.measures.nearest
 from ease.data.partition import joint_embedding
-from ease.measures.nearest import FEWEST_NEAR, alike, near_duplicates, near_forget, nearest_forget
+from ease.measures.nearest import FEWEST_NEAR, near_duplicates, near_forget, nearest_forget, resembling
 
 
 def test_near_forget_pairs_are_the_nearest_retained_and_copies_are_counted(learnt) -> None:
@@ -33,7 +33,7 @@ def test_pairs_alike_are_of_the_class_first_and_the_nearest_first(learnt) -> Non
     seen = learnt.world.evaluator
     positions, others = learnt.world.shards[0].train[:3], seen.test
     classes, other_classes = seen.classes_of(positions), seen.classes_of(others)
-    found = alike(seen.activations, positions, classes, others, other_classes, 25)
+    found = resembling(seen.activations, positions, classes, others, other_classes, 25)
     assert found.shape == (3, 25) and (np.bincount(other_classes) < 25).all(), "no class fills a gallery by itself"
 
     def direction(position: int) -> np.ndarray:

@@ -73,9 +73,9 @@ def test_sifu_keeps_what_the_noise_hides_and_says_so(learnt) -> None:
     rounds = learnt.trained.training.rounds
     loud, quiet = steps(Sifu(sigma=1e6), learnt, request), steps(Sifu(sigma=1e-9), learnt, request)
     assert [step.phase for step in loud] == ["kept"] * (rounds - 1) + ["retraining"]
-    told = loud[rounds - 2].notes["certificate"]
-    assert (told["epsilon"], told["delta"], told["kept_rounds"]) == (8.0, 1e-5, rounds - 1)
-    assert told["sensitivity"] <= 1e6 * largest_ratio(8.0, 1e-5) and "expansion" in told["assumptions"]
+    reported = loud[rounds - 2].notes["certificate"]
+    assert (reported["epsilon"], reported["delta"], reported["kept_rounds"]) == (8.0, 1e-5, rounds - 1)
+    assert reported["sensitivity"] <= 1e6 * largest_ratio(8.0, 1e-5) and "expansion" in reported["assumptions"]
     assert {step.phase for step in quiet} == {"retraining"} and quiet[0].notes["certificate"]["epsilon"] == 0
     pairs = SampleRequest(ids=learnt.world.shards[0].train_ids[:3])
     exact = steps(Sifu(sigma=1e6), learnt, pairs)
@@ -86,8 +86,8 @@ def test_noisy_fine_tuning_stays_in_its_ball_and_says_what_it_proves(learnt) -> 
     method = NoisyFinetune(epsilon=2.0, radius=0.1)
     found = steps(method, learnt, ClientRequest(clients=(1,)))
     noisy_rounds = [step for step in found if step.phase == "noisy rounds"]
-    told = noisy_rounds[-1].notes["certificate"]
-    assert told["sigma"] == method.sigma(len(noisy_rounds)) and told["rounds"] == len(noisy_rounds)
+    reported = noisy_rounds[-1].notes["certificate"]
+    assert reported["sigma"] == method.sigma(len(noisy_rounds)) and reported["rounds"] == len(noisy_rounds)
     away = (noisy_rounds[-1].state - learnt.trained.initial).norm()
     size = learnt.trained.initial.size
-    assert away <= 0.1 + 1.2 * told["sigma"] * sqrt(size)
+    assert away <= 0.1 + 1.2 * reported["sigma"] * sqrt(size)

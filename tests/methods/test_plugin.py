@@ -33,8 +33,8 @@ def run(environment: dict[str, str], *arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-def settings_of_halfway(told: dict) -> list[str]:
-    return [each["name"] for kind in told["methods"] if kind["name"] == "halfway" for each in kind["settings"]]
+def settings_of_halfway(reported: dict) -> list[str]:
+    return [each["name"] for kind in reported["methods"] if kind["name"] == "halfway" for each in kind["settings"]]
 
 
 def test_what_the_package_declares_is_listed_with_its_settings(monkeypatch) -> None:

@@ -572,16 +572,16 @@ def test_no_code_of_a_checkpoint_runs_even_if_the_user_says_yes(
 
 def test_transformers_is_told_to_trust_no_code(checkpoint, monkeypatch) -> None:
     """The second bolt, should a file with code ever pass the first."""
-    told = []
+    reported = []
     for kind in (transformers.AutoModel, transformers.AutoTokenizer, transformers.AutoImageProcessor):
 
         def load(*places, stock=kind.from_pretrained, **options):
-            told.append(options.get("trust_remote_code"))
+            reported.append(options.get("trust_remote_code"))
             return stock(*places, **options)
 
         monkeypatch.setattr(kind, "from_pretrained", load)
     load_backbone(f"hf:{checkpoint('clip')}")
-    assert len(told) == 3 and all(value is False for value in told)
+    assert len(reported) == 3 and all(value is False for value in reported)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt"])

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.operations.ledger.test_work import listed, told
+from tests.operations.ledger.test_work import listed, run_json
 from tests.operations.test_untrained import here, kept, members_of, one_of_each, photograph, queue
 
 __all__ = ["here", "kept"]
 
 
 def found(ease, run: Path, *arguments: object) -> dict[str, dict]:
-    return {each["id"]: each for each in told(ease, "request", "find", run, *arguments)["pairs"]}
+    return {each["id"]: each for each in run_json(ease, "request", "find", run, *arguments)["pairs"]}
 
 
 def test_ids_are_found_in_every_split_with_their_client(ease, here: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.operations.ledger.test_work import told
+from tests.operations.ledger.test_work import run_json
 
 from ease.commands.train import train_run
 from ease.operations.evidence import read_log, verify
@@ -61,7 +61,7 @@ JOIN = ("--consent", "the fourth clinic agrees", "--by", "ada")
 
 def test_a_client_joins_with_its_consent_and_further_rounds_train_with_it(ease, run: Path, spare: Path) -> None:
     before = members(run)
-    found = told(ease, "join", run, "--samples", spare, *JOIN)
+    found = run_json(ease, "join", run, "--samples", spare, *JOIN)
     assert (found["client"], found["training_pairs"], found["validation_pairs"]) == (CLIENTS, 10, 2)
     after = members(run)
     assert after.clients[:CLIENTS] == before.clients and after.test == before.test and after.validation == ()
@@ -77,48 +77,48 @@ def test_a_client_joins_with_its_consent_and_further_rounds_train_with_it(ease, 
         12,
         0,
     )
-    listed = told(ease, "request", "list", run)["consents"]
+    listed = run_json(ease, "request", "list", run)["consents"]
     assert listed == [consent.__dict__] and "fourth clinic" in ease("request", "list", run).out
-    told(ease, "train", "--resume", run, "--until", 4)
+    run_json(ease, "train", "--resume", run, "--until", 4)
     history = Run.load(run).history
     assert [history.clients(number) for number in (1, 2, 3, 4)] == [[0, 1, 2]] * 2 + [[0, 1, 2, 3]] * 2
     assert history.pairs(3)[3] == 10
     states = [history.state(number)["image.projector.0.weight"].numpy().tobytes() for number in (2, 3, 4)]
-    told(ease, "train", "--resume", run, "--until", 4)  # the same again changes nothing
+    run_json(ease, "train", "--resume", run, "--until", 4)  # the same again changes nothing
     assert history.rounds() == 4
     assert states == [history.state(number)["image.projector.0.weight"].numpy().tobytes() for number in (2, 3, 4)]
 
 
 def test_who_joined_can_leave_and_only_its_own_rounds_are_touched(ease, run: Path, spare: Path) -> None:
-    told(ease, "join", run, "--samples", spare, *JOIN)
-    shown = told(ease, "request", "add", run, "--client", 3, "--id", "early")["impact"]
+    run_json(ease, "join", run, "--samples", spare, *JOIN)
+    shown = run_json(ease, "request", "add", run, "--client", 3, "--id", "early")["impact"]
     assert shown["clients"] == {"3": 10} and shown["rounds"] == []
-    told(ease, "train", "--resume", run, "--until", 4)
-    shown = told(ease, "request", "add", run, "--client", 3, "--approve", "--id", "c", "--by", "her")["impact"]
+    run_json(ease, "train", "--resume", run, "--until", 4)
+    shown = run_json(ease, "request", "add", run, "--client", 3, "--approve", "--id", "c", "--by", "her")["impact"]
     assert shown["rounds"] == [3, 4]
-    assert told(ease, "work", run)["finished"][0]["state"] == "done"
+    assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
     assert [shard.client for shard in open_world(Run.load(run)).shards] == [0, 1, 2]
-    told(ease, "purge", run)
+    run_json(ease, "purge", run)
     history = Run.load(run).history
     history.verify()
     assert [history.clients(number) for number in range(1, 5)] == [[0, 1, 2]] * 4
-    told(ease, "train", "--resume", run, "--until", 5)
+    run_json(ease, "train", "--resume", run, "--until", 5)
     assert history.clients(5) == [0, 1, 2]
 
 
 def test_later_pairs_of_a_client_leave_with_it(ease, run: Path, spare: Path) -> None:
-    found = told(ease, "join", run, "--samples", spare, *JOIN, "--of", 1)
+    found = run_json(ease, "join", run, "--samples", spare, *JOIN, "--of", 1)
     assert (found["client"], found["owner"]) == (3, 1)
-    told(ease, "train", "--resume", run, "--until", 3)
-    told(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
+    run_json(ease, "train", "--resume", run, "--until", 3)
+    run_json(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
     assert Ledger(run).entry("c").request == ClientRequest(clients=(1, 3))
-    assert told(ease, "work", run)["finished"][0]["state"] == "done"
+    assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
     assert [shard.client for shard in open_world(Run.load(run)).shards] == [0, 2]
 
 
 def test_the_same_wish_again_is_the_client_that_is_there(ease, run: Path, spare: Path) -> None:
-    first = told(ease, "join", run, "--samples", spare, *JOIN)
-    again = told(ease, "join", run, "--samples", spare, *JOIN)
+    first = run_json(ease, "join", run, "--samples", spare, *JOIN)
+    again = run_json(ease, "join", run, "--samples", spare, *JOIN)
     assert first["added"] and not again["added"] and again["consent"] == first["consent"]
     assert len(members(run).clients) == CLIENTS + 1 and len(Ledger(run).consents()) == 1
     assert [each.kind for each in read_log(Run.load(run)).records] == ["begun", "joined"]
@@ -141,13 +141,13 @@ def test_killed_before_any_file_the_same_command_ends_the_same(ease, run, spare,
         with pytest.raises(Killed):
             ease("join", run, "--samples", spare, "--consent", "first words", "--by", "ada")
     assert len(members(run).clients) == CLIENTS
-    told(ease, "join", run, "--samples", spare, "--consent", "the words that count", "--by", "ada")
+    run_json(ease, "join", run, "--samples", spare, "--consent", "the words that count", "--by", "ada")
     assert [each.text for each in Ledger(run).consents()] == ["the words that count"]
     assert members(run).clients[-1].joined.consent == Ledger(run).consents()[0].content_hash
 
 
 def test_a_consent_that_was_reworded_is_told_from_the_one_that_was_given(ease, run: Path, spare: Path) -> None:
-    told(ease, "join", run, "--samples", spare, *JOIN)
+    run_json(ease, "join", run, "--samples", spare, *JOIN)
     (given,) = Ledger(run).consents()
     Ledger(run).record_consent(given.model_copy(update={"text": "agrees to everything"}))
     assert Ledger(run).consents()[0].content_hash != members(run).clients[-1].joined.consent
@@ -172,7 +172,7 @@ def test_what_cannot_join_is_refused_by_its_reason(ease, run: Path, spare: Path,
     assert "has not left" in refused(ease, "join", run, "--samples", spare, *JOIN, "--again-after", 1)
     assert "no such client" in refused(ease, "join", run, "--samples", spare, *JOIN, "--of", "clinic")
     assert "0 pairs could join" in refused(ease, "join", run, *JOIN)
-    told(ease, "forget", run, "--client", 1)
+    run_json(ease, "forget", run, "--client", 1)
     assert "ease release" in refused(ease, "join", run, "--samples", spare, *JOIN)
     assert members(run) == found and not Ledger(run).consents()
 
@@ -182,20 +182,20 @@ def test_a_class_that_was_forgotten_stays_out(ease, run: Path, spare: Path) -> N
     classes = world.evaluator.classes_of(world.evaluator.spare)
     label = int(np.bincount(classes).argmax())
     count = int((classes == label).sum())
-    told(ease, "request", "add", run, "--class", label, "--approve", "--id", "class")
-    told(ease, "work", run)
-    found = told(ease, "join", run, "--samples", spare, *JOIN)
+    run_json(ease, "request", "add", run, "--class", label, "--approve", "--id", "class")
+    run_json(ease, "work", run)
+    found = run_json(ease, "join", run, "--samples", spare, *JOIN)
     assert found["left_out"] == count and found["training_pairs"] + found["validation_pairs"] == 12 - count
     assert label not in members(run).clients[-1].train_classes
 
 
 def test_certificates_from_before_still_hold_when_someone_has_joined(ease, run: Path, spare: Path, tmp_path) -> None:
-    told(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
-    told(ease, "work", run)
+    run_json(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
+    run_json(ease, "work", run)
     path = tmp_path / "certificate.json"
     assert ease("certificate", run, "--request", "client-1", "--out", path).code == 0
-    told(ease, "join", run, "--samples", spare, *JOIN)
-    told(ease, "train", "--resume", run, "--until", 3)
+    run_json(ease, "join", run, "--samples", spare, *JOIN)
+    run_json(ease, "train", "--resume", run, "--until", 3)
     found = verify(path, Run.load(run))
     assert found.holds and "recalls measured again" in {c.name: c.words for c in found.checks}["measured figures"]
 
@@ -211,13 +211,13 @@ def draw(folder: Path, first: int, count: int, site: str) -> None:
         pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((64, 64)).save(folder / f"{number}.png")
         split = "test" if number % 5 == 4 else "train"
-        told = {
+        reported = {
             "image": f"{number}.png",
             "captions": [f"a picture of number {number}", f"the {number}"],
             "split": split,
             "site": site,
         }
-        lines.append(json.dumps(told))
+        lines.append(json.dumps(reported))
     path = folder / "captions.jsonl"
     path.write_text("\n".join([*(path.read_text().splitlines() if path.exists() else []), *lines]))
 
@@ -238,13 +238,13 @@ def test_new_photographs_of_sites_old_and_new(ease, place: Path) -> None:
     run = place / "run"
     draw(place / "photos", 100, 10, "east")
     draw(place / "photos", 110, 5, "north")
-    first = told(ease, "join", run, "--site", "east", "--consent", "east agrees", "--by", "e")
+    first = run_json(ease, "join", run, "--site", "east", "--consent", "east agrees", "--by", "e")
     assert (first["client"], first["name"], first["training_pairs"] + first["validation_pairs"]) == (3, "east", 8)
-    second = told(ease, "join", run, "--site", "north", "--consent", "north has more", "--by", "n")
+    second = run_json(ease, "join", run, "--site", "north", "--consent", "north has more", "--by", "n")
     assert (second["client"], second["name"], second["owner"]) == (4, "north (4)", 0)
-    told(ease, "train", "--resume", run, "--until", 3)
+    run_json(ease, "train", "--resume", run, "--until", 3)
     assert Run.load(run).history.clients(3) == [0, 1, 2, 3, 4]
-    told(ease, "request", "add", run, "--client", "north", "--id", "n")
+    run_json(ease, "request", "add", run, "--client", "north", "--id", "n")
     assert Ledger(run).entry("n").request == ClientRequest(clients=(0, 4))
 
 
@@ -252,12 +252,12 @@ def test_who_comes_back_is_a_new_client_by_consent_alone(ease, place: Path) -> N
     run, photos = place / "run", place / "photos"
     south = members(run).clients[1]
     own = sorted([*south.train_ids, *south.validation_ids])
-    told(ease, "request", "add", run, "--client", "south", "--approve", "--id", "c")
-    told(ease, "work", run)
+    run_json(ease, "request", "add", run, "--client", "south", "--approve", "--id", "c")
+    run_json(ease, "work", run)
     (place / "ids.txt").write_text("\n".join(own))
     again = ("--samples", place / "ids.txt", "--consent", "south is back", "--by", "s")
     assert "not purged yet" in refused(ease, "join", run, *again)
-    told(ease, "purge", run)
+    run_json(ease, "purge", run)
     assert "--again-after" in refused(ease, "join", run, *again)
     assert "0 pairs could join" in refused(ease, "join", run, "--consent", "all that is there", "--by", "s")
     # The same picture and words under another name are known by what they show.
@@ -269,16 +269,16 @@ def test_who_comes_back_is_a_new_client_by_consent_alone(ease, place: Path) -> N
     assert "under another id" in refused(ease, "join", run, "--site", "south", "--consent", "x", "--by", "s")
     (photos / "captions.jsonl").write_text(text)
     before = read_tombstones(run)
-    found = told(ease, "join", run, *again, "--again-after", "south")
+    found = run_json(ease, "join", run, *again, "--again-after", "south")
     assert (found["client"], found["consent"]["returned"], found["owner"]) == (3, len(own), None)
     after = members(run)
     assert all(each.startswith(PREFIX) for each in after.clients[1].train_ids)
     assert sorted([*after.clients[3].train_ids, *after.clients[3].validation_ids]) == own
     assert read_tombstones(run).ids == before.ids - {before.mark(each) for each in own}
-    told(ease, "train", "--resume", run, "--until", 4)
+    run_json(ease, "train", "--resume", run, "--until", 4)
     assert Run.load(run).history.clients(4) == [0, 2, 3]
     # And leaves again: as the client it is now, not as the one it was.
-    told(ease, "request", "add", run, "--client", 3, "--approve", "--id", "again")
-    assert told(ease, "work", run)["finished"][0]["state"] == "done"
-    told(ease, "purge", run)
+    run_json(ease, "request", "add", run, "--client", 3, "--approve", "--id", "again")
+    assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
+    run_json(ease, "purge", run)
     assert not {*own} & set(open_world(Run.load(run)).evaluator.pairs.ids)

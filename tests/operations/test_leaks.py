@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.operations.ledger.test_work import listed, told
+from tests.operations.ledger.test_work import listed, run_json
 from tests.runs.test_head import FOLDER, draw_photographs
 
 from ease.commands.train import train_run
@@ -80,21 +80,21 @@ def place(small, tmp_path: Path, monkeypatch) -> tuple[Path, list[Path]]:
 def test_after_purge_nothing_of_a_person_is_left(ease, place: tuple[Path, list[Path]], tmp_path: Path) -> None:
     here, photographs = place
     run, wanted = here / "run", needles(photographs)
-    pairs = told(ease, "request", "find", run, NAME, "--image", photographs[0])["pairs"]
+    pairs = run_json(ease, "request", "find", run, NAME, "--image", photographs[0])["pairs"]
     ids = [each["id"] for each in pairs]
     assert len(ids) == PHOTOGRAPHS and {"train", "validation", "test"} <= {each["split"] for each in pairs}
     (here / "elsewhere").mkdir()
     list_of_ids = listed(here / "elsewhere", ids)
     # Everything that writes: previews, answers by several methods, quick looks, pages, exports, certificates.
-    told(ease, "search", run, NAME)
+    run_json(ease, "search", run, NAME)
     assert ease("forget", run, "--concept", NAME, "--dry-run").code == 0
     for method in ("finetune", "ease"):
-        told(ease, "forget", run, "--concept", NAME, "--method", method)
-    told(ease, "request", "add", run, "--concept", NAME, "--id", "words", "--reason", f"{NAME} asked", "--by", NAME)
-    told(ease, "request", "add", run, "--samples", list_of_ids, "--id", "all", "--ground", f"letter of {NAME}")
+        run_json(ease, "forget", run, "--concept", NAME, "--method", method)
+    run_json(ease, "request", "add", run, "--concept", NAME, "--id", "words", "--reason", f"{NAME} asked", "--by", NAME)
+    run_json(ease, "request", "add", run, "--samples", list_of_ids, "--id", "all", "--ground", f"letter of {NAME}")
     for id in ("words", "all"):
-        told(ease, "request", "approve", run, id, "--by", "officer")
-    assert [each["state"] for each in told(ease, "work", run)["finished"]] == ["done", "done"]
+        run_json(ease, "request", "approve", run, id, "--by", "officer")
+    assert [each["state"] for each in run_json(ease, "work", run)["finished"]] == ["done", "done"]
     name = Run.load(run).head.releases[0].answer
     assert NAME not in name
     assert ease("certificate", run, "--request", name, "--html").code == 0
@@ -105,11 +105,11 @@ def test_after_purge_nothing_of_a_person_is_left(ease, place: tuple[Path, list[P
     # The photographs go from the disk before the purge, so an older version of the cache still has them.
     for path in photographs:
         path.unlink()
-    told(ease, "search", run, "a picture")
+    run_json(ease, "search", run, "a picture")
     assert any(what.startswith("pixels") for _, what in leaks([here / "cache"], wanted))
     assert ease("purge", run).code == 0
     assert leaks([run, here / "cache", here / "tmp"], wanted) == set()
-    shown = told(ease, "request", "find", run, "--ids", list_of_ids)["pairs"]
+    shown = run_json(ease, "request", "find", run, "--ids", list_of_ids)["pairs"]
     assert {each["split"] for each in shown} == {"purged"}  # it is still known what was removed, by marks
     assert ease("search", run, "a picture").code == 0
     shutil.rmtree(here / "elsewhere")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.operations.ledger.test_work import ids_of, told
+from tests.operations.ledger.test_work import ids_of, run_json
 from tests.runs.test_head import FOLDER, draw_photographs, more_rounds
 
 from ease.commands.train import train_run
@@ -43,7 +43,7 @@ def folder(kept: Path, tmp_path: Path) -> Path:
 
 def closed(ease, folder: Path, *options: object) -> None:
     """Forget and release."""
-    name = told(ease, "forget", folder, *options)["id"]
+    name = run_json(ease, "forget", folder, *options)["id"]
     release(Run.load(folder), name)
 
 
@@ -118,16 +118,16 @@ def test_later_requests_and_rounds_work_after_a_purge(ease, folder: Path, tmp_pa
     (tmp_path / "first.txt").write_text("\n".join(ids_of(folder, 0, 3)))
     (tmp_path / "later.txt").write_text("\n".join([*ids_of(folder, 0, 5)[3:], *ids_of(folder, 2, 2)]))
     for number, options in enumerate((("--client", 1), ("--samples", tmp_path / "first.txt"))):
-        told(ease, "request", "add", folder, *options, "--approve", "--id", f"first-{number}")
-    told(ease, "work", folder)
-    assert len(told(ease, "purge", folder)["purged"]) == 2
+        run_json(ease, "request", "add", folder, *options, "--approve", "--id", f"first-{number}")
+    run_json(ease, "work", folder)
+    assert len(run_json(ease, "purge", folder)["purged"]) == 2
     for id, options in {
         "samples": ("--samples", tmp_path / "later.txt"),
         "class": ("--class", 2),
         "client": ("--client", 3),
     }.items():
-        told(ease, "request", "add", folder, *options, "--approve", "--id", id)
-    finished = told(ease, "work", folder)["finished"]
+        run_json(ease, "request", "add", folder, *options, "--approve", "--id", id)
+    finished = run_json(ease, "work", folder)["finished"]
     assert [(each["ids"], each["state"]) for each in finished] == [
         (["samples"], "done"),
         (["class"], "done"),
@@ -136,7 +136,7 @@ def test_later_requests_and_rounds_work_after_a_purge(ease, folder: Path, tmp_pa
     assert more_rounds(ease, folder, 5).code == 0
     history = Run.load(folder).history
     assert history.clients(5) == [0, 2]
-    assert len(told(ease, "purge", folder)["purged"]) == 3  # rounds 4 and 5 began from the last release and stay
+    assert len(run_json(ease, "purge", folder)["purged"]) == 3  # rounds 4 and 5 began from the last release and stay
     history.verify()
     assert more_rounds(ease, folder, 6).code == 0 and ease("export", folder).code == 0
 
@@ -166,7 +166,7 @@ def test_where_clients_keep_their_history_the_leaving_ones_disk_goes(small, ease
     (done,) = purge_released(tmp_path / "run")
     assert not (tmp_path / "run" / "clients" / "00001").exists() and (tmp_path / "run" / "clients" / "00002").exists()
     assert any(line.what == "rounds" for line in done.stayed)
-    assert told(ease, "forget", tmp_path / "run", "--client", 2)["id"] == "client-2"
+    assert run_json(ease, "forget", tmp_path / "run", "--client", 2)["id"] == "client-2"
 
 
 # --- what a purged run still answers ---
@@ -186,10 +186,10 @@ def test_what_needs_the_model_before_is_refused_in_one_line(ease, folder: Path) 
 
 
 def test_only_what_is_old_enough_is_purged(ease, folder: Path) -> None:
-    told(ease, "request", "add", folder, "--client", 1, "--approve")
-    told(ease, "work", folder, "--set", "purge.after_days=30")
+    run_json(ease, "request", "add", folder, "--client", 1, "--approve")
+    run_json(ease, "work", folder, "--set", "purge.after_days=30")
     assert not read_purges(folder).passes and not list(purge_released(folder, 30))
-    summary = told(ease, "work", folder, "--set", "purge.after_days=0")
+    summary = run_json(ease, "work", folder, "--set", "purge.after_days=0")
     assert len(summary["purged"]) == 1 and not list(purge_released(folder))
 
 
@@ -213,11 +213,11 @@ def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place
     content = [membership.digests[each] for each in (*names, *leaving)]
     (place / "ids.txt").write_text("\n".join(names))
     (run / "policy.toml").write_text("[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = 1\n")
-    told(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "s")
-    told(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
-    told(ease, "work", run)
+    run_json(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "s")
+    run_json(ease, "request", "add", run, "--client", 1, "--approve", "--id", "c")
+    run_json(ease, "work", run)
     cached = list((place / "cache").rglob("*.npy"))
-    told(ease, "purge", run)
+    run_json(ease, "purge", run)
     assert not any(path.exists() for path in cached)
     assert not any(holds(run, each.encode()) for each in content)
     after, _ = Run.load(run).known()
@@ -230,9 +230,9 @@ def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place
     assert not {*names, *leaving} & set(world.evaluator.pairs.ids)
     assert more_rounds(ease, run, 4).code == 0
     assert Run.load(run).history.pairs(4)[0] == len(membership.clients[0].train_ids) - 3
-    result = told(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "again")
+    result = run_json(ease, "request", "add", run, "--samples", place / "ids.txt", "--approve", "--id", "again")
     assert all(each.startswith(PREFIX) for each in result["request"]["ids"])
-    assert "nothing left to forget" in told(ease, "work", run)["finished"][0]["why"]
+    assert "nothing left to forget" in run_json(ease, "work", run)["finished"][0]["why"]
 
 
 def test_marks_are_salted_and_stay_what_they_are() -> None:

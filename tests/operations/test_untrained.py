@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.operations.ledger.test_work import listed, states, told
+from tests.operations.ledger.test_work import listed, run_json, states
 from tests.runs.test_head import FOLDER, draw_photographs
 
 from ease.commands.train import train_run
@@ -77,9 +77,9 @@ def photograph(here: Path, id: str) -> Path:
 
 
 def queue(ease, run: Path, ids: Path, id: str) -> None:
-    added = told(ease, "request", "add", run, "--samples", ids, "--id", id, "--approve")
+    added = run_json(ease, "request", "add", run, "--samples", ids, "--id", id, "--approve")
     assert added["state"] == "approved"
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     assert states(run)[id] == "done"
 
 
@@ -93,7 +93,7 @@ def test_a_pair_outside_training_is_erased_without_a_new_model(ease, here: Path,
     assert trained_of(Run.load(run)).start == before and len(head.releases) == 1
     assert id not in seen(open_world(Run.load(run)))
     assert id not in seen(open_world(Run.load(run), head.gone[0]))  # nor for whoever looks at the request
-    hits = told(ease, "search", run, "a picture", "--count", "60")
+    hits = run_json(ease, "search", run, "a picture", "--count", "60")
     found = {each["id"] for each in hits["found"]["the run's model"]}
     assert id not in found and len(found) > 40
     certificate = ease("certificate", run, "--request", head.releases[0].answer.partition("/")[0])
@@ -102,11 +102,11 @@ def test_a_pair_outside_training_is_erased_without_a_new_model(ease, here: Path,
 
 def test_a_mixed_request_forgets_training_pairs_and_erases_the_others(ease, here: Path, tmp_path: Path) -> None:
     run, wanted = here / "run", one_of_each(here / "run")
-    touches = told(ease, "request", "add", run, "--samples", listed(tmp_path, list(wanted.values())), "--id", "r")
+    touches = run_json(ease, "request", "add", run, "--samples", listed(tmp_path, list(wanted.values())), "--id", "r")
     assert touches["impact"]["untrained"] == {"held_out": 1, "validation": 1, "test": 1}
     assert touches["impact"]["named"] == 1
-    told(ease, "request", "approve", run, "r")
-    told(ease, "work", run)
+    run_json(ease, "request", "approve", run, "r")
+    run_json(ease, "work", run)
     request = Run.load(run).head.gone[0]
     world = open_world(Run.load(run))
     assert set(wanted.values()).isdisjoint(seen(world))
@@ -118,7 +118,7 @@ def test_a_mixed_request_forgets_training_pairs_and_erases_the_others(ease, here
     assert ease("certificate", run, "--request", name, "--out", out).code == 0
     checked = ease("verify", out, "--run", run)
     assert checked.code == 0, checked.out + checked.err
-    page = told(ease, "request", "show", run, "r")
+    page = run_json(ease, "request", "show", run, "r")
     assert page["impact"] is None and page["state"] == "done"
 
 
@@ -147,17 +147,17 @@ def test_the_files_may_be_deleted_and_the_run_stays_usable(ease, here: Path, tmp
     assert ease("search", run, "a picture").code == 0
     marked = members_of(run)
     assert set(wanted.values()).isdisjoint({*marked.test, *marked.validation, *marked.clients[1].validation_ids})
-    assert told(ease, "forget", run, "--client", 2)["metrics"]["test/recall@1"] >= 0
+    assert run_json(ease, "forget", run, "--client", 2)["metrics"]["test/recall@1"] >= 0
 
 
 def test_later_requests_go_on_from_the_same_model(ease, here: Path, tmp_path: Path) -> None:
     """An erasure outside training changes no byte of the next answer."""
     run, wanted = here / "run", one_of_each(here / "run")
-    plain = told(ease, "forget", run, "--client", 2)
+    plain = run_json(ease, "forget", run, "--client", 2)
     expected = sha256(Path(plain["folder"]) / "model.safetensors")
     shutil.rmtree(run / "requests")
     queue(ease, run, listed(tmp_path, [wanted["test"]]), "r")
-    again = told(ease, "forget", run, "--client", 2)
+    again = run_json(ease, "forget", run, "--client", 2)
     assert sha256(Path(again["folder"]) / "model.safetensors") == expected
 
 
@@ -168,15 +168,15 @@ def test_it_can_be_named_once_and_nothing_unknown_with_it(ease, here: Path, tmp_
     queue(ease, run, listed(tmp_path, [wanted["test"]]), "r")
     refused = ease("forget", run, "--samples", listed(tmp_path, [wanted["test"]]), "--method", "retrain")
     assert refused.code == 0  # another answer to the closed request, from the model before it
-    told(ease, "request", "add", run, "--samples", listed(tmp_path, [wanted["test"]]), "--id", "again", "--approve")
-    told(ease, "work", run)
-    page = told(ease, "request", "show", run, "again")
+    run_json(ease, "request", "add", run, "--samples", listed(tmp_path, [wanted["test"]]), "--id", "again", "--approve")
+    run_json(ease, "work", run)
+    page = run_json(ease, "request", "show", run, "again")
     assert page["state"] == "done" and "nothing left" in page["why"]
 
 
 def test_the_held_out_files_of_a_client_that_left_may_vanish(ease, here: Path) -> None:
     run = here / "run"
-    name = told(ease, "forget", run, "--client", 1)["id"]
+    name = run_json(ease, "forget", run, "--client", 1)["id"]
     release(Run.load(run), name)
     holding = members_of(run).clients[1]
     for id in (*holding.train_ids, *holding.validation_ids):
@@ -186,7 +186,7 @@ def test_the_held_out_files_of_a_client_that_left_may_vanish(ease, here: Path) -
 
 def test_an_audit_of_what_nobody_trained_on_is_refused_in_one_line(ease, here: Path, tmp_path: Path) -> None:
     run = here / "run"
-    name = told(ease, "forget", run, "--samples", listed(tmp_path, [one_of_each(run)["test"]]))["id"]
+    name = run_json(ease, "forget", run, "--samples", listed(tmp_path, [one_of_each(run)["test"]]))["id"]
     refused = ease("audit", run, "--request", name)
     assert refused.code == 2 and "nothing to audit" in refused.err
 

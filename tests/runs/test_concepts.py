@@ -89,48 +89,50 @@ def _with_captions(world: World, *captions: str) -> World:
 
 
 def test_pairs_are_matched_by_what_their_captions_say(world: World) -> None:
-    told = _with_captions(world, "Zebras under the moon.", "one zebra", "a moon", "moons and a zebra")
+    world_of = _with_captions(world, "Zebras under the moon.", "one zebra", "a moon", "moons and a zebra")
     first = world.evaluator.shards[0].train_ids
-    found = match_concept(told, "zebra")
+    found = match_concept(world_of, "zebra")
     assert set(found.ids) == {first[0], first[1], first[3]} == set(found.saying) and found.threshold is None
     assert found.captions[first[1]] == "one zebra" and not set(found.near_misses) & set(found.ids)
-    assert set(match_concept(told, "the zebras and the moon").ids) == {first[0], first[3]}
+    assert set(match_concept(world_of, "the zebras and the moon").ids) == {first[0], first[3]}
     order = [found.scores[each] for each in found.ids]
     assert order == sorted(order, reverse=True)
 
 
 def test_a_threshold_takes_in_what_is_near_and_near_misses_are_the_next(world: World) -> None:
-    told = _with_captions(world, "one zebra")
-    ids = [each for shard in told.evaluator.shards for each in shard.train_ids]
-    every = np.concatenate([shard.train for shard in told.evaluator.shards])
-    near = nearness(told, "zebra", every, every)
+    world_of = _with_captions(world, "one zebra")
+    ids = [each for shard in world_of.evaluator.shards for each in shard.train_ids]
+    every = np.concatenate([shard.train for shard in world_of.evaluator.shards])
+    near = nearness(world_of, "zebra", every, every)
     limit = float(np.sort(near)[-8])
-    found = match_concept(told, "zebra", limit)
-    first = told.evaluator.shards[0].train_ids[0]
+    found = match_concept(world_of, "zebra", limit)
+    first = world_of.evaluator.shards[0].train_ids[0]
     assert set(found.ids) == {each for each, score in zip(ids, near, strict=True) if score >= limit} | {first}
     rest = sorted((-score, each) for each, score in zip(ids, near, strict=True) if each not in found.ids)
     assert {each for _, each in rest[:10]} == set(found.near_misses)
 
 
 def test_pairs_of_an_excluded_phrase_stay_and_longer_words_are_named(world: World) -> None:
-    told = _with_captions(world, "a zebra", "a zebra crossing", "a zebra on a zebra crossing", "zebrafish", "zebrafish")
+    world_of = _with_captions(
+        world, "a zebra", "a zebra crossing", "a zebra on a zebra crossing", "zebrafish", "zebrafish"
+    )
     first = world.evaluator.shards[0].train_ids
-    found = match_concept(told, "zebra", unless=["zebra crossing"])
+    found = match_concept(world_of, "zebra", unless=["zebra crossing"])
     assert set(found.ids) == {first[0], first[2]} and found.related == {"zebrafish": 2}
-    near = match_concept(told, "zebra", -1.0, unless=["zebra crossing"])
+    near = match_concept(world_of, "zebra", -1.0, unless=["zebra crossing"])
     assert first[1] not in near.ids and first[3] in near.ids, "not by nearness either"
     with pytest.raises(UserError, match=r"--except 'zebras': excludes everything"):
-        match_concept(told, "zebra", unless=["zebras"])
+        match_concept(world_of, "zebra", unless=["zebras"])
 
 
 def test_held_out_pairs_are_matched_by_the_same_rule(world: World) -> None:
-    told = _with_captions(world, "one zebra")
-    pairs, changed = told.evaluator.pairs, list(told.evaluator.pairs.captions)
-    shard = told.evaluator.shards[1]
+    world_of = _with_captions(world, "one zebra")
+    pairs, changed = world_of.evaluator.pairs, list(world_of.evaluator.pairs.captions)
+    shard = world_of.evaluator.shards[1]
     changed[shard.validation[1]] = ("zebras", *changed[shard.validation[1]][1:])
-    told = replace(told, evaluator=replace(told.evaluator, pairs=replace(pairs, captions=tuple(changed))))
-    request = SampleRequest(ids=match_concept(told, "zebra").ids, words=("zebra",))
-    found = held_out_matches(told, request)
+    world_of = replace(world_of, evaluator=replace(world_of.evaluator, pairs=replace(pairs, captions=tuple(changed))))
+    request = SampleRequest(ids=match_concept(world_of, "zebra").ids, words=("zebra",))
+    found = held_out_matches(world_of, request)
     assert {client: np.flatnonzero(mask).tolist() for client, mask in found.items() if mask.any()} == {1: [1]}
 
 
@@ -146,9 +148,9 @@ def test_held_out_pairs_are_matched_by_the_same_rule(world: World) -> None:
     ],
 )
 def test_words_that_fit_nothing_are_refused_with_what_would(world: World, words: str, parts: list[str]) -> None:
-    told = _with_captions(world, "one zebra", "a moon")
+    world_of = _with_captions(world, "one zebra", "a moon")
     with pytest.raises(UserError) as refused:
-        match_concept(told, words)
+        match_concept(world_of, words)
     assert all(part in str(refused.value) for part in parts), refused.value
 
 

@@ -228,8 +228,10 @@ def test_a_damaged_cache_is_made_again_and_a_line_says_so(small_config, tmp_path
         flip(path, path.stat().st_size // 2)
         capfd.readouterr()
         again = World.open(config)
-        told = capfd.readouterr().err
-        assert path.name in told and told.count("\n") == 1 and "this part of the cache is made again" in told
+        reported = capfd.readouterr().err
+        assert (
+            path.name in reported and reported.count("\n") == 1 and "this part of the cache is made again" in reported
+        )
         for name, array in vars(again.evaluator.activations).items():
             assert (array == expected[name]).all()
         assert (again.evaluator.centroids == first.evaluator.centroids).all()

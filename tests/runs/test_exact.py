@@ -474,9 +474,9 @@ def test_strengths_are_recorded_and_kept(kept: Site) -> None:
 def test_a_run_forgets_exactly_by_default_and_no_other_way(kept: Site, ease) -> None:
     folder = kept.run.folder
     assert default_method(kept.run) == Exact()
-    told = ease("forget", folder, "--client", "1", "--quiet")
-    assert "audit:" not in told.out, "an exact answer can always be audited"
-    assert told.code == 0 and (folder / "requests" / "client-1" / "exact" / "record.json").is_file()
+    reported = ease("forget", folder, "--client", "1", "--quiet")
+    assert "audit:" not in reported.out, "an exact answer can always be audited"
+    assert reported.code == 0 and (folder / "requests" / "client-1" / "exact" / "record.json").is_file()
     for name in sorted(set(METHODS) - {"exact", "retrain"}):
         refused = ease("forget", folder, "--client", "1", "--method", name)
         assert refused.code == 2

@@ -228,7 +228,7 @@ def test_an_answer_that_a_release_overtook_says_so_and_what_to_do(ease, trained:
         answered(ease, trained, "--client", client)
     release(Run.load(trained), "client-1")
     overtaken = trained / "requests" / "client-2" / "ease"
-    told = (
+    reported = (
         f"{overtaken}: this answer began from the model before client-1/ease was released, and the run goes on from "
         "that release; delete the folder, and run `ease forget` again if the request still stands"
     )
@@ -237,7 +237,7 @@ def test_an_answer_that_a_release_overtook_says_so_and_what_to_do(ease, trained:
         ease("release", trained, "--request", "client-2"),
         ease("forget", trained, "--client", 2),
     ):
-        assert result.code == 2 and told in " ".join(result.err.split()) and "trained beyond" not in result.err
+        assert result.code == 2 and reported in " ".join(result.err.split()) and "trained beyond" not in result.err
     shutil.rmtree(overtaken)
     record = answered(ease, trained, "--client", 2)
     assert record["trained_sha256"] == start_hash(Run.load(trained))

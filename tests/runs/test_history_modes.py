@@ -39,7 +39,7 @@ from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import sha256, write_json
 from ease.studies.overlap import client_overlap
-from ease.testing import Posted, Spy
+from ease.testing import Encoding, Spy
 
 GROUNDS: Mapping[str, tuple[str, ...]] = {
     "all": (),
@@ -218,7 +218,7 @@ def test_both_histories_give_the_same_contribution_to_rounding(both, ground: str
 def played(run: Run, world: World, request: Request) -> tuple[Params, Spy, Metered]:
     """EASE between bytes, its jobs and its costs; the states of the training are known to all."""
     trained = trained_of(run)
-    spy = Spy(Posted(run.hosted(world).federation))
+    spy = Spy(Encoding(run.hosted(world).federation))
     metered = Metered(spy, (trained.start,))
     *_, last = Ease().unlearn(trained, request, metered)
     assert not spy.inner.altered  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ def test_the_server_works_without_the_clients_folders(both, tmp_path, name: str)
     request, folder = runs.requests()[name], Path(shutil.copytree(runs.client.folder, tmp_path / "server"))
     shutil.move(folder / "clients", tmp_path / "elsewhere")
     federation = runs.world.with_disks(tmp_path / "elsewhere").federation
-    *_, apart = Ease().unlearn(trained_of(Run.load(folder)), request, Posted(federation))
+    *_, apart = Ease().unlearn(trained_of(Run.load(folder)), request, Encoding(federation))
     together, _, _ = played(runs.client, runs.world, request)
     assert apart.state == together
 

@@ -32,7 +32,7 @@ from ease.runs.resolve import request_id
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.studies.overlap import client_overlap
-from ease.testing import Posted, Spy
+from ease.testing import Encoding, Spy
 
 GROUNDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "one round in two": ((), ("training.history_every=2",)),
@@ -88,7 +88,7 @@ def contribution(
     trained: Trained, world: World, request: Request, source: Source = "leaving"
 ) -> tuple[ForgetContribution, list[tuple[int, LocalJob]]]:
     """S of a request, and which client was asked to replay what."""
-    spy = Spy(Posted(world.federation))
+    spy = Spy(Encoding(world.federation))
     found = contribution_of(trained, request, spy, source=source)
     assert not spy.inner.altered  # type: ignore[attr-defined]
     return found, [(client, job) for client, job in spy.asked if job.objective == REPLAY]
@@ -157,8 +157,8 @@ def test_the_training_is_the_same_and_less_of_it_is_stored(both, ground: str) ->
 
 
 def test_a_run_whose_updates_are_all_stored_is_told_as_before(small_config) -> None:
-    told = small_config().model_dump(mode="json")["training"]
-    assert "history_every" not in told
+    reported = small_config().model_dump(mode="json")["training"]
+    assert "history_every" not in reported
     assert small_config("training.history_every=2").model_dump(mode="json")["training"]["history_every"] == 2
     assert small_config("training.history_every=2").identity() != small_config().identity()
 

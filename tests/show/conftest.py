@@ -102,7 +102,7 @@ def make_audit(
     return found | changes
 
 
-def reported(name: str, record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> ReportedAnswer:
+def shown(name: str, record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> ReportedAnswer:
     """An answer from the tables of its files."""
     read = None if audit is None else validate(AuditRecord, audit, "audit.json")
     return ReportedAnswer(name, validate(AnswerRecord, record, "record.json"), read, **changes)
@@ -123,7 +123,7 @@ def alone() -> Callable[..., Contents]:
     """A page of one answer, from the tables of its record and audit."""
 
     def make(record: dict[str, Any], audit: dict[str, Any] | None = None, **changes: Any) -> Contents:
-        return Contents("first", "runs/first", [reported("client-8/ease", record, audit, **changes)])
+        return Contents("first", "runs/first", [shown("client-8/ease", record, audit, **changes)])
 
     return make
 
@@ -146,9 +146,9 @@ def contents() -> Callable[..., Contents]:
         ranks = {"trained": 1.0, "unlearned": 57.0, "retrain": 43.5}
         pairs = [Pair(PIXEL, caption, ranks, False), Pair(PIXEL, "A cup.", ranks, True)]
         answers = [
-            reported("client-8/ease", make_record(delta=delta), make_audit(), pairs=pairs, gallery=386),
-            reported("client-8/finetune", make_record("finetune", blocks=False)),
-            reported("client-8/retrain", make_record("retrain", blocks=False)),
+            shown("client-8/ease", make_record(delta=delta), make_audit(), pairs=pairs, gallery=386),
+            shown("client-8/finetune", make_record("finetune", blocks=False)),
+            shown("client-8/retrain", make_record("retrain", blocks=False)),
         ]
         return Contents("first", "runs/first", answers, bench_results(make_results()))
 

@@ -91,9 +91,9 @@ def test_every_verdict_has_a_plain_sentence(reason: Reason, audit: Make, joint: 
         {"measures": measures, "joint": tests.get(reason), "identity": compared.get(reason)}
     )
     assert verdict.reason is reason
-    told = plainly(verdict)
-    assert (told == PLAIN[reason]) if reason is not Reason.KEPT else ("about 20% of what these pairs" in told)
-    assert not any(word in told for word in ("p =", "band", "rho", "R@"))
+    reported = plainly(verdict)
+    assert (reported == PLAIN[reason]) if reason is not Reason.KEPT else ("about 20% of what these pairs" in reported)
+    assert not any(word in reported for word in ("p =", "band", "rho", "R@"))
 
 
 def test_recall_before_now_and_of_pairs_never_seen(contents: Make) -> None:
@@ -110,9 +110,9 @@ def test_recall_before_now_and_of_pairs_never_seen(contents: Make) -> None:
 
 
 def test_the_same_in_a_sentence_and_which_model_it_is(record: Make, audit: Make) -> None:
-    told = validate(AnswerRecord, record() | {"files": {"model.safetensors": "abc"}}, "record.json")
+    reported = validate(AnswerRecord, record() | {"files": {"model.safetensors": "abc"}}, "record.json")
     opening = overview(
-        told,
+        reported,
         validate(AuditRecord, audit(), "audit.json"),
         None,
         None,

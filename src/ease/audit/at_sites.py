@@ -23,8 +23,8 @@ from ease.audit.preflight import holdings_now
 from ease.audit.records import Gallery, PairRecord
 from ease.audit.relative import relative_test
 from ease.audit.retained import beyond_unseen
-from ease.audit.shadow_runs import SHARES, Plan
-from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, MOST_UNSEEN, RETAINED, TOLD
+from ease.audit.shadow_runs import SHARES, ShadowPlan
+from ease.audit.site_measures import AUDIT, FEWEST_UNSEEN, KINDS, MOST_UNSEEN, NUMBERS, RETAINED
 from ease.audit.strata import strata, stratified
 from ease.audit.verdict import Measure, Verdict, judged_together
 from ease.data.membership import Holding
@@ -51,7 +51,7 @@ JUDGED = {"forget": "held-out/auc", "retain": "retained/auc"}
 """Kind of pairs that are told from held-out ones -> the measure."""
 
 
-def retrain_at_sites(plan: Plan, trained: Trained, engine: Engine, orders: Sequence[int]) -> Iterator[int]:
+def retrain_at_sites(plan: ShadowPlan, trained: Trained, engine: Engine, orders: Sequence[int]) -> Iterator[int]:
     """Retrain at the nodes in other orders of the data and store the models; yields ticks.
 
     All clients take part in every round: a retraining that lacks one is none of this federation. Their answers are
@@ -70,20 +70,20 @@ def retrain_at_sites(plan: Plan, trained: Trained, engine: Engine, orders: Seque
         shutil.rmtree(journal, ignore_errors=True)
 
 
-Told = Mapping[int, Mapping[str, np.ndarray]]
+ClientReadings = Mapping[int, Mapping[str, np.ndarray]]
 """Client -> `KIND/NUMBER` -> values [pairs]."""
 
 
 @dataclass(frozen=True)
-class SiteLook:
+class SiteReadings:
     """The readings of one model: by clients on their pairs, and by the server on test pairs."""
 
-    told: Told
+    readings: ClientReadings
     recalls: Mapping[str, GalleryRecall]
 
     def all(self, kind: str, name: str) -> np.ndarray:
         """One statistic of all pairs of a kind, client after client."""
-        return np.concatenate([values[f"{kind}/{name}"] for _, values in sorted(self.told.items())])
+        return np.concatenate([values[f"{kind}/{name}"] for _, values in sorted(self.readings.items())])
 
     def standing(self, kind: str) -> Standing:
         return Standing(self.all(kind, "rank"), self.all(kind, "margin"))
@@ -122,8 +122,8 @@ def retained_recalls(
     found = list[float | None]()
     for state in states:
         ranks = [answer.values["retain/rank"] for answer in federation.run(state, job, able) if answer.values]
-        told = torch.cat(ranks) if ranks else torch.zeros(0)
-        found.append(100 * float((told < 1.5).double().mean()) if len(told) else None)
+        readings = torch.cat(ranks) if ranks else torch.zeros(0)
+        found.append(100 * float((readings < 1.5).double().mean()) if len(readings) else None)
     return tuple(found)
 
 
@@ -143,7 +143,7 @@ class AtSites(References):
         odds = {name: look.all("forget", "log_odds") for name, look in looks.items()}
         similar = {name: torch.from_numpy(look.all("forget", "cosine")) for name, look in looks.items()}
         recalls = retrieval({name: look.recalls for name, look in looks.items()}, self._sets)
-        held, apart = self._held(looks, odds), [self._told_apart(kind, looks) for kind in JUDGED]
+        held, apart = self._held(looks, odds), [self._attacked(kind, looks) for kind in JUDGED]
         measures = [*held, *(each for each in recalls if not self.few or each.name in RECALLS)]
         if not self.few:
             seed = self.world.config.seed
@@ -190,31 +190,31 @@ class AtSites(References):
     # Asking
 
     @cached_property
-    def _known(self) -> dict[str, SiteLook]:
+    def _known(self) -> dict[str, SiteReadings]:
         """Readings of the models that every result is compared with, taken once."""
         return {name: self._look(state) for name, state in self._models.items()}
 
     @cached_property
-    def _at_start(self) -> SiteLook:
+    def _at_start(self) -> SiteReadings:
         """Readings of the start state: how hard pairs are before training."""
         return self._look(self.trained.initial)
 
-    def _look(self, state: Params) -> SiteLook:
+    def _look(self, state: Params) -> SiteReadings:
         job = _job(self.world, self.request, self._retained)
-        told = {
+        readings = {
             answer.client: {name: values.double().numpy() for name, values in answer.values.items()}
             for answer in self.federation.run(state, job, sorted(self._counts))
         }
         for client, counts in self._counts.items():
             for kind in KINDS:
-                for name in TOLD:
-                    count = len(told[client][f"{kind}/{name}"])
+                for name in NUMBERS:
+                    count = len(readings[client][f"{kind}/{name}"])
                     if count != counts[kind]:
                         raise UserError(
                             f"client {client}: tells of {count} {kind} pairs, and the run knows of {counts[kind]}; "
                             "give its node the run's data"
                         )
-        return SiteLook(told, self.recalls_of(state))
+        return SiteReadings(readings, self.recalls_of(state))
 
     @cached_property
     def _asked(self) -> dict[int, Holding]:
@@ -246,7 +246,7 @@ class AtSites(References):
 
     # Measures
 
-    def _held(self, looks: Mapping[str, SiteLook], odds: Mapping[str, np.ndarray]) -> list[Measure]:
+    def _held(self, looks: Mapping[str, SiteReadings], odds: Mapping[str, np.ndarray]) -> list[Measure]:
         """Mean ranks of forget and retained pairs in their galleries."""
         largest = 1 + max(min(len(each.validation_ids), MOST_UNSEEN) for each in self._asked.values())
         standings = {name: look.standing("forget") for name, look in looks.items()}
@@ -260,9 +260,9 @@ class AtSites(References):
             found.append(Measure.of("retained/rank", ranks, 0.5 / count, note, (0, float(np.log2(largest)))))
         return found
 
-    def _told_apart(self, kind: str, looks: Mapping[str, SiteLook]) -> tuple[list[Measure], Records]:
+    def _attacked(self, kind: str, looks: Mapping[str, SiteReadings]) -> tuple[list[Measure], Records]:
         """AUC of pairs of a kind against similar held-out pairs of the same client."""
-        start, judged, name = self._at_start.told, {}, JUDGED[kind]
+        start, judged, name = self._at_start.readings, {}, JUDGED[kind]
         like = {client: self._like(kind, counts) for client, counts in self._counts.items()}
         able = [
             client
@@ -276,7 +276,7 @@ class AtSites(References):
         for model, look in looks.items():
             scores = [
                 beyond_unseen(
-                    *(of[client][f"{each}/log_odds"] for each in (kind, like[client]) for of in (look.told, start))
+                    *(of[client][f"{each}/log_odds"] for each in (kind, like[client]) for of in (look.readings, start))
                 )
                 for client in able
             ]
@@ -292,9 +292,9 @@ class AtSites(References):
         """Which held-out pairs resemble a kind; for class requests retained pairs are of other classes."""
         return "held_out" if kind == "forget" or not counts["unseen"] else "unseen"
 
-    def _pairs(self, looks: Mapping[str, SiteLook]) -> tuple[PairRecord, ...]:
+    def _pairs(self, looks: Mapping[str, SiteReadings]) -> tuple[PairRecord, ...]:
         """Records of a few pairs under each model."""
-        numbers = {name: {each: look.all("forget", each) for each in TOLD} for name, look in looks.items()}
+        numbers = {name: {each: look.all("forget", each) for each in NUMBERS} for name, look in looks.items()}
 
         def of(number: str, row: int) -> dict[str, float]:
             return {name: float(values[number][row]) for name, values in numbers.items()}

@@ -25,9 +25,9 @@ FEWEST_CANARIES = 16
 """With fewer, even guesses that are all right show little."""
 MOST_RETAINED = 500
 """Retained pairs that are attacked."""
-TOLD = ("trained", "unlearned", "retrain")
+REPORTED_MODELS = ("trained", "unlearned", "retrain")
 """Models of which every attack is told; the others are attacked for the verdict alone, by those that it takes."""
-Judged = Mapping[str, AttackResult]
+ResultsByModel = Mapping[str, AttackResult]
 """Model -> what an attack says of it."""
 Records = dict[str, dict[str, AttackRecord]]
 """Attack -> model -> what it says."""
@@ -44,7 +44,7 @@ class Attacked:
 
 
 @dataclass(frozen=True)
-class Stayed:
+class OnRetained:
     """Result of the attack on retained pairs; empty if too few unseen pairs resemble them."""
 
     measures: list[Measure]
@@ -72,7 +72,7 @@ def attack_all(attacker: Attacker, targets: Mapping[str, tuple[Readings, Reading
         each: {
             name: attacker.judge(each, *of)
             for name, of in targets.items()
-            if each in (attack, informed, "rmia") or name in TOLD
+            if each in (attack, informed, "rmia") or name in REPORTED_MODELS
         }
         for each in (*attacker.attacks(), *attacker.informed_attacks())
     }
@@ -109,7 +109,7 @@ def attack_retained(
     reads: Mapping[str, Readings],
     chosen: np.ndarray,
     held: Mapping[str, np.ndarray],
-) -> Stayed:
+) -> OnRetained:
     """Attack retained pairs: distinguish them from unseen pairs of the same classes, under each model.
 
     `reads` are of the subjects and `held` the log-odds of the `chosen` retained pairs.
@@ -119,7 +119,7 @@ def attack_retained(
     unseen = subjects.positions[never]
     like = match_classes(world.evaluator.classes_of(chosen), world.evaluator.classes_of(unseen))
     if min(len(chosen), len(like)) < 2:
-        return Stayed([], {})
+        return OnRetained([], {})
     at_start = [gauge.read(start, positions)["log_odds"] for positions in (chosen, unseen)]
     member = np.arange(len(chosen) + len(like)) < len(chosen)
     judged = {}
@@ -130,7 +130,7 @@ def attack_retained(
         judged[name] = AttackResult(auc(above, above_others[like]), None, 0, scores)
     note = f"{len(chosen)} retained pairs against {len(like)} unseen ones of their classes"
     measure = auc_measure("retained/auc", judged, 1 / len(chosen), note)
-    return Stayed([measure], {"retained": {name: attack_record(found, member) for name, found in judged.items()}})
+    return OnRetained([measure], {"retained": {name: attack_record(found, member) for name, found in judged.items()}})
 
 
 def attack_canaries(
@@ -164,7 +164,7 @@ def attack_canaries(
     return [Measure.of("canaries/epsilon", epsilons, one, note, limits=(0, np.inf))]
 
 
-def auc_measure(name: str, judged: Judged, resolution: float, note: str = "") -> Measure:
+def auc_measure(name: str, judged: ResultsByModel, resolution: float, note: str = "") -> Measure:
     """The AUC of an attack under each model."""
     area = judged["unlearned"].auc
     interval = f"[{area.low:.3f}, {area.high:.3f}]"
@@ -176,7 +176,7 @@ def auc_measure(name: str, judged: Judged, resolution: float, note: str = "") ->
     )
 
 
-def _found(name: str, attack: str, judged: Judged, resolution: float, fpr: float) -> list[Measure]:
+def _found(name: str, attack: str, judged: ResultsByModel, resolution: float, fpr: float) -> list[Measure]:
     """The true-positive rate, if there are enough non-members for a threshold."""
     points = {model: found.tpr for model, found in judged.items() if found.tpr is not None}
     if len(points) < len(judged):
@@ -195,7 +195,7 @@ def _compared(attacker: Attacker, targets: Mapping[str, Readings]) -> dict[str, 
     return {attack: {name: results[attack] for name, results in found.items()} for attack in found["trained"]}
 
 
-def _before_after(compared: Mapping[str, Judged], resolution: float) -> Measure:
+def _before_after(compared: Mapping[str, ResultsByModel], resolution: float) -> Measure:
     both = compared["before-after/both"]
     note = (
         "by the change of log-odds; retraining shows it too, only the difference counts; "

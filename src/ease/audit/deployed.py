@@ -17,7 +17,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from ease.audit.membership import Estimate, auc
-from ease.audit.verdict import Judged
+from ease.audit.verdict import WithComputedFields
 from ease.config import Config
 from ease.errors import UserError
 from ease.requests.request import Request, forget_mask
@@ -55,7 +55,7 @@ class DeployedForm(Config):
     """Of the cosine of a pair, against the float model."""
 
 
-class DeployedAudit(Record, Judged):
+class DeployedAudit(Record, WithComputedFields):
     """`deployed.json` beside an answer."""
 
     format: Literal[1] = 1

@@ -106,14 +106,14 @@ def joint_test(
     effect = (near - origin) / share
     simulated = _Simulated.of(null, effect, least, rng, draws)
     (statistics,) = _statistics(answer[None], _estimated(retrained[None], least), effect)
-    told = np.ones(len(answer), bool) if signed is None else signed
+    tested = np.ones(len(answer), bool) if signed is None else signed
     power = tuple((share, simulated.refused(measures - origin, level)) for share, measures in kept[1:])
     return JointTest(
         p_value=simulated.p_value(statistics),
         level=level,
         retrained=null.models,
         measures=len(answer),
-        trace=_trace(answer[told], retrained[:, told], least[told], effect[told]),
+        trace=_trace(answer[tested], retrained[:, tested], least[tested], effect[tested]),
         power=power,
         smallest_caught=_smallest_caught(power),
     )

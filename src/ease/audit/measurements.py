@@ -59,7 +59,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Look:
+class ModelReadings:
     """The readings of one model."""
 
     read: Readings
@@ -122,7 +122,7 @@ class Instruments(References):
         other.__dict__["_known"] = self._known  # where a cached property keeps what it found
         return other
 
-    def _measured(self, answer: Params, looks: Mapping[str, Look]) -> Measured:
+    def _measured(self, answer: Params, looks: Mapping[str, ModelReadings]) -> Measured:
         models = {**self._models, "unlearned": answer}
         reads = {name: look.read for name, look in looks.items()}
         similar = {name: look.similar for name, look in looks.items()}
@@ -168,7 +168,7 @@ class Instruments(References):
         return strata(self.world.server.membership.clients, chosen)
 
     @cached_property
-    def _known(self) -> dict[str, Look]:
+    def _known(self) -> dict[str, ModelReadings]:
         """Readings of the models that every result is compared with, taken once."""
         return self._look(self._models)
 
@@ -177,14 +177,14 @@ class Instruments(References):
         """The readings that attacks get; always the same objects, so that each is attacked once."""
         return {name: self.subjects.split(look.read) for name, look in self._known.items()}
 
-    def _look(self, models: Mapping[str, Params]) -> dict[str, Look]:
+    def _look(self, models: Mapping[str, Params]) -> dict[str, ModelReadings]:
         every = np.concatenate([self.subjects.positions, self._retained])
         reads = {name: self.gauge.read(state, every) for name, state in models.items()}
         odds = {name: read["log_odds"] for name, read in reads.items()}
         curves = self._relearning({name: state for name, state in models.items() if name != "trained"}, odds)
         count = len(self.subjects.positions)
         return {
-            name: Look(
+            name: ModelReadings(
                 {statistic: values[:count] for statistic, values in reads[name].items()},
                 odds[name][count:],
                 similarities(self.world, state, self.sets["forget"]),
@@ -293,7 +293,7 @@ def distribution(forget: Mapping[str, np.ndarray], seed: int) -> Measure:
     return Measure.of("ks/distance", values, 1 / members, note, at_most=True)
 
 
-def _came_back(taught: str, looks: Mapping[str, Look]) -> Measure:
+def _came_back(taught: str, looks: Mapping[str, ModelReadings]) -> Measure:
     shares = {name: look.curves[taught].share_back for name, look in looks.items() if look.curves}
     return Measure.of(f"relearn/{taught}/share", shares, limits=(-np.inf, np.inf), at_most=True)
 

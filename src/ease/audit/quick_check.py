@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 
 from ease.audit.membership import Estimate
 from ease.audit.membership_scores import FEWEST, Scores, adjusted_gap, comparable, measure_scores
-from ease.audit.verdict import Judged
+from ease.audit.verdict import WithComputedFields
 from ease.config import Config
 from ease.data.partition import joint_embedding
 from ease.errors import UserError
@@ -63,7 +63,7 @@ class Level(Config):
     """Forget pairs above where they are expected, with its 98 % interval."""
 
 
-class QuickCheck(MethodRecord, Judged):
+class QuickCheck(MethodRecord, WithComputedFields):
     """The record of a quick check, `quick.json` beside the result."""
 
     remedy: ClassVar[str] = "delete it and run `ease audit --quick` again"

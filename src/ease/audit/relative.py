@@ -13,7 +13,7 @@ from pydantic import computed_field
 from scipy.special import stdtrit
 
 from ease.audit.membership import Estimate
-from ease.audit.verdict import Judged
+from ease.audit.verdict import WithComputedFields
 
 HALFWAY = 0.5
 FEWEST_RETRAINED = 3
@@ -23,7 +23,7 @@ FEWEST_PAIRS = 8
 Closer = Literal["retrained", "trained", "undecided"]
 
 
-class RelativeTest(Judged):
+class RelativeTest(WithComputedFields):
     """Where a model lies between retrained models (0) and the trained one (1), by the log-odds of the forget pairs."""
 
     pairs: int

@@ -25,7 +25,7 @@ from ease.audit.few_pairs import OneByOne
 from ease.audit.measurements import Instruments, Measured
 from ease.audit.preflight import check_sites, fitted_pool
 from ease.audit.records import AuditRecord, Costs
-from ease.audit.shadow_runs import SHARES, Plan, attacker_of, make_shadows, plan_of, remove_scratch, train_share
+from ease.audit.shadow_runs import SHARES, ShadowPlan, attacker_of, make_shadows, plan_of, remove_scratch, train_share
 from ease.audit.subjects import Subjects
 from ease.errors import UserError
 from ease.federation.middleware import Guarded
@@ -87,7 +87,7 @@ class Audit:
         return fitted_pool(self.world, self.request, self.config.pool)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> ShadowPlan:
         return plan_of(self.run, self.world, self.request, self.method, self.pool)
 
     @cached_property
@@ -260,8 +260,8 @@ class AuditBatch:
         return self.audits[0]
 
     @cached_property
-    def plan(self) -> Plan:
-        return replace(self.first.plan, beside=tuple(audit.method for audit in self.audits[1:]))
+    def plan(self) -> ShadowPlan:
+        return replace(self.first.plan, other_methods=tuple(audit.method for audit in self.audits[1:]))
 
     def missing(self) -> tuple[list[int], list[int]]:
         """Shadows that some method lacks, and missing retraining orders."""

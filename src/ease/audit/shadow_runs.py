@@ -59,7 +59,7 @@ Pass = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShadowPlan:
     """Everything that decides the bytes of retrainings and shadows, and where they are kept.
 
     What one request's audits have in common is stored once, whatever the method: retrainings, which know of no pool
@@ -82,15 +82,15 @@ class Plan:
     pool: int
     folder: Path
     """Of the run."""
-    beside: tuple[Unlearner, ...] = ()
+    other_methods: tuple[Unlearner, ...] = ()
     """Further methods that are audited with it: the shadows go through each, from one training."""
     many: tuple[int, int] | None = None
     """Bytes of a state and number of clients, on a device that takes as many shadows in one pass as the disk does."""
 
     @property
-    def each(self) -> tuple["Plan", ...]:
+    def each(self) -> tuple["ShadowPlan", ...]:
         """The plan of every method."""
-        return tuple(replace(self, method=method, beside=()) for method in (self.method, *self.beside))
+        return tuple(replace(self, method=method, other_methods=()) for method in (self.method, *self.other_methods))
 
     @property
     def key(self) -> str:
@@ -204,18 +204,18 @@ class Plan:
         self._passes_path.unlink(missing_ok=True)
 
 
-Share = tuple[Plan, Sequence[int], Sequence[int]]
+Share = tuple[ShadowPlan, Sequence[int], Sequence[int]]
 """What one process makes: some shadows and some retraining orders of a plan."""
 
 
-def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> Plan:
+def plan_of(run: Run, world: World, request: Request, method: Unlearner | None, pool: int) -> ShadowPlan:
     trained = trained_of(run, request)
     start = trained.history.record(1).start_sha256
     config = run.config.model_copy(update={"training": trained.training})
     data, many = world.evaluator.pairs.fingerprint, None
     if world.server.device.type != "cpu":
         many = trained.history.initial_path.stat().st_size, len(world.shards)
-    return Plan(config, request, method, trained.gone, start, data, pool, run.folder, many=many)
+    return ShadowPlan(config, request, method, trained.gone, start, data, pool, run.folder, many=many)
 
 
 def gauge_of(world: World, subjects: Subjects) -> Gauge:
@@ -223,7 +223,7 @@ def gauge_of(world: World, subjects: Subjects) -> Gauge:
     return Gauge(seen.model, seen.activations, subjects.pool, world.config.model.temperature, seen.device)
 
 
-def remove_scratch(plan: Plan) -> None:
+def remove_scratch(plan: ShadowPlan) -> None:
     """Delete what a killed process left behind, the clients' updates above all."""
     for scratch in plan.store.glob(f"{LEFTOVER}*/"):
         shutil.rmtree(scratch)
@@ -232,7 +232,7 @@ def remove_scratch(plan: Plan) -> None:
 
 
 def make_shadows(
-    plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
+    plan: ShadowPlan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
 ) -> Iterator[int]:
     """Make what is missing of the named shadows and retrainings, and store it; yields ticks.
 
@@ -246,7 +246,7 @@ def make_shadows(
 
 
 def make_pass(
-    plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
+    plan: ShadowPlan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
 ) -> Iterator[int]:
     """Train what has to be trained of one pass, and let its shadows go through every method that they lack."""
     if orders or any(map(plan.to_train, shadows)):
@@ -256,13 +256,13 @@ def make_pass(
         yield from _unlearn(one, world, subjects, ends)
 
 
-def _end_of(plan: Plan, world: World, shadow: int) -> Ends:
+def _end_of(plan: ShadowPlan, world: World, shadow: int) -> Ends:
     last = Params.load(plan.state_path(shadow))
     return Ends(plan.shadow_store, updates=False, first=world.server.initial(), last=last)
 
 
 def _train_group(
-    plan: Plan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
+    plan: ShadowPlan, world: World, subjects: Subjects, shadows: Sequence[int], orders: Sequence[int]
 ) -> Iterator[int]:
     """Train shadows and retrainings in one pass; where a method reads the history, unlearn before it is gone."""
     config, start, seen = plan.config, world.server.initial(), world.evaluator
@@ -306,7 +306,7 @@ def _train_group(
             yield from _unlearn(one, world, subjects, histories)
 
 
-def _unlearn(plan: Plan, world: World, subjects: Subjects, histories: Mapping[int, History]) -> Iterator[int]:
+def _unlearn(plan: ShadowPlan, world: World, subjects: Subjects, histories: Mapping[int, History]) -> Iterator[int]:
     """Let trained shadows go through the method, and store what is read of them then.
 
     All do, though some may have been stored before the process was killed: in other company they would round otherwise.
@@ -323,7 +323,7 @@ def _unlearn(plan: Plan, world: World, subjects: Subjects, histories: Mapping[in
             yield 1
 
 
-def _trained_shadow(plan: Plan, world: World, subjects: Subjects, shadow: int, history: History) -> Shadow:
+def _trained_shadow(plan: ShadowPlan, world: World, subjects: Subjects, shadow: int, history: History) -> Shadow:
     config = plan.config
     # Its own random numbers: with the target's, a method that starts afresh would end in the target itself.
     seed = stream_seed(config.seed, "shadow", shadow)
@@ -334,7 +334,7 @@ def _trained_shadow(plan: Plan, world: World, subjects: Subjects, shadow: int, h
     return Shadow(_shadow_shards(plan, world, subjects, shadow), trained, request)
 
 
-def _shadow_shards(plan: Plan, world: World, subjects: Subjects, shadow: int) -> tuple[Shard, ...]:
+def _shadow_shards(plan: ShadowPlan, world: World, subjects: Subjects, shadow: int) -> tuple[Shard, ...]:
     inside = subjects.candidates.included(shadow, plan.config.seed)
     return shadow_shards(world.shards, plan.request, subjects.candidates, inside)
 
@@ -363,7 +363,7 @@ def train_share(share: Share) -> Iterator[str]:
     yield from map(str, make_pass(plan, world, Subjects.of(world, plan.request, plan.pool), shadows, orders))
 
 
-def attacker_of(plan: Plan, subjects: Subjects, shadows: int, fpr: float) -> Attacker:
+def attacker_of(plan: ShadowPlan, subjects: Subjects, shadows: int, fpr: float) -> Attacker:
     """The stored shadows' statistics as the attacks take them."""
 
     def table(paths: Sequence[Path]) -> tuple[Readings, Readings]:

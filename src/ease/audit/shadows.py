@@ -28,7 +28,7 @@ from ease.requests.request import Request, SampleRequest, forget_mask
 from ease.seeding import generator
 
 Done = TypeVar("Done")
-Enlisted = tuple[int, Shard, LocalTraining]
+AssignedTraining = tuple[int, Shard, LocalTraining]
 """A local training to be done: for which federation, for which of its clients, and what."""
 
 
@@ -77,7 +77,7 @@ def train_federations(
     captions, group_size = examples.captions, GroupSize.on(device)
     states = [start] * len(federations)
     for number in range(1, training.rounds + 1):
-        trainings: list[Enlisted] = []
+        trainings: list[AssignedTraining] = []
         for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
             job = training.job(number, seed, temperature, stream)
             clients = {shard.client: shard for shard in shards}
@@ -111,7 +111,7 @@ def on_all_cores(work: Callable[..., Done], each: Iterable[tuple[Any, ...]], dev
         torch.set_num_threads(before)
 
 
-def _groups(trainings: list[Enlisted], device: torch.device) -> list[list[Enlisted]]:
+def _groups(trainings: list[AssignedTraining], device: torch.device) -> list[list[AssignedTraining]]:
     """On a CPU the same client of all federations, whose batches are alike and need no padding; on a GPU everything."""
     if device.type != "cpu":
         return [trainings]

@@ -12,7 +12,7 @@ from ease.data.examples import Chosen, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.client_pool import Asked, SharedPool, can_share, vectorized_updates_from
+from ease.federation.client_pool import ClientJob, SharedPool, can_share, vectorized_updates_from
 from ease.federation.local import can_measure_vectorized, measure_vectorized, work
 from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import Composite, objective
@@ -112,51 +112,51 @@ class SideBySide:
 
     def unlearn(self, jobs: Sequence[Work]) -> list[Params]:
         """Where each of them ends, given to its own federation; the first mistake is everyone's."""
-        desks = [
+        lanes = [
             _SharedFederation(
                 {client: frozenset(self.pool.clients[key].shard.train_ids) for client, key in keys.items()}
             )
             for keys in self.keys
         ]
-        for desk, job in zip(desks, jobs, strict=True):
-            desk.begin(job)
+        for lane, job in zip(lanes, jobs, strict=True):
+            lane.begin(job)
         try:
-            self._all_day(desks)
+            self._run_all(lanes)
         finally:
-            for desk in desks:
-                if desk.ended is None:
-                    desk.abandoned = True
-                    desk.wake()
-        ends = [desk.ended for desk in desks]
+            for lane in lanes:
+                if lane.ended is None:
+                    lane.abandoned = True
+                    lane.wake()
+        ends = [lane.ended for lane in lanes]
         assert all(isinstance(end, Params) for end in ends)  # whatever else they are was raised
         return [end for end in ends if isinstance(end, Params)]
 
-    def _all_day(self, desks: Sequence[_SharedFederation]) -> None:
+    def _run_all(self, lanes: Sequence[_SharedFederation]) -> None:
         while True:
-            for desk in desks:
-                if desk.ended is None:
-                    desk.wake()
-                if isinstance(desk.ended, BaseException):
-                    raise desk.ended
-            waiting = {number: desk.asked for number, desk in enumerate(desks) if desk.asked and desk.ended is None}
+            for lane in lanes:
+                if lane.ended is None:
+                    lane.wake()
+                if isinstance(lane.ended, BaseException):
+                    raise lane.ended
+            waiting = {number: lane.asked for number, lane in enumerate(lanes) if lane.asked and lane.ended is None}
             if not waiting:
                 return
             for number, answers in self._answered(waiting).items():
-                desks[number].answers = answers
+                lanes[number].answers = answers
 
     def _answered(self, waiting: Mapping[int, tuple[Params, dict[int, LocalJob]]]) -> dict[int, list[Update]]:
         """Number of a federation -> its clients' answers, in the order in which they were asked."""
-        asked: list[Asked] = [
+        asked: list[ClientJob] = [
             (self.keys[number][client], state, job)
             for number, (state, jobs) in waiting.items()
             for client, job in jobs.items()
         ]
         updates: dict[int, Update] = {}
-        shared: dict[LocalJob, list[Asked]] = {}
-        measured: dict[tuple[int, str], list[Asked]] = {}
+        shared: dict[LocalJob, list[ClientJob]] = {}
+        measured: dict[tuple[int, str], list[ClientJob]] = {}
         for key, state, job in asked:
             if can_share(state, job):
-                shared.setdefault(_alike(job), []).append((key, state, job))
+                shared.setdefault(_shared_job(job), []).append((key, state, job))
             elif can_measure_vectorized(job, self.pool.examples.device):
                 measured.setdefault((id(state), job.objective), []).append((key, state, job))
             else:
@@ -173,7 +173,7 @@ class SideBySide:
             for number, (_, jobs) in waiting.items()
         }
 
-    def _groups(self, entries: list[Asked]) -> list[list[Asked]]:
+    def _groups(self, entries: list[ClientJob]) -> list[list[ClientJob]]:
         """On a CPU the same client of all federations, whose batches are alike and need no padding.
 
         Where each is asked for many trainings, as by a replay, elsewhere too: what all of them answer fills the memory.
@@ -181,12 +181,12 @@ class SideBySide:
         if self.pool.examples.device.type != "cpu" and not isinstance(objective(entries[0][2].objective), Composite):
             return [entries]
 
-        def client(entry: Asked) -> int:
+        def client(entry: ClientJob) -> int:
             return self.pool.clients[entry[0]].shard.client
 
         return [list(group) for _, group in groupby(sorted(entries, key=client), key=client)]
 
 
-def _alike(job: LocalJob) -> LocalJob:
+def _shared_job(job: LocalJob) -> LocalJob:
     """What must be the same for jobs to share a pass: all but the random numbers, which only choose batches."""
     return replace(job.common, seed=0, stream="", round=0)

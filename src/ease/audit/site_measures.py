@@ -27,7 +27,7 @@ from ease.seeding import generator
 AUDIT = "audit"
 KINDS = ("forget", "held_out", "retain", "unseen")
 """Pairs to forget, held-out ones that resemble them, some retained ones, and held-out ones that resemble those."""
-TOLD = ("log_odds", "cosine", "rank", "margin")
+NUMBERS = ("log_odds", "cosine", "rank", "margin")
 """Of each pair: two-way log-odds, similarity of picture and captions, and where it stands in its gallery."""
 MOST_UNSEEN = 128
 """Held-out pairs, at most, that pairs are measured against, and of each kind that are measured themselves."""
@@ -41,7 +41,7 @@ Embedded = tuple[Tensor, Tensor]
 """Image [n, d] and text [n, captions, d]."""
 
 
-def told(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
+def read_site(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """`KIND/NUMBER` -> values [pairs], the pairs in the client's own order; the same ones under every state."""
     assert job.request is not None  # an audit is always about one
     shard, rng = client.shard, generator(job.seed, job.stream, client.shard.client)
@@ -57,19 +57,19 @@ def told(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
         "retain": some(np.flatnonzero(~named), int(job.settings[RETAINED])),
         "unseen": some(np.flatnonzero(~alike), MOST_UNSEEN),
     }
-    found = {f"{kind}/{name}": torch.zeros(0) for kind in KINDS for name in TOLD}
+    found = {f"{kind}/{name}": torch.zeros(0) for kind in KINDS for name in NUMBERS}
     if len(pool) < FEWEST_UNSEEN:
         return found
     against = _embedded(model, params, client.validation, pool)
     for kind, chosen in ((kind, chosen) for kind, chosen in rows.items() if len(chosen)):
         held_out = kind in ("held_out", "unseen")
         pairs = _embedded(model, params, client.validation if held_out else client.train, chosen)
-        read = _left_out(pairs, chosen, against, pool, job) if held_out else stands(pairs, against, job.temperature)
-        found |= {f"{kind}/{name}": torch.from_numpy(read[name]).float() for name in TOLD}
+        read = _left_out(pairs, chosen, against, pool, job) if held_out else read_pairs(pairs, against, job.temperature)
+        found |= {f"{kind}/{name}": torch.from_numpy(read[name]).float() for name in NUMBERS}
     return found
 
 
-def stands(pairs: Embedded, against: Embedded, temperature: float) -> dict[str, np.ndarray]:
+def read_pairs(pairs: Embedded, against: Embedded, temperature: float) -> dict[str, np.ndarray]:
     """Each number of each pair, against a pool of others that is also its gallery.
 
     Log-odds are against the mean over the pool, not its sum: clients hold out more or less.
@@ -100,8 +100,8 @@ def _left_out(
     for place, row in enumerate(rows):
         others = torch.from_numpy(pool != row)
         one = pairs[0][place : place + 1], pairs[1][place : place + 1]
-        read.append(stands(one, (against[0][others], against[1][others]), job.temperature))
-    return {name: np.concatenate([each[name] for each in read]) for name in TOLD}
+        read.append(read_pairs(one, (against[0][others], against[1][others]), job.temperature))
+    return {name: np.concatenate([each[name] for each in read]) for name in NUMBERS}
 
 
 def _embedded(model: DualEncoder, params: Params, examples: Examples, rows: np.ndarray) -> Embedded:
@@ -125,9 +125,9 @@ def expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
     values = {
         f"{kind}/{name}": Value((length,), least=ends[name][0], most=ends[name][1])
         for kind, length in lengths.items()
-        for name in TOLD
+        for name in NUMBERS
     }
     return Expected(values=values, abstains=False)
 
 
-register(AUDIT, Measurement(measure=told, expects=expected, reads=frozenset({"forget", "retain"}), passes=1 / 3))
+register(AUDIT, Measurement(measure=read_site, expects=expected, reads=frozenset({"forget", "retain"}), passes=1 / 3))

@@ -46,7 +46,7 @@ TITLES = {
 """What measures are called in tables and sentences; recalls are called after their pairs."""
 
 
-class Judged(Config):
+class WithComputedFields(Config):
     """A record that stores its computed fields for other readers and computes them again when it is read."""
 
     @model_validator(mode="before")
@@ -57,7 +57,7 @@ class Judged(Config):
         return {name: value for name, value in table.items() if name not in cls.model_computed_fields}
 
 
-class Measure(Judged):
+class Measure(WithComputedFields):
     """One measured value of a result, and its values for other models."""
 
     name: str
@@ -175,7 +175,7 @@ class Reason(StrEnum):
     NO_SIGNAL = "no signal"
 
 
-class Verdict(Judged):
+class Verdict(WithComputedFields):
     """The conclusion of an audit."""
 
     measures: tuple[Measure, ...]

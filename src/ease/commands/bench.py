@@ -13,7 +13,7 @@ from ease.events import emit_artefact, emit_metrics, emit_start
 from ease.runs.records import read_record, write_record
 from ease.runs.workers import default_processes
 from ease.show.figures import draw, encode
-from ease.show.leaderboard import Standing, as_csv, as_html, leaderboard, told
+from ease.show.leaderboard import Standing, as_csv, as_html, cell, leaderboard
 from ease.show.paper_tables import paper_latex
 from ease.show.tables import (
     FORGET,
@@ -22,13 +22,13 @@ from ease.show.tables import (
     Sheet,
     caveats,
     columns_of,
+    difference_text,
     figures,
     latex,
     markdown,
     paired,
     reference_of,
     sheets,
-    told_difference,
 )
 from ease.storage import write_atomic
 from ease.studies.bench import bench, results
@@ -69,14 +69,14 @@ def _sheet_tables(sheet: Sheet) -> Iterator[RenderableType]:
     if "sum of gaps" in columns:
         recalled["sum"] = [_bold(f.value, f) if f else "" for f in figures(sheet, columns["sum of gaps"])]
     yield _table(f"{sheet.name}: recall", labels | recalled, CAPTION)
-    told = {
+    cells = {
         n: [_bold(f.value, f) if f else "" for f in figures(sheet, columns[t])]
         for t, n in VALUES.items()
         if t in columns
     }
-    told |= {n: [f.note if f else "" for f in figures(sheet, columns[t])] for t, n in SHARES.items() if t in columns}
-    if told:
-        yield _table(f"{sheet.name}: attacks and cost", labels | told, COSTS)
+    cells |= {n: [f.note if f else "" for f in figures(sheet, columns[t])] for t, n in SHARES.items() if t in columns}
+    if cells:
+        yield _table(f"{sheet.name}: attacks and cost", labels | cells, COSTS)
 
 
 def _paired_table(results: BenchResults) -> Iterator[RenderableType]:
@@ -87,8 +87,8 @@ def _paired_table(results: BenchResults) -> Iterator[RenderableType]:
         return
     shown: dict[str, Sequence[str | Text]] = {"": methods}
     for name, of in found.items():
-        told = {each.method: Text(told_difference(each), "bold" if each.clear else "") for each in of}
-        shown[name] = [told.get(method, "") for method in methods]
+        cells = {each.method: Text(difference_text(each), "bold" if each.clear else "") for each in of}
+        shown[name] = [cells.get(method, "") for method in methods]
     units = max(each.units for of in found.values() for each in of)
     counted = f"{results.seeds} seed{'s' if results.seeds > 1 else ''}"
     caption = (
@@ -143,7 +143,7 @@ class LeaderboardSummary(Config):
         for request in dict.fromkeys(each.request for each in self.standings):
             here = [each for each in self.standings if each.request == request]
             rows = [
-                [f"{each.method} ({each.experiment})", *(told(each, column) for column in columns)] for each in here
+                [f"{each.method} ({each.experiment})", *(cell(each, column) for column in columns)] for each in here
             ]
             yield table(f"{request.capitalize()} request", ["", "rank", "sum", "forget", "FLOPs"], rows, fold=True)
         yield f"written: {', '.join(map(str, self.files))}"

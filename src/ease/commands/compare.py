@@ -183,7 +183,7 @@ def compare_run(config: RunConfig, scenario: Scenario, folder: Path, pairs: int,
 # --- the demonstration ---
 
 
-class Compared(Config):
+class DemoRow(Config):
     """One model of a demonstration."""
 
     scenario: str
@@ -200,7 +200,7 @@ class DemoSummary(Config):
     """`ease demo`: several methods on one request, for each model with retraining as the reference."""
 
     training: TrainSummary
-    rows: tuple[Compared, ...]
+    rows: tuple[DemoRow, ...]
     contribution: ContributionNotes | None
     """What `ease` subtracted."""
     page: Path
@@ -226,7 +226,7 @@ class DemoSummary(Config):
         yield labelled("page", str(self.page))
 
 
-def _comparison_row(row: Compared, retrain: Metrics, most: Metrics) -> list[str]:
+def _comparison_row(row: DemoRow, retrain: Metrics, most: Metrics) -> list[str]:
     """A model's figures beside retraining of its kind; what it cost is a share of `most`."""
     metrics, method = row.metrics, row.method
     keys = ("forget/recall@1", "forget/recall@10", "retain/recall@1", "test/recall@1")
@@ -259,7 +259,7 @@ def demo_run(config: RunConfig, scenario: Scenario, out: Path, quiet: bool) -> D
     return DemoSummary(training=trained, rows=tuple(rows), contribution=ease.record().contribution, page=page)
 
 
-def compared(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> list[Compared]:
+def compared(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlearner], quiet: bool) -> list[DemoRow]:
     """One request answered by several methods, retraining among them: a row for each, and one for the trained model."""
     request = scenario_request(world, scenario, run.config.seed)
     trained = trained_of(run)
@@ -271,9 +271,9 @@ def compared(run: Run, world: World, scenario: Scenario, methods: Sequence[Unlea
     before = similarities(world, trained.final, sets["forget"])
     goal = similarities(world, reference.model(), sets["forget"])
 
-    def row(method: str, metrics: Metrics) -> Compared:
+    def row(method: str, metrics: Metrics) -> DemoRow:
         kind = model_words(run.config)
-        return Compared(scenario=scenario, seed=run.config.seed, model=kind, method=method, metrics=metrics)
+        return DemoRow(scenario=scenario, seed=run.config.seed, model=kind, method=method, metrics=metrics)
 
     rows = [row("trained", {**measure(world, trained.final, sets), **traffic(run), "cost/seconds": 0.0, "rho": 1.0})]
     for method, stored in answers.items():

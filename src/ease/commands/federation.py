@@ -42,7 +42,7 @@ from ease.federation.flower import SERVER, Flower
 from ease.federation.launch import FlowerServer, die_with_parent, free_port, start_supernode, stop
 from ease.federation.node import Node, Policy, closed_pairs, listen, private_folder, serve
 from ease.federation.question_log import question_log
-from ease.federation.remote import Line, Remote, Sockets, node_socket
+from ease.federation.remote import Remote, Sockets, Transport, node_socket
 from ease.federation.wire import Present
 from ease.methods import import_all
 from ease.model.backbones import Backbone, load_backbone
@@ -53,7 +53,7 @@ from ease.operations.ledger.store import Ledger
 from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
 from ease.runs.workers import default_processes
-from ease.runs.world import World, activations_of, check_apart
+from ease.runs.world import World, activations_of, check_on_site
 
 WATCHING = 5.0
 """Seconds between two checks of a federation."""
@@ -74,7 +74,7 @@ def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None 
     import_all()  # jobs may name the objective of any method
     rules = validate(Policy, read_toml(policy), str(policy)) if policy is not None else Policy()
     if config.partition.on_site:
-        return make_node_apart(config, client, folder, rules, quiet)
+        return make_node_on_site(config, client, folder, rules, quiet)
     world = World.open(config)
     shard = next((each for each in world.shards if each.client == client), None)
     if shard is None:
@@ -93,9 +93,9 @@ def make_node(config: RunConfig, client: int, folder: Path, policy: Path | None 
     )
 
 
-def make_node_apart(config: RunConfig, client: int, folder: Path, rules: Policy, quiet: bool) -> Node:
+def make_node_on_site(config: RunConfig, client: int, folder: Path, rules: Policy, quiet: bool) -> Node:
     """The worker of a client whose pairs no one else opens: its folder is all that it reads."""
-    check_apart(config)
+    check_on_site(config)
     device = choose_device(config.device)
     backbone = load_backbone(config.model.backbone, device)
     check_fits(backbone, config.model)
@@ -136,7 +136,7 @@ def frozen_words(backbone: Backbone, model: DualEncoder, device: torch.device, w
         return tower(states, mask, first)[0].cpu().double().numpy()
 
 
-class Asked(Config):
+class Question(Config):
     """One question that a node was asked."""
 
     model_config = ConfigDict(extra="allow")
@@ -153,11 +153,11 @@ class Asked(Config):
     """Why it was refused. Empty if it was answered."""
 
 
-class AskedSummary(Config):
+class QuestionsSummary(Config):
     """`ease node --audit`: what a node was asked, from its own list."""
 
     path: Path
-    asked: tuple[Asked, ...]
+    asked: tuple[Question, ...]
 
     def render(self) -> Iterator[RenderableType]:
         counts = Counter((each.kind, each.objective, "refused" if each.refused else "answered") for each in self.asked)
@@ -166,11 +166,11 @@ class AskedSummary(Config):
         yield table(title, ["kind", "objective", "", "times"], rows, text_columns=3)
 
 
-def asked_of_node(folder: Path) -> AskedSummary:
+def asked_of_node(folder: Path) -> QuestionsSummary:
     """What the node of this folder was asked so far."""
     log = question_log(folder)
-    asked = tuple(validate(Asked, line, str(log.path)) for line in log.lines())
-    return AskedSummary(path=log.path, asked=asked)
+    asked = tuple(validate(Question, line, str(log.path)) for line in log.lines())
+    return QuestionsSummary(path=log.path, asked=asked)
 
 
 @dataclass(frozen=True)
@@ -523,7 +523,7 @@ def federation_status(folder: Path, run: Path | None) -> FederationStatus:
 
 
 def _status(folder: Path, run: Path | None) -> FederationStatus:
-    line: Line
+    line: Transport
     if (folder / SERVER).is_file():
         line, server = Flower(folder), "answers"
         clients = sorted(read_admitted(folder).by_key().values())

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from ease.commands.requests import someone
 from ease.config import Config
 from ease.console import labelled, status
-from ease.operations.joining import Wish, join
+from ease.operations.joining import JoinRequest, join
 from ease.operations.ledger.records import Consent
 from ease.runs.resolve import read_ids
 from ease.runs.run import Run
@@ -62,9 +62,9 @@ def join_run(
     quiet: bool,
 ) -> JoinSummary:
     ids = frozenset[str]() if samples is None else frozenset(read_ids(samples))
-    wish = Wish(consent, someone(by), site, ids, owner, again_after)
+    join_request = JoinRequest(consent, someone(by), site, ids, owner, again_after)
     with status("preparing data and backbone", quiet):
-        joined = join(Run.load(folder), wish)
+        joined = join(Run.load(folder), join_request)
     holding, given = joined.holding, joined.consent
     assert holding.joined is not None  # only a client that joined has a consent
     return JoinSummary(

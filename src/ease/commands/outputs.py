@@ -12,7 +12,7 @@ from ease.commands.compare import CompareSummary, DemoSummary
 from ease.commands.doctor import DoctorSummary
 from ease.commands.evidence import CertificateSummary, KeysSummary, VerifySummary, WitnessSummary
 from ease.commands.export import ExportSummary
-from ease.commands.federation import AskedSummary, FederationStatus, KeyFiles, KeysList
+from ease.commands.federation import FederationStatus, KeyFiles, KeysList, QuestionsSummary
 from ease.commands.find import FindSummary
 from ease.commands.forget import ForgetSummary, ReleaseSummary
 from ease.commands.joining import JoinSummary
@@ -61,7 +61,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "work": (WorkSummary,),
     "purge": (PurgeSummary,),
     "join": (JoinSummary,),
-    "node": (AskedSummary,),
+    "node": (QuestionsSummary,),
     "search": (SearchSummary,),
     "serve": (ServeSummary,),
     "audit": (AuditSummary, AuditsSummary, QuickSummary, DeployedSummary),

@@ -86,7 +86,7 @@ class Preview(Config):
     def render(self) -> Iterator[RenderableType]:
         yield labelled("would forget", f"{self.meaning}; called {self.id}")
         for match in self.matches:
-            yield labelled("matched", match.told())
+            yield labelled("matched", match.describe())
             if match.related:
                 words = ", ".join(f"{word} ({count})" for word, count in match.related.items())
                 yield labelled("not matched", f"longer words, add --concept for those that are meant: {words}")

@@ -23,7 +23,7 @@ from ease.operations.ledger.retention import Override, purge_released, redact_cl
 from ease.operations.ledger.states import IN_WORK, OPEN
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import Finished, Steps, work
-from ease.operations.purge import Pass
+from ease.operations.purge import PurgePass
 from ease.operations.recipients import read_recipients, to_notify
 from ease.requests.request import Request, in_words
 from ease.requests.tombstones import read_tombstones
@@ -151,7 +151,7 @@ class WorkSummary(Config):
     """`ease work`: the requests that were answered, and what was purged afterwards."""
 
     finished: tuple[Finished, ...]
-    purged: tuple[Pass, ...]
+    purged: tuple[PurgePass, ...]
     to_notify: dict[str, tuple[str, ...]]
     """Request -> recipients of exported models who have to be told that their model contains forgotten pairs."""
 
@@ -184,7 +184,7 @@ class WorkSummary(Config):
 class PurgeSummary(Config):
     """`ease purge`: what was deleted, what was computed again, and what stayed."""
 
-    purged: tuple[Pass, ...]
+    purged: tuple[PurgePass, ...]
 
     def render(self) -> Iterator[RenderableType]:
         if not self.purged:
@@ -261,12 +261,12 @@ def shown_entry(run: Run, id: str, added: bool | None = None) -> EntrySummary:
     if entry.state in OPEN - IN_WORK:
         method = make_method(entry.method["method"], table=entry.method)
         impact = impact_of(run, entry.request, method_for(run, entry.request, method, policy))
-    told = tuple(to_notify(read_recipients(run.folder), entry))
+    to_tell = tuple(to_notify(read_recipients(run.folder), entry))
     names = _names(run)
     return EntrySummary(
         **dict(_listed(entry, names, policy.time_zone)),
         added=added,
-        to_notify=told,
+        to_notify=to_tell,
         impact=impact,
         events=tuple(ledger.events(id)),
         names=names,
@@ -323,10 +323,10 @@ def work_run(
     finished = tuple(work(run, policy, someone(by), together, follow, audited))
     days, ledger, known = policy.purge.after_days, Ledger(folder), read_recipients(folder)
     done = [id for each in finished if each.state == "done" for id in each.ids] if known.exports else []
-    told = {id: names for id in done if (names := tuple(to_notify(known, ledger.entry(id))))}
+    to_tell = {id: names for id in done if (names := tuple(to_notify(known, ledger.entry(id))))}
     purged = () if days is None else tuple(purge_released(folder, days))
     _retain(folder, policy)
-    return WorkSummary(finished=finished, purged=purged, to_notify=told)
+    return WorkSummary(finished=finished, purged=purged, to_notify=to_tell)
 
 
 def _retain(folder: Path, policy: Policy) -> None:

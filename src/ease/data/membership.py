@@ -150,7 +150,9 @@ def _check_present(
     may_go = set(forgotten)
     missing = [each for each in membership.digests if each not in position and each not in may_go]
     changed = [
-        each for each, told in membership.digests.items() if each in position and pairs.digests[position[each]] != told
+        each
+        for each, known in membership.digests.items()
+        if each in position and pairs.digests[position[each]] != known
     ]
     for ids, what in ((missing, "are missing"), (changed, "have changed")):
         if ids:

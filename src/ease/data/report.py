@@ -23,7 +23,7 @@ FINDINGS = {
     "over_five": "{} image{s} with more than five captions: first five used",
     "under_five": "{} image{s} with fewer than five captions: repeated up to five",
     "same_picture": "{} image{s} with the picture of another id: forgetting one leaves the other",
-    "alike": "{} id{s} that look like another id in other letters: forgetting one leaves the other",
+    "similar_ids": "{} id{s} that look like another id in other letters: forgetting one leaves the other",
     "rotated": "{} image{s} turned upright by the EXIF note",
     "converted": "{} image{s} converted to RGB (grey, palette, transparent, CMYK or 16 bit)",
     "animated": "{} image{s} with several frames: first one used",
@@ -46,7 +46,7 @@ class DataReport:
     over_five: int = 0
     under_five: int = 0
     same_picture: int = 0
-    alike: int = 0
+    similar_ids: int = 0
     rotated: int = 0
     converted: int = 0
     animated: int = 0

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ease.console import plain
-from ease.data.alike import alike
 from ease.data.images import ImageSource, decode, identify
 from ease.data.pairs import SPLITS, PairSet, pair_digest
 from ease.data.report import DataReport
+from ease.data.similar_ids import similar_ids
 from ease.errors import UserError
 from ease.storage import cache_folder, digest, read_bytes, write_atomic
 
@@ -108,7 +108,7 @@ def pairs_from_rows(
     twins = [", ".join(captioned[present[place]].id for place in group) for group in decoded.same_picture]
 
     ids = tuple(row.id for row in kept)
-    lookalikes = alike(ids)
+    lookalikes = similar_ids(ids)
     captions = tuple(_exactly_five(row.captions) for row in kept)
     splits = tuple(str(row.split) for row in kept)
     sites = tuple(row.site for row in kept) if any(row.site for row in kept) else ()
@@ -122,7 +122,7 @@ def pairs_from_rows(
         over_five=sum(len(row.captions) > CAPTIONS_PER_IMAGE for row in kept),
         under_five=sum(len(row.captions) < CAPTIONS_PER_IMAGE for row in kept),
         same_picture=sum(map(len, decoded.same_picture)),
-        alike=sum(map(len, lookalikes)),
+        similar_ids=sum(map(len, lookalikes)),
         listings=(
             *unreadable_list,
             *_listing("same-picture", twins),

@@ -41,7 +41,7 @@ class SharedPool(Pool):
         return self.rows[client][rows]
 
 
-Asked = tuple[int, Params, LocalJob]
+ClientJob = tuple[int, Params, LocalJob]
 """A client, the state that it is sent, and its job."""
 
 
@@ -53,7 +53,7 @@ def vectorized_updates(
 
 
 def vectorized_updates_from(
-    model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize
+    model: DualEncoder, pool: Pool, asked: Sequence[ClientJob], group_size: GroupSize
 ) -> dict[int, Update]:
     """The updates of clients that may start from different states; their jobs have the same common part."""
     name = asked[0][2].objective
@@ -69,7 +69,7 @@ def vectorized_updates_from(
     return {client: loss_named(name).finish(update, job) for (client, _, job), update in updates}
 
 
-def _trained(model: DualEncoder, pool: Pool, asked: Sequence[Asked], group_size: GroupSize) -> list[Update]:
+def _trained(model: DualEncoder, pool: Pool, asked: Sequence[ClientJob], group_size: GroupSize) -> list[Update]:
     """Do trainings, each of a client from a state, in shared passes."""
     able: dict[int | None, list[tuple[int, int, LocalTraining]]] = {}
     updates = [Update(client, 0, None) for client, _, _ in asked]

@@ -12,7 +12,7 @@ from ease.data.partition import Shard
 from ease.federation.client import ClientData
 from ease.federation.client_history import client_history
 from ease.federation.flower import Flower
-from ease.federation.remote import Line, Remote, Sockets, node_socket
+from ease.federation.remote import Remote, Sockets, Transport, node_socket
 from ease.federation.sequential import Sequential
 from ease.federation.vectorized import Vectorized
 from ease.model.dual_encoder import DualEncoder
@@ -74,5 +74,5 @@ def remote_engine(
 ) -> Remote:
     """Clients of the federation in `folder`: by the sockets of their nodes, or anywhere behind a Flower server."""
     sockets = {client: node_socket(folder, client) for client in holdings}
-    line: Line = Flower(folder) if kind == "flower" else Sockets(sockets)
+    line: Transport = Flower(folder) if kind == "flower" else Sockets(sockets)
     return Remote(line, holdings, held, run_name, gone, renewed, backbone, deadline, held_out or {})

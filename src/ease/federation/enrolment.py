@@ -31,7 +31,7 @@ def enrolled(remote: Remote, deal: Deal, width: int) -> tuple[tuple[Holding, ...
 
     centres = agreed_centres(groups(), groups, deal.classes, deal.class_seed)
     holdings = _joined(remote, deal, centres)
-    check_apart(holdings)
+    check_distinct(holdings)
     return holdings, centres
 
 
@@ -44,16 +44,16 @@ def enrolled_later(remote: Remote, deal: Deal, centres: np.ndarray) -> Holding:
 
 def _joined(remote: Remote, deal: Deal, centres: np.ndarray) -> tuple[Holding, ...]:
     joined = _asked(remote, "join", deal, centres)
-    return tuple(_holding(client, told, deal) for client, (told, _) in sorted(joined.items()))
+    return tuple(_holding(client, reported, deal) for client, (reported, _) in sorted(joined.items()))
 
 
 def _check_backbones(remote: Remote) -> None:
-    told = remote.present()
+    reported = remote.present()
     reasons = {
         client: each
         if isinstance(each, str)
         else "its backbone has other weights than the server's; give both the same"
-        for client, each in told.items()
+        for client, each in reported.items()
         if isinstance(each, str) or each.backbone != remote.backbone
     }
     _refuse(reasons)
@@ -61,8 +61,8 @@ def _check_backbones(remote: Remote) -> None:
 
 def _refuse(reasons: Mapping[int, str]) -> None:
     if reasons:
-        told = each_reason(reasons)
-        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({told})")
+        reported = each_reason(reasons)
+        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({reported})")
 
 
 def _asked(
@@ -95,9 +95,9 @@ def _groups(client: int, blobs: Mapping[str, bytes], width: int, centres: np.nda
     return Groups(sums, counts)
 
 
-def _holding(client: int, told: DealReply, deal: Deal) -> Holding:
+def _holding(client: int, reported: DealReply, deal: Deal) -> Holding:
     """What a client takes part with, if it is one client's holding in these classes."""
-    found = told.holding
+    found = reported.holding
     ids: Sequence[str] = () if found is None else (*found.train_ids, *found.validation_ids)
     if (
         found is None
@@ -118,7 +118,7 @@ def _holding(client: int, told: DealReply, deal: Deal) -> Holding:
     return found
 
 
-def check_apart(holdings: Sequence[Holding]) -> None:
+def check_distinct(holdings: Sequence[Holding]) -> None:
     """Refuse an id, or a name, that two clients use: a request must say whose pair it means."""
     owner: dict[str, int] = {}
     for holding in holdings:

@@ -170,8 +170,8 @@ class Round:
         Goals and early stopping rest on it. A client that lies can move it no further than to the loss of an honest
         client next to the middle, where it could move a mean anywhere in the range of a loss.
         """
-        told = [(float(update.values["loss"]), update.pairs) for update in self.updates if "loss" in update.values]
-        return weighted_median([(loss, pairs) for loss, pairs in told if math.isfinite(loss)])
+        losses = [(float(update.values["loss"]), update.pairs) for update in self.updates if "loss" in update.values]
+        return weighted_median([(loss, pairs) for loss, pairs in losses if math.isfinite(loss)])
 
 
 def weighted_median(weighted: Sequence[tuple[float, float]]) -> float | None:

@@ -94,9 +94,9 @@ class Flower:
             "to": [{"node": node, "size": len(data)} for node, data in messages.items()],
         }
         try:
-            for told, data in self._asked(header, b"".join(messages.values()), until):
-                waiting.discard(told["node"])
-                yield told["node"], f"{told['error']}" if told["error"] else data
+            for fields, data in self._asked(header, b"".join(messages.values()), until):
+                waiting.discard(fields["node"])
+                yield fields["node"], f"{fields['error']}" if fields["error"] else data
                 if not waiting:
                     return
         except TimeoutError:

@@ -204,9 +204,9 @@ class FlowerServer:
             write_atomic(paths[client], f"{text}\n".encode())
         with ThreadPoolExecutor(AT_ONCE) as pool:
             answers = pool.map(lambda path: self._flwr("supernode", "register", str(path), CONNECTION), paths.values())
-        for (client, text), told in zip(new.items(), answers, strict=True):
-            if told.returncode and "already" not in told.stdout.lower() + told.stderr.lower():
-                raise UserError(f"client {client}: Flower does not take its key: {_last(told)}")
+        for (client, text), finished in zip(new.items(), answers, strict=True):
+            if finished.returncode and "already" not in finished.stdout.lower() + finished.stderr.lower():
+                raise UserError(f"client {client}: Flower does not take its key: {_last(finished)}")
             self._registered.add(text)
 
     def connect(self) -> None:
@@ -216,12 +216,12 @@ class FlowerServer:
         if len(os.fsencode(path)) > 100:
             raise UserError(f"{path}: too long for a socket; choose a folder with a shorter path")
         nodes = node_socket(self.folder.absolute(), 0).parent
-        told = self._flwr(
+        finished = self._flwr(
             *("run", str(BUNDLE), CONNECTION, "--run-config", f'socket="{path}" nodes="{nodes}"'),
             *(("--federation-config", _simulation(self.simulated)) if self.simulated else ()),
         )
-        if told.returncode:
-            raise UserError(f"{self.folder}: Flower does not start the stub: {_last(told)}")
+        if finished.returncode:
+            raise UserError(f"{self.folder}: Flower does not start the stub: {_last(finished)}")
         self._await(self.connected, "the stub at the server did not come up")
 
     def connected(self) -> bool:
@@ -309,6 +309,6 @@ def _answers(host: str, port: int) -> bool:
     return False
 
 
-def _last(told: "subprocess.CompletedProcess[str]") -> str:
-    text = re.sub(r"[^ -~]+", " ", f"{told.stdout} {told.stderr}")
+def _last(finished: "subprocess.CompletedProcess[str]") -> str:
+    text = re.sub(r"[^ -~]+", " ", f"{finished.stdout} {finished.stderr}")
     return " ".join(text.split())[-300:]

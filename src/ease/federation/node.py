@@ -198,12 +198,12 @@ class Node:
 
     def respond(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
         """The same once the message is known to be one."""
-        told = self._told(ask, job, parts)
+        reply = self._reply(ask, job, parts)
         if ask.kind != "hello":
-            question_log(self.folder).note(ask, job, parts, told, self._last_refusal)
-        return told
+            question_log(self.folder).note(ask, job, parts, reply, self._last_refusal)
+        return reply
 
-    def _told(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
+    def _reply(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
         self._last_refusal = ""
         try:
             if ask.client != self.shard.client:
@@ -220,7 +220,7 @@ class Node:
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
         except Exception as error:  # a job that cannot be done is the asker's fault; the worker stays up
-            self._say(f"{type(error).__name__}: {error}")  # for the site alone: it may quote what is here
+            self._log(f"{type(error).__name__}: {error}")  # for the site alone: it may quote what is here
             return self.refusal(f"the work failed with {type(error).__name__}; its log says more", ask.nonce)
 
     def _done(self, ask: Ask, encoded: bytes, parts: dict[str, bytes]) -> bytes:
@@ -231,7 +231,7 @@ class Node:
         blobs.put(parts)
         found = {name: blobs[name] for name in ask.parts if name in blobs}
         if missing := tuple(name for name in ask.parts if name not in found):
-            self._say(f"{len(missing)} parts of the job are not here")
+            self._log(f"{len(missing)} parts of the job are not here")
             return encode(Answer(client=self.shard.client, nonce=ask.nonce, missing=missing))
         job, state = decode_job(encoded, found, limits=self.limits)
         if job.objective not in OBJECTIVES:
@@ -247,7 +247,7 @@ class Node:
         self._times.append(now)
         (update,) = engine.perform(state, {self.shard.client: job})
         self._close(ask.run, ask.gone)  # after the work: a job that is refused or fails changes nothing here
-        self._say(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
+        self._log(f"{job.objective}, round {job.round}: done in {time.time() - now:.2f} s")
         return encode(Answer(client=self.shard.client, nonce=ask.nonce), {UPDATE: encode_update(update)})
 
     def _dealt(self, ask: Ask, encoded: bytes | None) -> bytes:
@@ -273,7 +273,7 @@ class Node:
                 raise UserError("without centres no pair is of any class")
             holding = self._joined(ask.run, deal, nearest(joint, centres))
             does = "would take" if deal.dry_run else "takes"
-            self._say(f"{does} part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
+            self._log(f"{does} part in run {ask.run[:8]} with {len(holding.train_ids)} pairs")
             return encode(answer.model_copy(update={"holding": holding}))
         found = (
             local_centres(joint, deal.classes, deal.class_seed, self.shard.client)
@@ -288,13 +288,13 @@ class Node:
         here, share = np.flatnonzero(~np.isin(classes, deal.closed)), deal.validation_share
         every, name = np.arange(len(self.pairs)), self.shard.name
         dealt = make_shard(self.shard.client, here, every, self.pairs.ids, classes, share, deal.seed, name)
-        told, known = membership_of(self.pairs, (dealt,)), self._membership(run)
-        if known is not None and known != told:
+        reply, known = membership_of(self.pairs, (dealt,)), self._membership(run)
+        if known is not None and known != reply:
             raise UserError("it takes part in this run already, with other pairs")
         if not deal.dry_run:
             self._check_room(run)
-            write_json(self._membership_path(run), told.model_dump(mode="json"))
-        return told.clients[0]
+            write_json(self._membership_path(run), reply.model_dump(mode="json"))
+        return reply.clients[0]
 
     def _purge(self, ask: Ask) -> bytes:
         """Drop what is kept of closed requests; what they named is known by marks alone from now on.
@@ -324,14 +324,14 @@ class Node:
             return encode(answer)
         folder = self.folder / "runs" / ask.run
         write_json(folder / TOMBSTONES, as_json(stones))  # first: whoever is asked again goes on from it
-        write_json(self._gone_path(ask.run), Gone(requests=gone).model_dump(mode="json"))
+        write_json(self._closed_path(ask.run), ClosedRequests(requests=gone).model_dump(mode="json"))
         if members is not None:
             write_json(self._membership_path(ask.run), stones.buried(members).model_dump(mode="json"))
         removed, stayed = list(self._drop(folder, ask.purge.leaves)), list(self._left(folder))
         if words := question_log(self.folder).mark_words(ask.run, stones.mark):
             removed.append((f"words of {words} searches in its list of questions", "they stand as salted marks"))
         self._ready = None
-        self._say(f"purged in run {ask.run[:8]}: {len(stones.ids)} pairs are known by marks")
+        self._log(f"purged in run {ask.run[:8]}: {len(stones.ids)} pairs are known by marks")
         return encode(answer.model_copy(update={"removed": tuple(removed), "stayed": tuple(stayed)}))
 
     def _matched(self, ask: Ask, encoded: bytes) -> bytes:
@@ -360,7 +360,7 @@ class Node:
         if len(rows) == 3:
             pictures = self.activations.pooled_image[places].astype(np.float64)[:, None]
             near = (near + centred_cosines(rows[0], pictures, rows[2])[:, 0]) / 2
-        self._say(f"looked for words in {len(places)} pairs; {says.sum()} say them")
+        self._log(f"looked for words in {len(places)} pairs; {says.sum()} say them")
         return encode(
             SearchReply(client=self.shard.client, nonce=ask.nonce),
             {SAYS: numbers_of(says), NEAR: numbers_of(near.round(DECIMALS))},
@@ -380,7 +380,7 @@ class Node:
         own = {*holding.train_ids, *holding.validation_ids}
         places = [place for place, pair_id in enumerate(self.pairs.ids) if pair_id in own]
         ids = [self.pairs.ids[place] for place in places if picture_digest(self.pairs.pixels[place]) == ask.picture]
-        self._say(f"looked for a picture in {len(places)} pairs; {len(ids)} show it")
+        self._log(f"looked for a picture in {len(places)} pairs; {len(ids)} show it")
         return encode(FoundPairs(client=self.shard.client, nonce=ask.nonce, ids=tuple(ids)))
 
     def _drop(self, folder: Path, leaves: bool) -> Iterator[tuple[str, str]]:
@@ -439,12 +439,12 @@ class Node:
         path = self.folder / "runs" / run / TOMBSTONES
         return validate(Tombstones, read_json(path), str(path)) if path.is_file() else None
 
-    def _gone_path(self, run: str) -> Path:
+    def _closed_path(self, run: str) -> Path:
         return self.folder / "runs" / run / "gone.json"
 
     def _closed(self, run: str) -> tuple[Request, ...]:
-        path = self._gone_path(run)
-        return validate(Gone, read_json(path), str(path)).requests if path.is_file() else ()
+        path = self._closed_path(run)
+        return validate(ClosedRequests, read_json(path), str(path)).requests if path.is_file() else ()
 
     def _check_closed(self, closed: Sequence[Request], gone: Sequence[Request]) -> None:
         if lost := [each for each in closed if each not in gone]:
@@ -483,7 +483,7 @@ class Node:
     def _close(self, run: str, gone: tuple[Request, ...]) -> None:
         """Remember closed requests: what was closed once stays closed."""
         if gone != self._closed(run):
-            write_json(self._gone_path(run), Gone(requests=gone).model_dump(mode="json"))
+            write_json(self._closed_path(run), ClosedRequests(requests=gone).model_dump(mode="json"))
 
     def _check_room(self, run: str, job: LocalJob | None = None) -> None:
         """Refuse what would make this site store more than its policy allows."""
@@ -526,7 +526,7 @@ class Node:
             left = redealt(here, {self.shard.client: self._at_first(run)}, gone[:renewed])
             if not left:
                 raise UserError(f"client {self.shard.client} has left this run")
-            history = ClientHistory(self.shard.client, self._gone_path(run).parent)
+            history = ClientHistory(self.shard.client, self._closed_path(run).parent)
             data = replace(ClientData.of(left[0], self.activations, self.device), history=history)
             self._ready = (run, gone, renewed), Sequential(self.model, {self.shard.client: data})
         return self._ready[1]
@@ -550,12 +550,12 @@ class Node:
         """No, and why: the whole reason in the node's own log, and without paths of this site to the server."""
         self._refused += 1
         line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
-        self._say(f"refused: {line}")
+        self._log(f"refused: {line}")
         self._last_refusal = line
         line = without_paths(line, self.folder)[:LONGEST_REASON]
         return encode(Answer(client=self.shard.client, nonce=nonce, refused=line))
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         if self.log is not None:
             print(f"{time.strftime('%H:%M:%S')} client {self.shard.client}: {line}", file=self.log, flush=True)
 
@@ -573,7 +573,7 @@ class Questions(Config):
     counts: dict[str, int] = Field(default_factory=dict)
 
 
-class Gone(Config):
+class ClosedRequests(Config):
     """Requests that are closed at a client."""
 
     requests: tuple[Request, ...]
@@ -608,7 +608,7 @@ def closed_pairs(folder: Path) -> ClosedPairs:
         known = validate(Membership, read_json(path), str(path))
         held |= {each for holding in known.clients for each in (*holding.train_ids, *holding.validation_ids)}
         closed = path.with_name("gone.json")
-        requests = validate(Gone, read_json(closed), str(closed)).requests if closed.is_file() else ()
+        requests = validate(ClosedRequests, read_json(closed), str(closed)).requests if closed.is_file() else ()
         found |= {each for request in requests for each in every_id(request, known)}
     return ClosedPairs(found, marks, held)
 

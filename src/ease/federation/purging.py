@@ -36,4 +36,4 @@ def purge_nodes(
             f"some nodes have not dropped what they keep ({each_reason(reasons)}); {before}: run it again once they "
             "do, or record with --lost-site and --reason that a site is gone for good"
         )
-    return {client: told for client, (told, _) in found.items()}
+    return {client: reply for client, (reply, _) in found.items()}

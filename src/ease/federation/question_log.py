@@ -24,7 +24,7 @@ class QuestionLog:
 
     path: Path
 
-    def note(self, ask: Ask, job: bytes, parts: Mapping[str, bytes], told: bytes, refused: str) -> None:
+    def note(self, ask: Ask, job: bytes, parts: Mapping[str, bytes], reply: bytes, refused: str) -> None:
         """Add one line. It holds no id and no number of the site, so that it may be shown to anyone there."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -32,7 +32,7 @@ class QuestionLog:
             "run": ask.run,
             "cohort": ask.cohort,
             "bytes_in": len(job) + sum(map(len, parts.values())),
-            "bytes_out": len(told),
+            "bytes_out": len(reply),
             "refused": refused,
             **_of_job(job),
             **({} if ask.search is None else {"words": ask.search.words}),

@@ -47,7 +47,7 @@ SENDINGS = 2
 """Of one job: a node that has lost parts of it says so, and is sent them again."""
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """Moves messages to clients and back. Whom an answer is from is the line's word, not the answer's."""
 
     def exchange(self, messages: Mapping[int, bytes], seconds: float | None) -> Iterator[tuple[int, bytes | str]]:
@@ -105,7 +105,7 @@ LATE = "it did not answer in time"
 class Remote:
     """The engine over a line. Every client that is asked has one answer: its own update, or why there is none."""
 
-    line: Line
+    line: Transport
     holdings: Mapping[int, Sequence[str]]
     """Client -> ids of its training pairs when the run was trained."""
     members: Mapping[int, Collection[str]]
@@ -168,12 +168,12 @@ class Remote:
     def _greet(self, clients: Collection[int]) -> dict[int, str]:
         """Find out what nodes have that were not asked before; whose node cannot be worked with, and why."""
         new, refused = [client for client in clients if client not in self._parts], {}
-        for client, told in (self._greeted(new) if new else {}).items():
-            reason = told if isinstance(told, str) else self._objection(client, told)
+        for client, reply in (self._greeted(new) if new else {}).items():
+            reason = reply if isinstance(reply, str) else self._objection(client, reply)
             if reason:
                 refused[client] = reason
-            elif not isinstance(told, str):
-                self._parts[client] = set(told.parts)
+            elif not isinstance(reply, str):
+                self._parts[client] = set(reply.parts)
         return refused
 
     def _greeted(self, clients: Sequence[int]) -> dict[int, Present | str]:
@@ -191,11 +191,11 @@ class Remote:
                 found[client] = str(error)
         return found
 
-    def _objection(self, client: int, told: Present) -> str:
+    def _objection(self, client: int, reply: Present) -> str:
         """Why the numbers of a node would not be those of this run."""
-        if self.backbone and told.backbone != self.backbone:
+        if self.backbone and reply.backbone != self.backbone:
             return "its backbone has other weights than the server's; give both the same"
-        if told.pairs != pairs_hash(self.holdings[client]):
+        if reply.pairs != pairs_hash(self.holdings[client]):
             return "it holds other training pairs than this run knows of; give it the run's configuration and data"
         return ""
 
@@ -203,9 +203,9 @@ class Remote:
         if isinstance(data, str):
             raise UserError(data)
         check_willing(data)
-        told = decode_present(data)
-        check_sender(client, told.client, told.nonce == nonce)
-        return told
+        reply = decode_present(data)
+        check_sender(client, reply.client, reply.nonce == nonce)
+        return reply
 
     def _opened(self, client: int, data: bytes | str, nonce: str) -> tuple[Answer, Update | None]:
         """The answer to a job, if it is one to this job and of this client."""
@@ -278,26 +278,26 @@ class Remote:
             yield client, data
 
 
-Told = TypeVar("Told", DealReply, PurgeReply, SearchReply, FoundPairs)
+Reply = TypeVar("Reply", DealReply, PurgeReply, SearchReply, FoundPairs)
 
 
 def collected(
     remote: Remote,
     asks: Mapping[int, Ask],
     blobs: Mapping[str, bytes],
-    decode: Callable[[bytes], tuple[Told, dict[str, bytes]]],
-) -> tuple[dict[int, tuple[Told, dict[str, bytes]]], dict[int, str]]:
+    decode: Callable[[bytes], tuple[Reply, dict[str, bytes]]],
+) -> tuple[dict[int, tuple[Reply, dict[str, bytes]]], dict[int, str]]:
     """Every client's answer to something that is no job, with what it brings along, and why others have none."""
-    found: dict[int, tuple[Told, dict[str, bytes]]] = {}
+    found: dict[int, tuple[Reply, dict[str, bytes]]] = {}
     reasons: dict[int, str] = {}
     for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, remote.deadline):
         try:
             if isinstance(data, str):
                 raise UserError(data)
             check_willing(data)
-            told, brought = decode(data)
-            check_sender(client, told.client, told.nonce == asks[client].nonce)
-            found[client] = told, brought
+            reply, brought = decode(data)
+            check_sender(client, reply.client, reply.nonce == asks[client].nonce)
+            found[client] = reply, brought
         except UserError as error:
             reasons[client] = str(error)
     return found, reasons
@@ -312,8 +312,8 @@ def check_willing(data: bytes) -> None:
     raise UserError(f"its node refuses: {answer.refused}")
 
 
-def check_sender(client: int, told: int, fresh: bool) -> None:
-    if told != client:
-        raise UserError(f"it answered as client {told}")
+def check_sender(client: int, reply: int, fresh: bool) -> None:
+    if reply != client:
+        raise UserError(f"it answered as client {reply}")
     if not fresh:
         raise UserError("it answered another message than the one it was sent")

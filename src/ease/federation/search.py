@@ -29,19 +29,19 @@ def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[n
     clients, search = remote.clients, Search(words=words, rows=len(query))
     asks = {client: remote.ask("search", client, len(clients), search=search) for client in clients}
     found, reasons = collected(remote, asks, {QUERY: numbers_of(query)}, decode_search_reply)
-    told = {}
+    reported = {}
     for client, (_, blobs) in found.items():
         says = numbers_in(blobs[SAYS], "<i8", 1, f"client {client}")[0]
         near = numbers_in(blobs[NEAR], "<f8", 1, f"client {client}")[0]
         sound = len(says) == len(near) == len(remote.members[client]) and np.isin(says, (0, 1)).all()
         if not sound or not (np.abs(near) <= 1 + 1e-9).all():
             reasons[client] = f"its answer does not fit its {len(remote.members[client])} pairs; check its node"
-        told[client] = says.astype(bool), near
+        reported[client] = says.astype(bool), near
     if reasons:
         raise UserError(
             f"--concept {words!r}: every site must be asked, and some have no answer ({each_reason(reasons)})"
         )
-    return told
+    return reported
 
 
 def holders_of(remote: Remote, picture: str) -> set[str]:
@@ -51,12 +51,12 @@ def holders_of(remote: Remote, picture: str) -> set[str]:
     """
     asks = {client: remote.ask("find", client, len(remote.clients), picture=picture) for client in remote.clients}
     found, reasons = collected(remote, asks, {}, lambda data: (decode_found(data), {}))
-    told = set[str]()
+    reported = set[str]()
     for client, (answer, _) in found.items():
         own = {*remote.holdings[client], *remote.held_out.get(client, ())}
         if not own.issuperset(answer.ids):
             reasons[client] = "it names pairs that this run does not know of; look at its node"
-        told |= own.intersection(answer.ids)
+        reported |= own.intersection(answer.ids)
     if reasons:
         raise UserError(f"--image: every site must be asked, and some have no answer ({each_reason(reasons)})")
-    return told
+    return reported

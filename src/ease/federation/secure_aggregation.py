@@ -136,7 +136,7 @@ class Letter:
 # --- clients ---
 
 
-class Answered(Config):
+class AnswerHashes(Config):
     """What a client did under one nonce, by hashes."""
 
     masked: str
@@ -232,7 +232,7 @@ class Participant:
     def _mask_once(self, addends: Tensor) -> None:
         """Record what is masked. A mask that hides two different inputs would reveal their difference."""
         senders = self._hash(repr(self.letter.header.senders).encode())
-        now = Answered(masked=self._hash(senders.encode(), addends.cpu().numpy().tobytes()), senders=senders)
+        now = AnswerHashes(masked=self._hash(senders.encode(), addends.cpu().numpy().tobytes()), senders=senders)
         before = self._before()
         if before is not None and before.masked != now.masked:
             raise UserError(
@@ -254,8 +254,8 @@ class Participant:
             )
         write_json(self._path, before.model_copy(update={"survivors": survivors}).model_dump(mode="json"))
 
-    def _before(self) -> Answered | None:
-        return validate(Answered, read_json(self._path), str(self._path)) if self._path.is_file() else None
+    def _before(self) -> AnswerHashes | None:
+        return validate(AnswerHashes, read_json(self._path), str(self._path)) if self._path.is_file() else None
 
     @property
     def _path(self) -> Path:

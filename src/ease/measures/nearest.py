@@ -25,7 +25,7 @@ def near_forget(nearest: np.ndarray, forget: np.ndarray, retain: np.ndarray) -> 
     return np.sort(retain[nearest.argsort(kind="stable")[::-1][: max(len(forget), FEWEST_NEAR)]])
 
 
-def alike(
+def resembling(
     activations: Activations,
     positions: np.ndarray,
     classes: np.ndarray,

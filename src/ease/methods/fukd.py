@@ -31,8 +31,8 @@ def imitate(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, jo
         teacher_image, teacher_text = embed_states(model, job.reference.tensors, states)
     student, teacher = image @ text.T, teacher_image @ teacher_text.T
     loss = image.new_zeros(())
-    for mine, told in ((student, teacher), (student.T, teacher.T)):
-        log_p, log_q = ((each / (softness * job.temperature)).log_softmax(1) for each in (told, mine))
+    for mine, target in ((student, teacher), (student.T, teacher.T)):
+        log_p, log_q = ((each / (softness * job.temperature)).log_softmax(1) for each in (target, mine))
         loss = loss + (log_p.exp() * (log_p - log_q)).sum(1).mean() / 2
     return softness**2 * loss
 

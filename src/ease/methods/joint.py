@@ -25,8 +25,8 @@ def joint_rounds(
         finished = average(state, federation.run(state, job, drawn), training, number, clip=False)
         withdrawing = leaving and number <= forget_rounds
         if withdrawing:
-            farewell = average(state, federation.run(state, job, leaving), training, number, clip=False)
-            both = finished.state + (farewell.state - state)
-            finished = replace(finished, state=both, rejected=finished.rejected | farewell.rejected)
+            departed = average(state, federation.run(state, job, leaving), training, number, clip=False)
+            both = finished.state + (departed.state - state)
+            finished = replace(finished, state=both, rejected=finished.rejected | departed.rejected)
         state = finished.state
         yield step_of(finished, "finetune" if leaving and not withdrawing else "unlearning")

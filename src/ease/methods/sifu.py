@@ -54,7 +54,7 @@ class Sifu(Unlearner):
             state = trained.history.state(number)
             if number == last:
                 state = noisy(state, self.sigma, trained.seed, self.name)
-            yield Step(state, "kept", notes=self._told(last, found[last]) if number == last else {})
+            yield Step(state, "kept", notes=self._proof(last, found[last]) if number == last else {})
         for finished in fedavg(
             state,
             federation,
@@ -68,9 +68,11 @@ class Sifu(Unlearner):
         ):
             step = step_of(finished, "retraining")
             first = finished.number == 1
-            yield step if not first else Step(step.state, step.phase, step.loss, {**step.notes, **self._told(0, 0.0)})
+            yield (
+                step if not first else Step(step.state, step.phase, step.loss, {**step.notes, **self._proof(0, 0.0)})
+            )
 
-    def _told(self, last: int, sensitivity: float) -> dict[str, object]:
+    def _proof(self, last: int, sensitivity: float) -> dict[str, object]:
         if not last:  # from the start state: nothing of the forget data is left
             return certificate(0.0, 0.0, 0.0, "none: the model was trained again from the start", kept_rounds=0)
         return certificate(self.epsilon, self.delta, self.sigma, ASSUMPTIONS, kept_rounds=last, sensitivity=sensitivity)

@@ -16,7 +16,7 @@ from ease.data.pairs import PairSet
 from ease.data.partition import MINIMUM_PAIRS, set_aside
 from ease.errors import UserError
 from ease.federation.engines import remote_engine
-from ease.federation.enrolment import check_apart, enrolled_later
+from ease.federation.enrolment import check_distinct, enrolled_later
 from ease.federation.wire import Deal
 from ease.operations.evidence import attest
 from ease.operations.ledger.records import Consent, check_text, now, stamp
@@ -34,7 +34,7 @@ from ease.trainers import trainer_of
 
 
 @dataclass(frozen=True)
-class Wish:
+class JoinRequest:
     """Which pairs are to come, and whose they are. With nothing named: all in the data that are no one's yet."""
 
     consent: str
@@ -62,16 +62,16 @@ class Joined:
     """Whether it came just now."""
 
 
-def join(run: Run, wish: Wish) -> Joined:
+def join(run: Run, asked: JoinRequest) -> Joined:
     """Add a client to who holds what; further rounds train with it. The same wish again finds it there."""
-    if not wish.consent.strip():
+    if not asked.consent.strip():
         raise UserError("--consent: nobody joins without one; write who agreed to what")
-    check_text("consent", wish.consent)
-    check_text("by", wish.by)
+    check_text("consent", asked.consent)
+    check_text("by", asked.by)
     with worker_lock(run.folder), run.locked():
         remove_leftovers(run.folder)
         members = _ready(run)
-        joined = _known_already(run, members, wish) or _added(run, members, wish)
+        joined = _known_already(run, members, asked) or _added(run, members, asked)
         attest(run)
     return joined
 
@@ -103,35 +103,35 @@ def _ready(run: Run) -> Membership:
     return known[0]
 
 
-def _known_already(run: Run, members: Membership, wish: Wish) -> Joined | None:
+def _known_already(run: Run, members: Membership, asked: JoinRequest) -> Joined | None:
     """Who came by the same wish, where no more pairs than came then are named now."""
     consents = {each.client: each for each in Ledger(run.folder).consents()}
     for holding in members.clients:
         consent = consents.get(holding.client)
         if holding.joined is None or consent is None or consent.content_hash != holding.joined.consent:
             continue
-        same = (consent.text, consent.given_by) == (wish.consent, wish.by)
-        whole = wish.ids == {*holding.train_ids, *holding.validation_ids} if wish.ids else None
+        same = (consent.text, consent.given_by) == (asked.consent, asked.by)
+        whole = asked.ids == {*holding.train_ids, *holding.validation_ids} if asked.ids else None
         apart = run.config.partition.on_site  # a site comes once, with all that it has
-        if same and (apart or whole or (whole is None and not _pool(run, members, wish).named(wish))):
+        if same and (apart or whole or (whole is None and not _pool(run, members, asked).named(asked))):
             return Joined(holding, consent, added=False)
     return None
 
 
-def _added(run: Run, members: Membership, wish: Wish) -> Joined:
-    return _from_its_site(run, members, wish) if run.config.partition.on_site else _from_the_data(run, members, wish)
+def _added(run: Run, members: Membership, asked: JoinRequest) -> Joined:
+    return _from_its_site(run, members, asked) if run.config.partition.on_site else _from_the_data(run, members, asked)
 
 
-def _from_the_data(run: Run, members: Membership, wish: Wish) -> Joined:
+def _from_the_data(run: Run, members: Membership, asked: JoinRequest) -> Joined:
     """A client of pairs that lie with all others."""
     if run.config.remote:
         raise UserError(
             f"{run.folder}: its nodes deal the data among the clients of the configuration, and a new one has no node; "
             'use engine = "sequential", or partition.scheme = "on_site", where each site has its own pairs'
         )
-    pool = _pool(run, members, wish)
-    number, owner = 1 + max(holding.client for holding in members.clients), _owner(run, members, wish)
-    ids = pool.named(wish)
+    pool = _pool(run, members, asked)
+    number, owner = 1 + max(holding.client for holding in members.clients), _owner(run, members, asked)
+    ids = pool.named(asked)
     for each in ids:
         if reason := pool.bar(each):
             raise UserError(f"{each}: {reason}")
@@ -149,21 +149,21 @@ def _from_the_data(run: Run, members: Membership, wish: Wish) -> Joined:
     contents = {each: pool.pairs.digests[pool.places[each]] for each in ids}
     holding = Holding(
         client=number,
-        name=_name(members, wish, owner, number),
+        name=_name(members, asked, owner, number),
         train_ids=tuple(ids[place] for place in train),
         train_classes=tuple(classes[train].tolist()),
         validation_ids=tuple(ids[place] for place in validation),
         validation_classes=tuple(classes[validation].tolist()),
     )
-    return _written(run, members, wish, holding, owner, contents, int((~kept).sum()))
+    return _written(run, members, asked, holding, owner, contents, int((~kept).sum()))
 
 
-def _from_its_site(run: Run, members: Membership, wish: Wish) -> Joined:
+def _from_its_site(run: Run, members: Membership, asked: JoinRequest) -> Joined:
     """A client whose pairs lie at its own node, which deals them and tells their ids and classes.
 
     It is asked twice: nothing is kept at the site before the server has agreed.
     """
-    if wish.ids or wish.site is not None or wish.owner is not None:
+    if asked.ids or asked.site is not None or asked.owner is not None:
         raise UserError("--samples, --site and --of: a new site joins with all that its node opens; leave them out")
     number, world, config = 1 + max(holding.client for holding in members.clients), open_world(run), run.config
     none: dict[int, tuple[str, ...]] = {number: ()}
@@ -176,26 +176,26 @@ def _from_its_site(run: Run, members: Membership, wish: Wish) -> Joined:
         validation_share=config.partition.validation_share,
         closed=tuple(_closed_classes(run)),
     )
-    told = enrolled_later(remote, deal.model_copy(update={"dry_run": True}), world.server.centroids)
-    stones, covered, gone = read_tombstones(run.folder), _covered(run, members, wish), _gone(run, members)
-    for each in (*told.train_ids, *told.validation_ids):
+    enrolled = enrolled_later(remote, deal.model_copy(update={"dry_run": True}), world.server.centroids)
+    stones, covered, gone = read_tombstones(run.folder), _covered(run, members, asked), _gone(run, members)
+    for each in (*enrolled.train_ids, *enrolled.validation_ids):
         if each in gone:
             raise UserError(f"{each}: {_unpurged(run.folder)}")
         if stones.bars(each) and stones.mark(each) not in covered:
             raise UserError(f"{each}: {PURGED}")
         if each in members.test:
             raise UserError(f"{each}: is for testing; give it another id at the site, or take it out there")
-    check_apart((*members.clients, told))
+    check_distinct((*members.clients, enrolled))
     holding = enrolled_later(remote, deal, world.server.centroids)
-    if holding != told:
+    if holding != enrolled:
         raise UserError(f"client {number}: its node tells of other pairs than a moment ago; run the same command again")
-    return _written(run, members, wish, holding, None, {}, 0)
+    return _written(run, members, asked, holding, None, {}, 0)
 
 
 def _written(
     run: Run,
     members: Membership,
-    wish: Wish,
+    asked: JoinRequest,
     holding: Holding,
     owner: int | None,
     contents: Mapping[str, str],
@@ -204,11 +204,11 @@ def _written(
     """Keep who came, with the consent; `contents` are hashes of pairs, where the server has them."""
     ids, stones = (*holding.train_ids, *holding.validation_ids), read_tombstones(run.folder)
     returned = [each for each in ids if stones.bars(each)]
-    told = Consent(
+    given = Consent(
         client=holding.client,
         time=stamp(now()),
-        given_by=wish.by,
-        text=wish.consent,
+        given_by=asked.by,
+        text=asked.consent,
         pairs=len(ids),
         returned=len(returned),
     )
@@ -217,10 +217,10 @@ def _written(
         after_releases=len(run.head.releases),
         owner=owner,
         returned=len(returned),
-        consent=told.content_hash,
+        consent=given.content_hash,
     )
     holding = holding.model_copy(update={"joined": joined})
-    Ledger(run.folder).record_consent(told)
+    Ledger(run.folder).record_consent(given)
     if returned:
         allowed = stones.without(returned, [contents[each] for each in returned if each in contents])
         write_json(run.folder / TOMBSTONES, as_json(allowed))
@@ -232,7 +232,7 @@ def _written(
         }
     )
     write_json(run.folder / "membership.json", grown.model_dump(mode="json"))  # last: it makes the rest count
-    return Joined(holding, told, left_out)
+    return Joined(holding, given, left_out)
 
 
 def _closed_classes(run: Run) -> list[int]:
@@ -281,15 +281,15 @@ class Pool:
         """Contents of pairs that are not purged yet."""
         return {self.members.digests[each] for each in self.gone if each in self.members.digests}
 
-    def named(self, wish: Wish) -> list[str]:
+    def named(self, asked: JoinRequest) -> list[str]:
         """Ids that a wish names, in the order of the data; those that are not there last."""
-        if wish.ids:
-            named = [each for each in self.pairs.ids if each in wish.ids] + sorted(wish.ids - set(self.pairs.ids))
+        if asked.ids:
+            named = [each for each in self.pairs.ids if each in asked.ids] + sorted(asked.ids - set(self.pairs.ids))
         else:
             named = [each for each in self.pairs.ids if each not in self.members.digests and self._trains(each)]
-        if wish.site is None:
+        if asked.site is None:
             return named
-        return [each for each in named if each in self.places and self._site(each) == wish.site]
+        return [each for each in named if each in self.places and self._site(each) == asked.site]
 
     def _trains(self, pair_id: str) -> bool:
         return self.pairs.splits[self.places[pair_id]] == "train"
@@ -316,8 +316,8 @@ class Pool:
         return ""
 
 
-def _pool(run: Run, members: Membership, wish: Wish) -> Pool:
-    stones, covered = read_tombstones(run.folder), _covered(run, members, wish)
+def _pool(run: Run, members: Membership, asked: JoinRequest) -> Pool:
+    stones, covered = read_tombstones(run.folder), _covered(run, members, asked)
     world = open_world(run, stones=stones.model_copy(update={"ids": stones.ids - covered}))
     return Pool(run.folder, members, world, stones, covered, _gone(run, members))
 
@@ -335,26 +335,26 @@ def _left(run: Run) -> set[int]:
     return {each for request in run.head.gone for each in leaving_clients(request)}
 
 
-def _covered(run: Run, members: Membership, wish: Wish) -> frozenset[str]:
+def _covered(run: Run, members: Membership, asked: JoinRequest) -> frozenset[str]:
     """Marks of the purged pairs that the consent speaks of."""
-    if wish.again_after is None:
+    if asked.again_after is None:
         return frozenset()
-    client = _one(members, wish.again_after, "--again-after")
+    client = _one(members, asked.again_after, "--again-after")
     if client not in _left(run):
-        raise UserError(f"--again-after {wish.again_after}: this client has not left; leave the option out")
+        raise UserError(f"--again-after {asked.again_after}: this client has not left; leave the option out")
     holding = next(each for each in members.clients if each.client == client)
     return read_tombstones(run.folder).ids & {*holding.train_ids, *holding.validation_ids}
 
 
-def _owner(run: Run, members: Membership, wish: Wish) -> int | None:
+def _owner(run: Run, members: Membership, asked: JoinRequest) -> int | None:
     """The client whose later pairs these are: as told, or the one of that site, if it is still there."""
-    if wish.owner is not None:
-        client = _one(members, wish.owner, "--of")
+    if asked.owner is not None:
+        client = _one(members, asked.owner, "--of")
         if client in _left(run):
-            raise UserError(f"--of {wish.owner}: this client has left; what it brings now is a new client's")
+            raise UserError(f"--of {asked.owner}: this client has left; what it brings now is a new client's")
         return client
-    same = [each.client for each in members.clients if wish.site is not None and each.name == wish.site]
-    return next((client for client in same if client not in _left(run) and wish.again_after is None), None)
+    same = [each.client for each in members.clients if asked.site is not None and each.name == asked.site]
+    return next((client for client in same if client not in _left(run) and asked.again_after is None), None)
 
 
 def _one(members: Membership, named: str, option: str) -> int:
@@ -366,8 +366,8 @@ def _one(members: Membership, named: str, option: str) -> int:
     return first[0]
 
 
-def _name(members: Membership, wish: Wish, owner: int | None, number: int) -> str | None:
+def _name(members: Membership, asked: JoinRequest, owner: int | None, number: int) -> str | None:
     """What people call it: its site, with its number where the site has another one."""
     names = {holding.client: holding.name for holding in members.clients}
-    name = wish.site if owner is None else names[owner]
+    name = asked.site if owner is None else names[owner]
     return f"{name} ({number})" if name is not None and name in names.values() else name

@@ -52,38 +52,38 @@ KEPT_WITH_CLIENTS = (
 )
 
 
-class Line(Config):
+class Item(Config):
     """One thing and why."""
 
     what: str
     why: str
 
 
-class Pass(Config):
+class PurgePass(Config):
     """What the purge of one release did."""
 
     request: Request
     time: str
-    removed: tuple[Line, ...]
-    rederived: tuple[Line, ...]
-    stayed: tuple[Line, ...]
+    removed: tuple[Item, ...]
+    rederived: tuple[Item, ...]
+    stayed: tuple[Item, ...]
 
 
 class PurgeRecord(Config):
     """What every purge of a run removed, made again and left, oldest first."""
 
     format: Literal[1] = 1
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[PurgePass, ...] = ()
 
 
-class Plan(Config):
+class PurgePlan(Config):
     """What is left to do once everything new is written."""
 
     replaced: tuple[str, ...]
     """Files under the staging folder whose places in the run have the same names."""
     removed: tuple[str, ...]
     """Files and folders, under the run or, absolute, in the cache."""
-    done: Pass
+    done: PurgePass
     nodes: bool = False
     """Whether nodes are still to be told, before anything else is done."""
 
@@ -120,7 +120,7 @@ def unpurged(head: ReleaseChain) -> tuple[Release, ...]:
     return tuple(release for release in head.releases if not release.purged)
 
 
-def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pass]:
+def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[PurgePass]:
     """Purge released requests, oldest first, the first so many releases or all; goes on with what was begun."""
     run = Run.load(folder, purging=True)
     with run.locked():
@@ -160,7 +160,7 @@ def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int
     stones = read_tombstones(run.folder).over(known[0], ids, words)
     buried = stones.buried(known[0])
     if run.config.remote:
-        _tell_nodes(run, buried, stones, dry_run=True)  # before the long work begins
+        _ask_nodes(run, buried, stones, dry_run=True)  # before the long work begins
     superseded = ReleaseChain(releases=head.releases[:until]).renewed > place
     trained_on = named_in(release.request, known[0].clients)
     rederived = (
@@ -179,31 +179,31 @@ def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int
     files = [line.what for line in removed]
     for path in _with_requests(run, files):
         _write_renamed(path, staged, stones)
-    told = Pass(
+    finished = PurgePass(
         request=stones.renamed(release.request),
         time=time,
         removed=tuple(removed),
-        rederived=(*rederived, Line(what="membership.json", why="ids of forgotten pairs stand as salted marks")),
+        rederived=(*rederived, Item(what="membership.json", why="ids of forgotten pairs stand as salted marks")),
         stayed=tuple(_stayed(run, head, place)),
     )
-    _write_record(staged, told)
-    plan = Plan(replaced=tuple(staged.files()), removed=tuple(files), done=told, nodes=run.config.remote)
+    _write_record(staged, finished)
+    plan = PurgePlan(replaced=tuple(staged.files()), removed=tuple(files), done=finished, nodes=run.config.remote)
     write_json(staged.plan_path, plan.model_dump(mode="json"))
 
 
-def _write_record(staged: Staged, told: Pass) -> None:
-    record = PurgeRecord(passes=(*read_purges(staged.run.folder).passes, told))
+def _write_record(staged: Staged, finished: PurgePass) -> None:
+    record = PurgeRecord(passes=(*read_purges(staged.run.folder).passes, finished))
     write_json(staged.folder / RECORD, record.model_dump(mode="json"))
 
 
-def _apply(staged: Staged) -> Pass:
+def _apply(staged: Staged) -> PurgePass:
     """Do what the plan says; what is done already is passed over."""
-    plan = validate(Plan, read_json(staged.plan_path), str(staged.plan_path))
+    plan = validate(PurgePlan, read_json(staged.plan_path), str(staged.plan_path))
     folder = staged.run.folder
     if plan.nodes:
-        told = _with_nodes(staged, plan.done)
-        _write_record(staged, told)
-        plan = plan.model_copy(update={"done": told, "nodes": False})
+        finished = _with_nodes(staged, plan.done)
+        _write_record(staged, finished)
+        plan = plan.model_copy(update={"done": finished, "nodes": False})
         write_json(staged.plan_path, plan.model_dump(mode="json"))
     for name in plan.removed:
         path = folder / name  # an absolute one stays as it is
@@ -224,33 +224,33 @@ def _apply(staged: Staged) -> Pass:
 # --- at the nodes ---
 
 
-def _with_nodes(staged: Staged, done: Pass) -> Pass:
+def _with_nodes(staged: Staged, done: PurgePass) -> PurgePass:
     """The same pass once every node has dropped what it keeps, with what each says of that."""
     run = staged.run
     buried = validate(Membership, read_json(staged.folder / "membership.json"), "membership.json")
-    told = _tell_nodes(run, buried, read_tombstones(staged.folder))
+    replies = _ask_nodes(run, buried, read_tombstones(staged.folder))
 
-    def lines(name: Literal["removed", "stayed"]) -> tuple[Line, ...]:
+    def lines(name: Literal["removed", "stayed"]) -> tuple[Item, ...]:
         return tuple(
-            Line(what=f"client {client}: {what}", why=why)
-            for client, dropped in sorted(told.items())
+            Item(what=f"client {client}: {what}", why=why)
+            for client, dropped in sorted(replies.items())
             for what, why in getattr(dropped, name)
         )
 
     outstanding = tuple(
-        Line(what=site.what, why=f"the site is gone for good ({site.why}; {site.by}, {site.time[:10]})")
+        Item(what=site.what, why=f"the site is gone for good ({site.why}; {site.by}, {site.time[:10]})")
         for site in read_lost_sites(run.folder).sites
-        if site.client not in told
+        if site.client not in replies
     )
-    relayed = [Line(what=what, why=why) for what, why in rewritten_database(run.config.federation_folder)]
+    relayed = [Item(what=what, why=why) for what, why in rewritten_database(run.config.federation_folder)]
     stayed = (*done.stayed, *lines("stayed"), *outstanding, *relayed)
     return done.model_copy(update={"removed": (*done.removed, *lines("removed")), "stayed": stayed})
 
 
-def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool = False) -> dict[int, PurgeReply]:
+def _ask_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool = False) -> dict[int, PurgeReply]:
     """Tell every node, by the marks of its own pairs; those that left before and were told then have nothing more."""
     head, config = run.head, run.config
-    told = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
+    withdrawn = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
     # By marks: the message itself may stay in a database on its way.
     holdings = {holding.client: holding for holding in buried.clients}
     remote = remote_engine(
@@ -268,7 +268,7 @@ def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool 
     marks = {
         holding.client: [each for each in (*holding.train_ids, *holding.validation_ids) if each in stones.ids]
         for holding in buried.clients
-        if holding.client not in told
+        if holding.client not in withdrawn
     }
     leaving = {client for request in head.gone for client in leaving_clients(request)}
     return purge_nodes(remote, stones.salt, marks, leaving, dry_run, read_lost_sites(run.folder).clients)
@@ -277,11 +277,11 @@ def _tell_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool 
 # --- the history ---
 
 
-def _replaced_rounds(run: Run, head: ReleaseChain) -> Iterator[Line]:
+def _replaced_rounds(run: Run, head: ReleaseChain) -> Iterator[Item]:
     """The training that a head comes from, if it is still there."""
     for name in (head.places[-1], _starts(head.places[-1])):
         if (run.folder / name).exists():
-            yield Line(what=name, why="it was made again from the start since, without the pairs")
+            yield Item(what=name, why="it was made again from the start since, without the pairs")
 
 
 def _starts(rounds: str) -> str:
@@ -289,7 +289,7 @@ def _starts(rounds: str) -> str:
     return rounds.removesuffix(ROUNDS) + "starts"
 
 
-def _rederive(staged: Staged, world: World, release: Release, history: History) -> Iterator[Line]:
+def _rederive(staged: Staged, world: World, release: Release, history: History) -> Iterator[Item]:
     """Stage the rounds that the request's pairs were in, without them; `world` is the one without them."""
     run, request = staged.run, release.request
     if not history.updates:
@@ -319,17 +319,17 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
         touched = sorted(leaving & set(history.clients(number))) or [client for client in there if client in holders]
         # What is not stored is made from the new state: later requests will repeat it from there.
         unstored = [client for client in there if not history.stores(number, client)]
-        anew = unstored if touched or start != old else []
-        again = [client for client in there if client in holders and client not in unstored]
+        new_start = unstored if touched or start != old else []
+        old_start = [client for client in there if client in holders and client not in unstored]
         # A site that is gone for good can repeat nothing, so the round is made again without it.
-        unreachable = lost & {*again, *anew}
-        there, unstored, anew, again = (
-            [client for client in each if client not in unreachable] for each in (there, unstored, anew, again)
+        unreachable = lost & {*old_start, *new_start}
+        there, unstored, new_start, old_start = (
+            [client for client in each if client not in unreachable] for each in (there, unstored, new_start, old_start)
         )
-        updates = [history.update(number, client) for client in there if client not in (*again, *unstored)]
-        asked = sorted((*again, *anew))
+        updates = [history.update(number, client) for client in there if client not in (*old_start, *unstored)]
+        asked = sorted((*old_start, *new_start))
         if asked:
-            begun = ((old, again), (start, anew))
+            begun = ((old, old_start), (start, new_start))
             replays = tuple(Replay(number, state, 1.0, 0, tuple(clients)) for state, clients in begun if clients)
             job = trained.training_job(0, request=SampleRequest(ids=()), objective=REPLAY, replays=replays)
             answers = {answer.client: answer for answer in sound.run(old, job, asked)}
@@ -344,12 +344,12 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
                 if change is not None:  # else too few pairs are left to train on
                     change = change.zip(lambda tensor, like: tensor.to(like.dtype), old)
                     updates.append(Update(client, now[client], change))
-        if unstored and not anew:  # nothing has changed yet
+        if unstored and not new_start:  # nothing has changed yet
             updates += [Update(client, history.pairs(number)[client], None) for client in unstored]
             state = start.zip(lambda tensor, by: (tensor.double() + by).to(tensor.dtype), history.moved(number))
             finished = Round(number, state, tuple(sorted(updates, key=lambda update: update.client)))
         else:
-            finished = average(start, updates, training, number, clip=bool(anew))
+            finished = average(start, updates, training, number, clip=bool(new_start))
         if AVERAGED in record.sha256 and held is not None:
             locked = ServerLock(held.bases, start).apply(finished.state)
             finished = replace(finished, state=locked, averaged=finished.state)
@@ -359,7 +359,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
         os.utime(scratch.record_path(number), ns=(times.st_atime_ns, times.st_mtime_ns))  # how long rounds took
         if touched:
             who = ", ".join(map(str, touched))
-            yield Line(what=f"{history.place}/{number:05d}", why=f"updates of {who} and the state that they made")
+            yield Item(what=f"{history.place}/{number:05d}", why=f"updates of {who} and the state that they made")
 
 
 def _made(folder: Path) -> Path:
@@ -370,7 +370,7 @@ def _made(folder: Path) -> Path:
 # --- everything else ---
 
 
-def _removed(run: Run, head: ReleaseChain, place: int) -> Iterator[Line]:
+def _removed(run: Run, head: ReleaseChain, place: int) -> Iterator[Item]:
     """Files of the run that hold the pairs, or a model that does, and are needed no more."""
     folder, release = run.folder, head.releases[place]
     answer = folder / "requests" / release.answer
@@ -382,12 +382,12 @@ def _removed(run: Run, head: ReleaseChain, place: int) -> Iterator[Line]:
         record = path / "record.json"
         begun = read_json(record).get("trained_sha256") if record.is_file() else None
         if path.parent == answer.parent:
-            yield Line(what=name, why="another answer to the same request")
+            yield Item(what=name, why="another answer to the same request")
         elif begun != current:
-            yield Line(what=name, why="an answer that began from a model that still held the pairs")
+            yield Item(what=name, why="an answer that began from a model that still held the pairs")
     for path in sorted(answer.glob("*")):
         if path.is_dir() and not (release.rounds and path.name in (ROUNDS, _starts(ROUNDS))):
-            yield Line(what=path.relative_to(folder).as_posix(), why="a trial or a journal of the released answer")
+            yield Item(what=path.relative_to(folder).as_posix(), why="a trial or a journal of the released answer")
     since = head.releases[head.renewed :]
     locking = next((each for each in reversed(since) if run.locks_directions(each)), None)
     for older in head.releases[:place]:  # the newest purged one stays: later ones began from it
@@ -397,25 +397,25 @@ def _removed(run: Run, head: ReleaseChain, place: int) -> Iterator[Line]:
             *(("bases.safetensors",) if older != locking else ()),
         ):
             if (folder / "requests" / older.answer / name).is_file():
-                yield Line(what=f"requests/{older.answer}/{name}", why="an older release, which held the pairs")
+                yield Item(what=f"requests/{older.answer}/{name}", why="an older release, which held the pairs")
     for name in ("shadows", "exports"):
         if (folder / name).exists():
-            yield Line(what=name, why="models that may hold the pairs, made again when they are needed")
+            yield Item(what=name, why="models that may hold the pairs, made again when they are needed")
     for name in ("previews", "searches"):
         if (folder / name).exists():
-            yield Line(what=name, why="shows pictures, captions and ids of pairs; made again when someone looks")
+            yield Item(what=name, why="shows pictures, captions and ids of pairs; made again when someone looks")
     for path in sorted(folder.rglob("report.html")):
-        yield Line(what=path.relative_to(folder).as_posix(), why="may show the pictures; ease report writes it again")
+        yield Item(what=path.relative_to(folder).as_posix(), why="may show the pictures; ease report writes it again")
     for client in sorted(leaving_clients(release.request)):
         if (folder / "clients" / f"{client:05d}").exists():
-            yield Line(what=f"clients/{client:05d}", why="what the client kept on its own disk")
+            yield Item(what=f"clients/{client:05d}", why="what the client kept on its own disk")
 
 
 def _answers(head: ReleaseChain) -> set[str]:
     return {release.answer for release in head.releases}
 
 
-def _cached(world: World, ids: frozenset[str]) -> Iterator[Line]:
+def _cached(world: World, ids: frozenset[str]) -> Iterator[Item]:
     """Cached pixels, activations and lists of this run's data; generated scenes are no one's, and where pairs lie
     at sites the server has only its own."""
     members = world.server.membership
@@ -423,15 +423,15 @@ def _cached(world: World, ids: frozenset[str]) -> Iterator[Line]:
     if world.config.data.name == "scenes" or elsewhere:
         return
     for path, why in cached_files(world.evaluator.pairs, world.evaluator.activations, ids):
-        yield Line(what=str(path), why=why)
+        yield Item(what=str(path), why=why)
 
 
 def _with_requests(run: Run, gone: list[str]) -> Iterator[Path]:
     """Files that spell requests out and stay."""
     for name in ("record.json", "request.json", "audit.json", "quick.json"):
         for path in sorted(run.folder.glob(f"requests/*/*/{name}")):
-            told = path.relative_to(run.folder).as_posix()
-            if not any(told == each or told.startswith(f"{each}/") for each in gone):
+            name = path.relative_to(run.folder).as_posix()
+            if not any(name == each or name.startswith(f"{each}/") for each in gone):
                 yield path
 
 
@@ -444,23 +444,23 @@ def _write_renamed(path: Path, staged: Staged, stones: Tombstones) -> None:
         write_json(staged.folder / path.relative_to(staged.run.folder), renamed)
 
 
-def _stayed(run: Run, head: ReleaseChain, place: int) -> Iterator[Line]:
+def _stayed(run: Run, head: ReleaseChain, place: int) -> Iterator[Item]:
     release = head.releases[place]
-    yield Line(what=f"requests/{release.answer}/model.safetensors", why="the run goes on from it")
+    yield Item(what=f"requests/{release.answer}/model.safetensors", why="the run goes on from it")
     if (run.folder / "requests" / release.answer / "bases.safetensors").is_file():
-        yield Line(
+        yield Item(
             what=f"requests/{release.answer}/bases.safetensors",
             why="directions, without lengths, of what the pairs wrote: the lock needs them",
         )
     if (run.folder / "requests" / release.answer / BASE).is_file():
-        yield Line(
+        yield Item(
             what=f"requests/{release.answer}/{BASE}",
             why="the model before recovery, without the pairs, and sums of what others would have sent without them",
         )
     if not run.history.updates:
-        yield Line(what="rounds", why=KEPT_WITH_CLIENTS)
-    yield Line(what="classes.safetensors", why="centres of pseudo-classes, each a mean over many pairs")
-    yield Line(what="ledger.sqlite", why="who asked for what and when; ids of pairs stand as salted marks")
-    yield Line(what="initial.safetensors", why="saw no one's pairs")
-    yield Line(what=f"name of requests/{request_id(release.request)}", why="a chosen name or a hash of ids")
-    yield Line(what="copies, backups, exports elsewhere, the photographs", why="no command reaches them")
+        yield Item(what="rounds", why=KEPT_WITH_CLIENTS)
+    yield Item(what="classes.safetensors", why="centres of pseudo-classes, each a mean over many pairs")
+    yield Item(what="ledger.sqlite", why="who asked for what and when; ids of pairs stand as salted marks")
+    yield Item(what="initial.safetensors", why="saw no one's pairs")
+    yield Item(what=f"name of requests/{request_id(release.request)}", why="a chosen name or a hash of ids")
+    yield Item(what="copies, backups, exports elsewhere, the photographs", why="no command reaches them")

@@ -82,7 +82,7 @@ class Tombstones(Config):
             changes = {name: self.marked(getattr(holding, name)) for name in ("train_ids", "validation_ids")}
             return holding.model_copy(update=changes)
 
-        kept = {pair_id: told for pair_id, told in membership.digests.items() if self.mark(pair_id) not in self.ids}
+        kept = {pair_id: digest for pair_id, digest in membership.digests.items() if self.mark(pair_id) not in self.ids}
         splits = {name: self.marked(getattr(membership, name)) for name in ("test", "validation")}
         clients = tuple(map(marked, membership.clients))
         return membership.model_copy(update={"clients": clients, "digests": kept, **splits})

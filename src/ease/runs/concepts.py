@@ -54,7 +54,7 @@ class Match(Config):
     related: dict[str, int] = Field(default_factory=dict)
     """Longer words that begin like the words and were not matched -> how many pairs have each in a caption."""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The match in a few words."""
         said = f"{len(self.saying)} say it in a caption"
         if self.threshold is None:
@@ -195,14 +195,14 @@ def _reported_by_sites(world: World, words: str, unless: Sequence[str]) -> Score
     aligned = checkpoint_of(world.config.model.backbone) is not None and len(image) == len(query)
     engine = world.federation
     assert isinstance(engine, Remote)  # where else would pairs lie apart
-    told = searched(engine, words, np.stack([query, text, image] if aligned else [query, text]))
+    reported = searched(engine, words, np.stack([query, text, image] if aligned else [query, text]))
     ids = [
         pair_id
         for holding in sorted(world.server.membership.clients, key=lambda each: each.client)
         for pair_id in holding.train_ids
         if pair_id in engine.members.get(holding.client, ())
     ]
-    says, near = (np.concatenate([told[client][part] for client in sorted(told)]) for part in (0, 1))
+    says, near = (np.concatenate([reported[client][part] for client in sorted(reported)]) for part in (0, 1))
     excluded = np.zeros_like(says, dtype=bool)
     for phrase in unless:  # sites compare words in any order, so that a phrase excludes whoever has all of its words
         other = searched(engine, phrase, np.stack([query, text, image] if aligned else [query, text]))
@@ -313,8 +313,8 @@ def _what_would_fit(words: str, wanted: Sequence[str], captions: Sequence[Sequen
     nearest = np.argsort(-near, kind="stable")[:NEAREST]
     typical = distinctive((captions[place] for place in nearest), held, len(captions))
     found = f"; spelt alike: {', '.join(alike)}" if alike else ""
-    told = f"; captions that come nearest have: {', '.join(typical)}" if typical else ""
-    return f"--concept {words!r}: {why}{found}{told}; use such words, or {taken}"
+    reported = f"; captions that come nearest have: {', '.join(typical)}" if typical else ""
+    return f"--concept {words!r}: {why}{found}{reported}; use such words, or {taken}"
 
 
 def distinctive(captions: Iterable[Sequence[str]], held: Counter[str], pairs: int) -> list[str]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ease.measures.alignment import pair_similarity
 from ease.measures.evaluate import common_size, embed_pairs, recalls
-from ease.measures.nearest import alike
+from ease.measures.nearest import resembling
 from ease.measures.ranks import FEW
 from ease.measures.retrieval import GalleryRecall, first_recall
 from ease.params import Params
@@ -35,7 +35,7 @@ def galleries(world: World, positions: np.ndarray, size: int) -> np.ndarray:
     """For each pair a gallery of itself and the most similar test pairs, first those of its pseudo-class: [n, size]."""
     seen = world.evaluator
     classes, test_classes = seen.classes_of(positions), seen.classes_of(seen.test)
-    others = alike(seen.activations, positions, classes, seen.test, test_classes, size - 1)
+    others = resembling(seen.activations, positions, classes, seen.test, test_classes, size - 1)
     return np.column_stack([positions, others])
 
 

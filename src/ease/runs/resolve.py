@@ -30,11 +30,11 @@ def request_id(request: Request) -> str:
         return "class-" + "-".join(map(str, request.classes))
     if request.name:
         return request.name
-    told = [f"client-{number}" for number in request.clients] + [f"class-{number}" for number in request.classes]
-    told += ["concept"] if request.words else []
-    if not told:
+    parts = [f"client-{number}" for number in request.clients] + [f"class-{number}" for number in request.classes]
+    parts += ["concept"] if request.words else []
+    if not parts:
         return "sample-" + digest(sorted(request.ids))[:10]
-    return f"{'-'.join(told)[:40].strip('-')}-{digest(sorted(request.ids))[:6]}"
+    return f"{'-'.join(parts)[:40].strip('-')}-{digest(sorted(request.ids))[:6]}"
 
 
 def request_flags(request: Request) -> str:

@@ -228,13 +228,13 @@ class Run:
         path = self.folder / "world.json"
         if not path.is_file():
             return
-        told, adapter = _frozen(path, *identity(path)), self.config.model.adapter
+        recorded, adapter = _frozen(path, *identity(path)), self.config.model.adapter
         # A backbone's weights may be rounded for a device; then nothing can be said.
-        if told.get("device") == device.type and told.get("backbone") != backbone.fingerprint:
+        if recorded.get("device") == device.type and recorded.get("backbone") != backbone.fingerprint:
             raise UserError(
                 f"{self.folder}: the weights of {backbone.name} are not those this run was trained on; restore them"
             )
-        if adapter is not None and told.get("adapter") != adapter_fingerprint(adapter):
+        if adapter is not None and recorded.get("adapter") != adapter_fingerprint(adapter):
             raise UserError(f"{self.folder}: the adapter in {adapter} is not the one this run began from; restore it")
 
     def threads_note(self) -> str:

@@ -58,10 +58,10 @@ class Source:
         """The model in an export. Its script is not run, because the folder may come from anyone."""
         path = folder / "model.safetensors"
         _, note = read_noted(path)
-        told = {"model": note.get("model"), "seed": note.get("seed")}
-        if None in told.values():
+        settings = {"model": note.get("model"), "seed": note.get("seed")}
+        if None in settings.values():
             raise UserError(f"{path}: not of an export as safetensors; write it again with: ease export RUN")
-        config = validate(RunConfig, told, str(path))
+        config = validate(RunConfig, settings, str(path))
         backbone = load_backbone(config.model.backbone)
         check_fits(backbone, config.model)
         if backbone.fingerprint != note.get("backbone"):

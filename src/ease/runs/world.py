@@ -116,7 +116,7 @@ class World:
         check_fits(backbone, config.model)  # here and below: whatever cannot work is refused before the long decoding
         apart, run_name = config.partition.on_site, ""
         if apart:
-            check_apart(config)
+            check_on_site(config)
         by_site = config.partition.scheme == "sites"
         fits = partial(check_sizes, config.data, config.partition) if known is None and not apart else None
         owner: Literal["server"] | None = "server" if apart else None
@@ -195,7 +195,7 @@ class World:
         return make_engine(self.config.engine, self.server.model, shards, activations, self.server.device, self.disks)
 
 
-def check_apart(config: RunConfig) -> None:
+def check_on_site(config: RunConfig) -> None:
     """Refuse settings that do not work with pairs on site."""
     if not config.remote:
         raise UserError(

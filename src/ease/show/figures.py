@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from ease.show.charts import density, some
 from ease.show.placing import Name, write_names
-from ease.show.tables import DIVERGED, Line, Sheet, mean_similarity, sheets, similarities
+from ease.show.tables import DIVERGED, ModelRow, Sheet, mean_similarity, sheets, similarities
 from ease.studies.records import BenchResults
 
 COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
@@ -183,11 +183,11 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _pick(lines: Sequence[Line], value: Any) -> Line:
+def _pick(lines: Sequence[ModelRow], value: Any) -> ModelRow:
     return next(line for line in lines if line.at == value)
 
 
-def _reference(here: Sequence[Sheet], value: Any) -> Line:
+def _reference(here: Sequence[Sheet], value: Any) -> ModelRow:
     """Retraining at a value of the varied setting; a method's setting does not change it."""
     return next((sheet.retrain for sheet in here if sheet.retrain.at == value), here[0].retrain)
 
@@ -253,7 +253,7 @@ def settle(figure: Figure) -> None:
     figure.set_layout_engine("none")
 
 
-def _place(line: Line) -> tuple[float, float]:
+def _place(line: ModelRow) -> tuple[float, float]:
     return _mean(line, "forget/recall@1"), _mean(line, "retain/recall@1")
 
 
@@ -565,11 +565,11 @@ def ranking(results: BenchResults) -> Figure:
     return figure
 
 
-def _of_label(sheet: Sheet, label: str) -> Line | None:
+def _of_label(sheet: Sheet, label: str) -> ModelRow | None:
     return next((line for line in sheet.lines if line.role == "method" and line.label == label), None)
 
 
-def _sum_key(found: Sequence[Sheet], lines: Sequence[Line | None]) -> float:
+def _sum_key(found: Sequence[Sheet], lines: Sequence[ModelRow | None]) -> float:
     """Mean sum of gaps over scenarios; methods without a model come last."""
     each = [
         statistics.mean(d) for sheet, line in zip(found, lines, strict=True) if line and (d := sheet.distance(line))
@@ -624,7 +624,7 @@ def _colour(label: str, number: int) -> str:
     return FIXED.get(label) or COLOURS[number % len(COLOURS)]
 
 
-def _mean(line: Line, key: str) -> float:
+def _mean(line: ModelRow, key: str) -> float:
     """Not a number where every seed diverged, which leaves a gap in the figure."""
     return statistics.mean(line.values(key).values()) if line.values(key) else math.nan
 

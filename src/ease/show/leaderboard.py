@@ -122,7 +122,7 @@ COLUMNS = {
 }
 
 
-def told(standing: Standing, column: str) -> str:
+def cell(standing: Standing, column: str) -> str:
     """A value as tables show it."""
     value = getattr(standing, column)
     if value is None:
@@ -137,6 +137,6 @@ def told(standing: Standing, column: str) -> str:
 def as_html(standings: Sequence[Standing]) -> str:
     """The leaderboard as a page of its own."""
     heads = "".join(f'<th scope="col">{title}</th>' for title in COLUMNS.values())
-    rows = ["".join(f"<td>{escape(told(each, column))}</td>" for column in COLUMNS) for each in standings]
+    rows = ["".join(f"<td>{escape(cell(each, column))}</td>" for column in COLUMNS) for each in standings]
     few = "Some were made smaller by --quick and prove nothing." if any(each.reduced for each in standings) else ""
     return PAGE % (few, heads, "\n".join(f"<tr>{row}</tr>" for row in rows))

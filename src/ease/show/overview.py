@@ -60,15 +60,15 @@ def asked(request: Request, extent: Extent | None = None) -> str:
 def whose(request: Request, extent: Extent) -> str:
     """How many pairs of whom, in a sentence."""
     were = "was" if extent.pairs == 1 else "were"
-    told = f"{extent.pairs:,} of {extent.of:,} training pairs {were} to be forgotten"
+    words = f"{extent.pairs:,} of {extent.of:,} training pairs {were} to be forgotten"
     held = (
         f"client {extent.holders[0]}"
         if len(extent.holders) == 1
         else f"{len(extent.holders)} of {extent.clients} clients"
     )
     if isinstance(request, ClientRequest):
-        return f"{told}: all that {', '.join(f'client {name}' for name in extent.holders)} gave."
-    return f"{told}. {'It is' if extent.pairs == 1 else 'They are'} with {held}." if extent.holders else f"{told}."
+        return f"{words}: all that {', '.join(f'client {name}' for name in extent.holders)} gave."
+    return f"{words}. {'It is' if extent.pairs == 1 else 'They are'} with {held}." if extent.holders else f"{words}."
 
 
 def plainly(verdict: Verdict) -> str:
@@ -152,14 +152,14 @@ def overview(
 
 
 def _summary(values: dict[str, float]) -> str:
-    told = []
+    words = []
     if "trained" in values:
-        told.append(f"{values['trained']:.0f} before")
+        words.append(f"{values['trained']:.0f} before")
     if "unlearned" in values:
-        told.append(f"{values['unlearned']:.0f} now")
+        words.append(f"{values['unlearned']:.0f} now")
     if "unseen" in values:
-        told.append(f"{values['unseen']:.0f} of pairs that it never saw")
-    return ", ".join(told)
+        words.append(f"{values['unseen']:.0f} of pairs that it never saw")
+    return ", ".join(words)
 
 
 def _steps(audit: AuditRecord | None, folder: str, name: str) -> list[NextStep]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ease.show.tables import DIVERGED, Line, Sheet, escape, sheets
+from ease.show.tables import DIVERGED, ModelRow, Sheet, escape, sheets
 from ease.studies.records import BenchResults
 
 PREAMBLE = r"""% Needs \usepackage[table,dvipsnames]{xcolor} and \usepackage{amsmath,booktabs,graphicx,makecell}
@@ -106,7 +106,7 @@ def _cells(sheet: Sheet, column: Column) -> list[str]:
     return [_cell(sheet, line, column, marks.get(number, "")) for number, line in enumerate(sheet.lines)]
 
 
-def _cell(sheet: Sheet, line: Line, column: Column, mark: str) -> str:
+def _cell(sheet: Sheet, line: ModelRow, column: Column, mark: str) -> str:
     values = _values(line, column)
     if not values:
         return "" if line.seeds else DIVERGED
@@ -120,7 +120,7 @@ def _cell(sheet: Sheet, line: Line, column: Column, mark: str) -> str:
     return rf"{text} \{direction}{{{abs(signed):.{column.digits}f}}}"
 
 
-def _values(line: Line, column: Column) -> dict[int, float]:
+def _values(line: ModelRow, column: Column) -> dict[int, float]:
     """Seed -> value in the unit of the column."""
     if column.key == "comm":
         up, down = (line.values(f"cost/bytes_{way}") for way in ("up", "down"))
@@ -128,7 +128,7 @@ def _values(line: Line, column: Column) -> dict[int, float]:
     return {seed: value * column.scale for seed, value in line.values(column.key).items()}
 
 
-def _gaps(sheet: Sheet, line: Line, column: Column) -> list[float]:
+def _gaps(sheet: Sheet, line: ModelRow, column: Column) -> list[float]:
     """Signed gaps to retraining of the same seed."""
     reference = _values(sheet.retrain, column)
     return [value - reference[seed] for seed, value in _values(line, column).items() if seed in reference]

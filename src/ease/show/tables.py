@@ -23,7 +23,7 @@ DIVERGED = "diverged"
 
 
 @dataclass(frozen=True)
-class Line:
+class ModelRow:
     """One model of one scenario over all seeds."""
 
     scenario: str
@@ -51,8 +51,8 @@ class Sheet:
 
     scenario: str
     title: str
-    lines: tuple[Line, ...]
-    retrain: Line
+    lines: tuple[ModelRow, ...]
+    retrain: ModelRow
     band_seed: int | None
     bands: Mapping[str, Band]
     """Metric -> where a further retraining of that seed would fall."""
@@ -61,16 +61,16 @@ class Sheet:
     def name(self) -> str:
         return f"{self.scenario.capitalize()} request" + (f", {self.title}" if self.title else "")
 
-    def gaps(self, line: Line, key: str) -> list[float]:
+    def gaps(self, line: ModelRow, key: str) -> list[float]:
         """Signed gaps to retraining of the same seed."""
         reference = self.retrain.values(key)
         return [value - reference[seed] for seed, value in line.values(key).items() if seed in reference]
 
-    def distance(self, line: Line) -> list[float]:
+    def distance(self, line: ModelRow) -> list[float]:
         """Sum of the absolute gaps of forget, retain and test R@1, for each seed."""
         return [sum(map(abs, parts)) for parts in zip(*(self.gaps(line, key) for key in RANKED), strict=True)]
 
-    def inside(self, line: Line, key: str) -> bool:
+    def inside(self, line: ModelRow, key: str) -> bool:
         """Whether a value lies in the retrain band, on the seed where the band was measured."""
         value = line.values(key).get(self.band_seed) if self.band_seed is not None else None
         return value is not None and key in self.bands and self.bands[key].contains(value)
@@ -166,11 +166,11 @@ def _title(at: Varied | None) -> str:
     return f"{at.name} = {at.value}" if at else ""
 
 
-def _line(scenario: str, role: str, label: str, rows: Sequence[BenchRow]) -> Line:
+def _line(scenario: str, role: str, label: str, rows: Sequence[BenchRow]) -> ModelRow:
     first = rows[0]
     metrics = {row.seed: row.metrics for row in rows if not row.diverged}
     at = first.at.value if first.at else None
-    return Line(scenario, role, first.label, label, first.tuned, at, metrics, len(rows) - len(metrics))
+    return ModelRow(scenario, role, first.label, label, first.tuned, at, metrics, len(rows) - len(metrics))
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def figures(sheet: Sheet, column: Column) -> list[Figure | None]:
     return [_figure(sheet, line, column, line in best_of(sheet, column)) for line in sheet.lines]
 
 
-def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | None:
+def _figure(sheet: Sheet, line: ModelRow, column: Column, best: bool) -> Figure | None:
     values = [value * column.scale for value in _values(sheet, line, column)]
     if not values:
         return None if line.seeds else Figure(DIVERGED, "", "", inside=False, best=False)
@@ -209,11 +209,11 @@ def _figure(sheet: Sheet, line: Line, column: Column, best: bool) -> Figure | No
     return Figure(f"{mean:.{column.digits}f}", spread, note, inside, best)
 
 
-def _values(sheet: Sheet, line: Line, column: Column) -> list[float]:
+def _values(sheet: Sheet, line: ModelRow, column: Column) -> list[float]:
     return sheet.distance(line) if column.judged == "rank" else list(line.values(column.key).values())
 
 
-def best_of(sheet: Sheet, column: Column) -> list[Line]:
+def best_of(sheet: Sheet, column: Column) -> list[ModelRow]:
     """The methods that a column is won by; neither the trained model nor retraining takes part, and no method that
     diverged on some seed."""
     scores = {}
@@ -291,7 +291,7 @@ def _compared(metrics: Mapping[str, float], retrained: Mapping[str, float]) -> d
     return found
 
 
-def told_difference(found: Difference, digits: int = 1) -> str:
+def difference_text(found: Difference, digits: int = 1) -> str:
     """A paired difference with its interval, in words."""
     mean = f"{round(found.mean, digits) + 0.0:+.{digits}f}"
     if found.low is None or found.high is None:
@@ -308,8 +308,8 @@ def notes(found: Sequence[Sheet]) -> list[str]:
 def markdown(results: BenchResults) -> str:
     """Two tables for each scenario: what is forgotten, and what is kept at which cost; or the overlap of each block."""
     found = sheets(results)
-    told = f"{_code(results.header.command)}, {results.seeds} seed{'s' if results.seeds > 1 else ''}."
-    parts = [f"# {_words(results.title)}", "", told, ""]
+    command = f"{_code(results.header.command)}, {results.seeds} seed{'s' if results.seeds > 1 else ''}."
+    parts = [f"# {_words(results.title)}", "", command, ""]
     if results.subspaces:
         return "\n".join([*parts, "| Block | Mean similarity of two clients |", "|---|---|", *_overlaps(results), ""])
     parts += [line for note in (*caveats(results), *notes(found)) for line in (note, "")]
@@ -347,8 +347,8 @@ def _paired_markdown(results: BenchResults) -> list[str]:
     for method in methods:
         cells = [next((each for each in of if each.method == method), None) for of in found.values()]
         digits = [2 if name == "LiRA gap" else 1 for name in found]
-        told = [told_difference(each, d) if each else "" for each, d in zip(cells, digits, strict=True)]
-        parts.append(f"| {_words(method)} | {' | '.join(told)} |")
+        shown = [difference_text(each, d) if each else "" for each, d in zip(cells, digits, strict=True)]
+        parts.append(f"| {_words(method)} | {' | '.join(shown)} |")
     return [*parts, ""]
 
 

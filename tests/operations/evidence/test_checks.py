@@ -99,7 +99,7 @@ def test_it_says_what_is_on_record_and_no_more(run: Run, certificate: Path) -> N
         "audit.json",
         "base.safetensors",
     }
-    assert all(sha256(folder / name) == told for name, told in found.files.items())
+    assert all(sha256(folder / name) == reported for name, reported in found.files.items())
     assert found.directions is not None and found.directions.bases_sha256 == sha256(folder / "bases.safetensors")
     assert found.directions.spectrum == record["rounds"][0]["spectrum"]
     assert {**found.figures, **found.costs} == record["metrics"] and found.method == record["method"]

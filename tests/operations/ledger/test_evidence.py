@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bitflips import command
 from tests.faults import flip
-from tests.operations.ledger.test_work import add, ids_of, kept, listed, run, states, told
+from tests.operations.ledger.test_work import add, ids_of, kept, listed, run, run_json, states
 
 from ease.errors import Unwritable
 from ease.operations.evidence import attest, read_log, verify
@@ -32,7 +32,7 @@ def test_each_release_is_told_once_and_without_ids(ease, run: Path, tmp_path: Pa
     ids = ids_of(run, 0, 2)
     add(ease, run, "--samples", listed(tmp_path, ids), id="s")
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     assert kinds(run) == ["begun", "answered", "released", "answered", "released"]
     head = Run.load(run).head
     lines = read_log(Run.load(run)).of_kind("released")
@@ -44,22 +44,22 @@ def test_each_release_is_told_once_and_without_ids(ease, run: Path, tmp_path: Pa
     assert (
         not any(each in text for each in ids) and folder not in text and lines[1].payload["answer"] == "client-1/ease"
     )
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     assert len(kinds(run)) == 5
 
 
 def test_what_was_released_and_not_told_is_told_by_the_next_call(ease, run: Path) -> None:
-    told(ease, "forget", run, "--client", 1)
+    run_json(ease, "forget", run, "--client", 1)
     release(Run.load(run), "client-1")  # as a process that died right after it
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     assert kinds(run) == ["begun", "answered", "released"]
 
 
 def test_a_release_that_failed_after_the_head_was_written_is_completed_by_the_same_command(
     ease, run: Path, monkeypatch
 ) -> None:
-    told(ease, "forget", run, "--client", 1)
-    told(ease, "forget", run, "--client", 1, "--method", "finetune")
+    run_json(ease, "forget", run, "--client", 1)
+    run_json(ease, "forget", run, "--client", 1, "--method", "finetune")
     with monkeypatch.context() as patch:
 
         def full(*_: object) -> None:
@@ -68,19 +68,19 @@ def test_a_release_that_failed_after_the_head_was_written_is_completed_by_the_sa
         patch.setattr("ease.operations.evidence.events.append", full)
         assert ease("release", run, "--request", "client-1").code == 2
     assert len(Run.load(run).head.releases) == 1
-    made = told(ease, "release", run, "--request", "client-1")
+    made = run_json(ease, "release", run, "--request", "client-1")
     assert made["answer"] == "client-1/ease" and len(Run.load(run).head.releases) == 1
     assert kinds(run) == ["begun", "answered", "released"]
-    told(ease, "release", run, "--request", "client-1")
+    run_json(ease, "release", run, "--request", "client-1")
     assert kinds(run) == ["begun", "answered", "released"]
     other = ease("release", run, "--request", "client-1/finetune")
     assert other.code == 2 and "closed already by client-1/ease" in other.err
 
 
 def test_no_certificate_rests_on_a_log_that_lacks_the_release(ease, run: Path, tmp_path: Path) -> None:
-    told(ease, "forget", run, "--client", 1)
+    run_json(ease, "forget", run, "--client", 1)
     release(Run.load(run), "client-1")  # as a process that died right after it
-    told(ease, "certificate", run, "--request", "client-1", "--out", tmp_path / "c.json")
+    run_json(ease, "certificate", run, "--request", "client-1", "--out", tmp_path / "c.json")
     assert kinds(run) == ["begun", "answered", "released", "certified"]
     assert verify(tmp_path / "c.json", Run.load(run), quick=True).holds
 
@@ -88,7 +88,7 @@ def test_no_certificate_rests_on_a_log_that_lacks_the_release(ease, run: Path, t
 def test_a_longer_log_is_read_no_more_often_for_a_request(ease, run: Path, monkeypatch) -> None:
     """Otherwise the cost of each request grows with the number of releases before it."""
     for client in (1, 2):
-        told(ease, "forget", run, "--client", client)
+        run_json(ease, "forget", run, "--client", client)
         release(Run.load(run), f"client-{client}")
     attest(Run.load(run))
     read = []
@@ -112,14 +112,14 @@ def test_a_release_whose_line_the_disk_refused_comes_to_its_end_later(ease, run:
     assert result.code == 2 and "No space left" in result.err and states(run) == {"c": "released"}
     assert len(Run.load(run).head.releases) == 1
     assert "cannot be cancelled" in ease("request", "cancel", run, "c").err and "not finished" in ease("purge", run).err
-    finished = told(ease, "work", run)["finished"]
+    finished = run_json(ease, "work", run)["finished"]
     assert [(each["state"], each["outcome"]["release"]) for each in finished] == [("done", 1)]
     assert kinds(run) == ["begun", "answered", "released"]
 
 
 def test_a_log_that_was_altered_stops_the_queue_before_anything_is_computed(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     add(ease, run, "--client", 2, id="d")
     path = log_path(Run.load(run))
     path.write_bytes(path.read_bytes().replace(b'"release":1', b'"release":2'))
@@ -171,15 +171,15 @@ def test_a_certificate_holds_after_a_purge_and_says_what_is_gone(ease, purged) -
     assert kinds(run)[-1] == "purged"
     found = {scope: verify(path, Run.load(run)) for scope, path in paths.items()}
     assert all(each.holds for each in found.values()), [each.reasons for each in found.values()]
-    told_of = {scope: unchecked(each) for scope, each in found.items()}
+    reported_hash = {scope: unchecked(each) for scope, each in found.items()}
     # Of the pairs: the record spelt their ids; the model was of an older release than the one the run goes on from.
-    assert {"record.json", "model.safetensors", "pairs", "model before"} <= told_of["sample"].keys()
-    assert "rewritten by a purge" in told_of["sample"]["record.json"]
+    assert {"record.json", "model.safetensors", "pairs", "model before"} <= reported_hash["sample"].keys()
+    assert "rewritten by a purge" in reported_hash["sample"]["record.json"]
     # Of the client: its model is the head; what it began from is gone.
-    assert "model.safetensors" not in told_of["client"] and "record.json" not in told_of["client"]
-    assert {"pairs", "model before"} <= told_of["client"].keys()
-    assert set(told_of["retrain"]) == {"answer"} and "purge" in told_of["retrain"]["answer"]
-    assert told(ease, "verify", paths["client"], "--run", run)["holds"]
+    assert "model.safetensors" not in reported_hash["client"] and "record.json" not in reported_hash["client"]
+    assert {"pairs", "model before"} <= reported_hash["client"].keys()
+    assert set(reported_hash["retrain"]) == {"answer"} and "purge" in reported_hash["retrain"]["answer"]
+    assert run_json(ease, "verify", paths["client"], "--run", run)["holds"]
 
 
 def test_what_is_altered_after_a_purge_is_refused(purged) -> None:
@@ -196,13 +196,13 @@ def test_what_is_altered_after_a_purge_is_refused(purged) -> None:
 def test_figures_are_compared_even_if_the_record_was_altered_before_the_purge(ease, run: Path, tmp_path: Path) -> None:
     """The purge logs the hash of what it rewrote; a figure that someone slipped in before is seen all the same."""
     add(ease, run, "--samples", listed(tmp_path, ids_of(run, 0, 2)), id="s")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     name, path = Run.load(run).head.releases[0].answer, tmp_path / "certificate.json"
     assert ease("certificate", run, "--request", name, "--out", path).code == 0
     record = read_json(run / "requests" / name / "record.json")
     record["metrics"]["forget/recall@1"] += 1.0
     write_json(run / "requests" / name / "record.json", record)
-    told(ease, "purge", run)
+    run_json(ease, "purge", run)
     (reason,) = verify(path, Run.load(run), quick=True).reasons
     assert "forget/recall@1" in reason
 
@@ -226,7 +226,7 @@ def test_a_certificate_of_what_was_purged_holds_and_adds_no_second_answer(ease, 
 
 def test_the_purge_of_a_process_that_died_is_told_by_the_next_call(ease, run: Path, monkeypatch) -> None:
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     with monkeypatch.context() as patch:
         calls = []
 
@@ -238,13 +238,13 @@ def test_the_purge_of_a_process_that_died_is_told_by_the_next_call(ease, run: Pa
         patch.setattr("ease.operations.ledger.retention.attest", dies)
         assert ease("purge", run).code != 0
     assert "purged" not in kinds(run) and Ledger(run).entry("c").state != "running"
-    told(ease, "purge", run)
+    run_json(ease, "purge", run)
     assert kinds(run)[-1] == "purged" and kinds(run).count("purged") == 1
 
 
 def test_keys_and_ledger_are_their_owners_alone(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     private = [
         key_path(Run.load(run)),
         run / "ledger.sqlite",
@@ -258,7 +258,7 @@ def test_a_certificate_moved_to_another_release_is_refused(ease, run: Path, tmp_
     """Two releases of one run: the certificate of one is not that of the other's model, nor of a copied answer."""
     for client, id in ((1, "a"), (2, "b")):
         add(ease, run, "--client", client, id=id)
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     path = tmp_path / "one.json"
     assert ease("certificate", run, "--request", "client-1", "--out", path).code == 0
     other = run / "requests" / "client-2" / "ease" / "model.safetensors"

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from tests.operations.ledger.test_work import add, kept, listed, run, states, told
+from tests.operations.ledger.test_work import add, kept, listed, run, run_json, states
 
 from ease import storage
 from ease.errors import UserError
@@ -55,8 +55,8 @@ def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Pat
     assert "free some space" in result.err or "free space" in result.err
     filler.unlink()
     assert states(here)["c"] in ("approved", "running") and not Run.load(here).head.releases
-    assert told(ease, "work", here)["finished"][0]["state"] == "done"
-    told(ease, "work", run)
+    assert run_json(ease, "work", here)["finished"][0]["state"] == "done"
+    run_json(ease, "work", run)
     model = "requests/client-1/ease/model.safetensors"
     assert (here / model).read_bytes() == (run / model).read_bytes()
     assert [each.kind for each in read_log(Run.load(here)).records] == ["begun", "answered", "released"]
@@ -74,7 +74,7 @@ def test_pairs_and_answers_that_are_paths_lead_nowhere(ease, run: Path, tmp_path
     for name in ("../../etc/passwd", "/etc/passwd", "train-000000/..", "\u202etrain"):
         result = ease("request", "add", run, "--samples", listed(tmp_path, [name]))
         assert result.code == 2 and "\u202e" not in result.err
-    told(ease, "forget", run, "--client", 1)
+    run_json(ease, "forget", run, "--client", 1)
     elsewhere = shutil.copytree(run / "requests" / "client-1", tmp_path / "elsewhere" / "client-1")
     for name in (
         f"../../{elsewhere.parent.name}/client-1/ease",
@@ -99,10 +99,10 @@ def test_words_of_strangers_steer_no_terminal_and_make_no_line(ease, run: Path) 
 
 def test_a_request_that_is_handed_in_again_is_answered_once(ease, run: Path) -> None:
     first = add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     again = add(ease, run, "--client", 1, id="c", approve=False)
     assert first["added"] and not again["added"] and again["state"] == "done"
-    assert told(ease, "work", run)["finished"] == [] and len(Run.load(run).head.releases) == 1
+    assert run_json(ease, "work", run)["finished"] == [] and len(Run.load(run).head.releases) == 1
     result = ease("request", "add", run, "--client", 2, "--id", "c")
     assert result.code == 2 and "another request has this id" in result.err
 
@@ -110,7 +110,7 @@ def test_a_request_that_is_handed_in_again_is_answered_once(ease, run: Path) -> 
 def test_a_certificate_of_an_older_state_of_the_run_is_told_by_its_log(ease, run: Path, tmp_path: Path) -> None:
     """Run, key and log wound back to a copy from before: what was issued since is missed."""
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     old = shutil.copytree(run, tmp_path / "old")
     path = tmp_path / "certificate.json"
     assert ease("certificate", run, "--request", "client-1", "--out", path).code == 0
@@ -170,8 +170,8 @@ def test_requests_are_listed_and_shown_on_a_read_only_disk(ease, run: Path, smal
     disk = small_disk(8192)
     here = Path(shutil.copytree(run, disk / "run"))
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    assert [each["id"] for each in told(ease, "request", "list", here)["requests"]] == ["c"]
-    assert told(ease, "request", "show", here, "c")["state"] == "approved"
+    assert [each["id"] for each in run_json(ease, "request", "list", here)["requests"]] == ["c"]
+    assert run_json(ease, "request", "show", here, "c")["state"] == "approved"
     refused = ease("request", "cancel", here, "c")
     assert refused.code == 2 and refused.err.count("\n") == 1
 
@@ -179,12 +179,12 @@ def test_requests_are_listed_and_shown_on_a_read_only_disk(ease, run: Path, smal
 def test_what_a_killed_process_left_beside_a_certificate_goes_with_the_next_one(
     ease, run: Path, tmp_path: Path
 ) -> None:
-    told(ease, "forget", run, "--client", 1)
+    run_json(ease, "forget", run, "--client", 1)
     out = tmp_path / "out"
     out.mkdir()
     (out / f"{LEFTOVER}c.json-0a").write_text("half")
     (out / f"{LEFTOVER}other.json-0a").write_text("of another program that writes now")
-    told(ease, "certificate", run, "--request", "client-1", "--out", out / "c.json")
+    run_json(ease, "certificate", run, "--request", "client-1", "--out", out / "c.json")
     assert sorted(path.name for path in out.iterdir()) == [f"{LEFTOVER}other.json-0a", "c.json"]
 
 

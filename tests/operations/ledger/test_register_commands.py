@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.operations.ledger.test_work import add, kept, run, told
+from tests.operations.ledger.test_work import add, kept, run, run_json
 
 from ease.operations.evidence.log import log_path
 from ease.operations.ledger.database import writing
@@ -18,17 +18,17 @@ __all__ = ["kept", "run"]  # fixtures
 
 def test_a_request_is_extended_and_refused_with_letters(ease, run: Path, tmp_path: Path) -> None:
     add(ease, run, "--client", 1, "--by", "Eve Example", id="c", approve=False)
-    before = told(ease, "request", "show", run, "c")["deadline"]
-    extended = told(ease, "request", "extend", run, "c", "--days", 30, "--reason", "many pairs")
+    before = run_json(ease, "request", "show", run, "c")["deadline"]
+    extended = run_json(ease, "request", "extend", run, "c", "--days", 30, "--reason", "many pairs")
     assert extended["deadline"] > before and extended["first_deadline"] == before
     assert "many pairs" in ease("request", "letter", run, "c").out
     assert ease("request", "extend", run, "c", "--days", 5, "--reason", "again").code == 2
     assert ease("request", "refuse", run, "c").code == 2
-    assert told(ease, "request", "refuse", run, "c", "--reason", "nothing is held")["state"] == "refused"
+    assert run_json(ease, "request", "refuse", run, "c", "--reason", "nothing is held")["state"] == "refused"
     out = tmp_path / "letter.txt"
-    assert told(ease, "request", "letter", run, "c", "--out", out)["kind"] == "refused"
+    assert run_json(ease, "request", "letter", run, "c", "--out", out)["kind"] == "refused"
     assert "nothing is held" in out.read_text()
-    assert ease("work", run).code == 0 and told(ease, "work", run)["finished"] == []
+    assert ease("work", run).code == 0 and run_json(ease, "work", run)["finished"] == []
 
 
 def test_due_says_by_its_exit_code_how_urgent_it_is(ease, run: Path) -> None:
@@ -54,18 +54,18 @@ def test_deadlines_are_days_of_the_time_zone(ease, run: Path) -> None:
 
 
 def test_recipients_of_older_models_are_named_after_a_release(ease, run: Path, tmp_path: Path) -> None:
-    told(ease, "export", run, "--out", tmp_path / "old", "--recipient", "Clinic 5", "--by", "ada")
+    run_json(ease, "export", run, "--out", tmp_path / "old", "--recipient", "Clinic 5", "--by", "ada")
     add(ease, run, "--client", 1, id="c")
-    worked = told(ease, "work", run)
+    worked = run_json(ease, "work", run)
     assert worked["to_notify"] == {"c": ["Clinic 5"]}
-    told(ease, "export", run, "--out", tmp_path / "new", "--recipient", "Clinic 6")
-    assert told(ease, "request", "show", run, "c")["to_notify"] == ["Clinic 5"]
+    run_json(ease, "export", run, "--out", tmp_path / "new", "--recipient", "Clinic 6")
+    assert run_json(ease, "request", "show", run, "c")["to_notify"] == ["Clinic 5"]
     unknown = ease("request", "notify", run, "c", "--recipient", "Nobody")
     assert unknown.code == 2 and "Clinic 5, Clinic 6" in unknown.err
-    assert told(ease, "request", "notify", run, "c", "--recipient", "Clinic 5")["to_notify"] == []
+    assert run_json(ease, "request", "notify", run, "c", "--recipient", "Clinic 5")["to_notify"] == []
     letter = ease("request", "letter", run, "c").out
     assert "We have done what you asked" in letter and "Clinic 5" in letter
-    files = told(ease, "request", "export", run, "--out", tmp_path / "register")["files"]
+    files = run_json(ease, "request", "export", run, "--out", tmp_path / "register")["files"]
     assert {Path(each).name for each in files} == {"register.csv", "steps.csv", "register.html", "consents.json"}
     (row,) = csv.DictReader((tmp_path / "register" / "register.csv").read_text().splitlines())
     assert (row["id"], row["state"], row["notified"], row["to_notify"]) == ("c", "done", "Clinic 5", "")
@@ -74,18 +74,18 @@ def test_recipients_of_older_models_are_named_after_a_release(ease, run: Path, t
 
 
 def test_signed_decisions_of_two_people_are_asked_for_and_verified(ease, run: Path, tmp_path: Path) -> None:
-    ids = {name: told(ease, "keys", "new", tmp_path / f"{name}.key")["key_id"] for name in ("ada", "bo", "eve")}
+    ids = {name: run_json(ease, "keys", "new", tmp_path / f"{name}.key")["key_id"] for name in ("ada", "bo", "eve")}
     keys = "".join(f'{name} = "{ids[name]}"\n' for name in ("ada", "bo"))
     with (run / "policy.toml").open("a") as policy:
         policy.write(f"[approval]\npeople = 2\nsigned = true\n[approval.keys]\n{keys}")
     add(ease, run, "--client", 1, id="c", approve=False)
     assert "--key" in ease("request", "approve", run, "c", "--by", "ada").err
     assert "belongs to nobody" in ease("request", "approve", run, "c", "--key", tmp_path / "eve.key").err
-    first = told(ease, "request", "approve", run, "c", "--key", tmp_path / "ada.key")
+    first = run_json(ease, "request", "approve", run, "c", "--key", tmp_path / "ada.key")
     assert first["state"] == "submitted" and first["approved_by"] == ["ada"]
     assert "another person" in ease("request", "approve", run, "c", "--key", tmp_path / "ada.key").err
-    assert told(ease, "request", "approve", run, "c", "--key", tmp_path / "bo.key")["state"] == "approved"
-    told(ease, "work", run)
+    assert run_json(ease, "request", "approve", run, "c", "--key", tmp_path / "bo.key")["state"] == "approved"
+    run_json(ease, "work", run)
     shown = ease("verify", run)
     assert shown.code == 0 and "2 of them signed" in shown.out and "nothing contradicts it" in shown.out
     ledger = Ledger(run)
@@ -97,13 +97,13 @@ def test_signed_decisions_of_two_people_are_asked_for_and_verified(ease, run: Pa
 
 
 def test_a_witness_notices_a_log_and_a_ledger_that_were_rewritten(ease, run: Path, tmp_path: Path) -> None:
-    told(ease, "keys", "new", tmp_path / "witness.key")
+    run_json(ease, "keys", "new", tmp_path / "witness.key")
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
-    signed = told(ease, "certificate", "attest", run, "--key", tmp_path / "witness.key")
-    assert told(ease, "verify", run)["holds"]
+    run_json(ease, "work", run)
+    signed = run_json(ease, "certificate", "attest", run, "--key", tmp_path / "witness.key")
+    assert run_json(ease, "verify", run)["holds"]
     add(ease, run, "--client", 2, id="d")  # what comes later contradicts nothing
-    assert told(ease, "verify", run)["holds"]
+    assert run_json(ease, "verify", run)["holds"]
     own = ease("certificate", "attest", run, "--key", run / "evidence" / "signing.key")
     assert own.code == 2 and "somebody else" in own.err
     with writing(Ledger(run).path) as tables:
@@ -119,15 +119,15 @@ def test_names_and_reasons_go_after_the_days_of_the_policy(ease, run: Path) -> N
     with (run / "policy.toml").open("a") as policy:
         policy.write("[retention]\nclosed_days = 0\n")
     add(ease, run, "--client", 1, "--by", "Eve Example", "--reason", "moved away", id="c")
-    told(ease, "work", run)
-    entry = told(ease, "request", "show", run, "c")
+    run_json(ease, "work", run)
+    entry = run_json(ease, "request", "show", run, "c")
     assert entry["asked_by"] == "" and entry["reason"] == "" and entry["state"] == "done"
-    assert b"Eve Example" not in (run / "ledger.sqlite").read_bytes() and told(ease, "verify", run)["holds"]
+    assert b"Eve Example" not in (run / "ledger.sqlite").read_bytes() and run_json(ease, "verify", run)["holds"]
 
 
 def test_an_altered_log_is_refused_without_a_certificate(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c")
-    told(ease, "work", run)
+    run_json(ease, "work", run)
     path = log_path(Run.load(run))
     path.write_bytes(path.read_bytes().replace(b'"release":1', b'"release":2'))
     assert ease("verify", run).code == 1
@@ -137,7 +137,7 @@ def test_an_altered_log_is_refused_without_a_certificate(ease, run: Path) -> Non
 def test_no_word_of_a_table_is_cut(ease, run: Path, width: int, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     add(ease, run, "--client", 1, "--by", "somebody", id="a-ticket-of-the-office-2030-0007", approve=False)
-    told(ease, "request", "cancel", run, "a-ticket-of-the-office-2030-0007", "--reason", "submitted by mistake")
+    run_json(ease, "request", "cancel", run, "a-ticket-of-the-office-2030-0007", "--reason", "submitted by mistake")
     shown = ease("request", "list", run).out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     for word in ("a-ticket-of-the-office-2030-0007", "client 1", "cancelled", "submitted", "mistake"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.operations.ledger.test_work import add, ids_of, listed, told
+from tests.operations.ledger.test_work import add, ids_of, listed, run_json
 from tests.operations.test_purge import holds, implied
 
 from ease.audit.config import AuditConfig
@@ -77,7 +77,7 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
     total = sum(len(holding.train_ids) for holding in Run.load(run).known()[0].clients)
     gone = len(ids_of(run, 1))
     assert gone / total <= BOUND < (gone + len(singles)) / total  # what the test is about
-    finished = told(ease, "work", run)["finished"]
+    finished = run_json(ease, "work", run)["finished"]
     assert [each["state"] for each in finished] == ["done", "done"]
     assert [each["outcome"]["trained_again"] for each in finished] == [False, True]
     head = Run.load(run).head
@@ -92,19 +92,19 @@ def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, 
 
     # What was gone before does not count again: the next is subtracted, and its impact says so.
     add(ease, run, "--client", 2, id="next", approve=False)
-    touches = told(ease, "request", "show", run, "next")["impact"]
+    touches = run_json(ease, "request", "show", run, "next")["impact"]
     left = total - gone - len(singles)
     assert touches["forgotten_fraction"] == pytest.approx(len(ids_of(run, 2)) / left) and touches["method"] == "retrain"
-    told(ease, "request", "approve", run, "next")
-    (last,) = told(ease, "work", run, "--set", "retrain.forgotten_fraction=0.9")["finished"]
+    run_json(ease, "request", "approve", run, "next")
+    (last,) = run_json(ease, "work", run, "--set", "retrain.forgotten_fraction=0.9")["finished"]
     assert last["state"] == "done" and last["outcome"]["answer"] == "client-2/ease"
 
 
 def test_a_bound_of_one_never_trains_from_the_start(ease, kept: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(kept, tmp_path / "run"))
     add(ease, run, "--client", 0, "--client", 1, "--client", 2, id="most")
-    assert told(ease, "request", "show", run, "most")["impact"]["method"] == "retrain"
-    (done,) = told(ease, "work", run, "--set", "retrain.forgotten_fraction=1")["finished"]
+    assert run_json(ease, "request", "show", run, "most")["impact"]["method"] == "retrain"
+    (done,) = run_json(ease, "work", run, "--set", "retrain.forgotten_fraction=1")["finished"]
     assert done["outcome"]["answer"] == "client-0-1-2/ease"
 
 
@@ -157,7 +157,7 @@ def test_the_next_request_subtracts_what_its_client_wrote_into_the_new_rounds(ea
                 for name, tensor in update.change.tensors.items():
                     share = sign * update.pairs / sum(each.pairs for each in updates)
                     written[name] += share * tensor.double().numpy()
-    told(ease, "forget", folder, "--client", 2, "--set", "share=1.0")
+    run_json(ease, "forget", folder, "--client", 2, "--set", "share=1.0")
     (answer,) = (folder / "requests" / "client-2").glob("ease*")
     base = UnlearningBase.load(answer / "base.safetensors").state
     for name, tensor in start.tensors.items():
@@ -177,7 +177,7 @@ def test_places_count_what_the_new_training_had(world) -> None:
 
 
 def test_more_rounds_go_on_from_the_new_training(ease, folder: Path) -> None:
-    told(ease, "train", "--resume", folder, "--until", ROUNDS + 1)
+    run_json(ease, "train", "--resume", folder, "--until", ROUNDS + 1)
     run = Run.load(folder)
     assert run.history.rounds() == ROUNDS + 1 and History(folder).rounds() == ROUNDS
     run.history.verify()
@@ -186,7 +186,7 @@ def test_more_rounds_go_on_from_the_new_training(ease, folder: Path) -> None:
 
 def test_rounds_that_are_missing_are_no_training_to_go_on_from(ease, kept: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(kept, tmp_path / "run"))
-    told(ease, "forget", folder, "--client", 1, "--method", "retrain", "--set", "keep=true")
+    run_json(ease, "forget", folder, "--client", 1, "--method", "retrain", "--set", "keep=true")
     (answer,) = (folder / "requests" / "client-1").glob("retrain-*")
     shutil.rmtree(answer / "rounds" / f"{ROUNDS:05d}")
     with pytest.raises(UserError, match="rounds of this training are missing"):
@@ -216,7 +216,7 @@ def test_a_purge_ends_the_training_that_was_made_again(ease, folder: Path) -> No
     first = History(folder)
     lost = [first.update(1, client).change["image.projector.0.weight"].numpy().tobytes() for client in (0, 1)]
     rounds = {path: path.read_bytes() for path in (folder / run.head.releases[1].rounds).rglob("*") if path.is_file()}
-    certificate = told(ease, "certificate", folder, "--request", run.head.releases[1].answer)
+    certificate = run_json(ease, "certificate", folder, "--request", run.head.releases[1].answer)
     one, two = purge_released(folder)
     assert "rounds" in [line.what for line in one.removed] and not (folder / "rounds").exists()
     assert not any(line.what.startswith("rounds/") for each in (one, two) for line in each.rederived)
@@ -234,7 +234,7 @@ def test_a_purge_ends_the_training_that_was_made_again(ease, folder: Path) -> No
     # Later requests and their purges work in the new rounds.
     ids = tuple(sorted(ids_of(folder, 3, 3)))
     (folder.parent / "ids.txt").write_text("\n".join(ids))
-    name = told(ease, "forget", folder, "--samples", folder.parent / "ids.txt")["id"]
+    name = run_json(ease, "forget", folder, "--samples", folder.parent / "ids.txt")["id"]
     release(Run.load(folder), name)
     (three,) = purge_released(folder)
     assert next(line.what for line in three.rederived) == f"{run.head.releases[1].rounds}/00001"
@@ -257,19 +257,19 @@ def test_an_earlier_release_alone_is_purged_from_the_rounds_it_was_in(folder: Pa
 
 
 def test_a_head_names_no_rounds_outside_its_answers() -> None:
-    told = {"request": {"scope": "client", "clients": [1]}, "answer": "a/b", "model_sha256": "", "after_round": 1}
+    reported = {"request": {"scope": "client", "clients": [1]}, "answer": "a/b", "model_sha256": "", "after_round": 1}
     for path in ("../rounds", "requests/../../rounds", "/rounds", "requests/a/rounds"):
         with pytest.raises(ValueError, match="rounds"):
-            ReleaseChain.model_validate({"releases": [{**told, "rounds": path}]})
+            ReleaseChain.model_validate({"releases": [{**reported, "rounds": path}]})
 
 
 @pytest.mark.slow
 def test_requests_before_and_after_a_training_from_the_start_are_audited(ease, folder: Path) -> None:
-    name = told(ease, "forget", folder, "--client", 2)["id"]
+    name = run_json(ease, "forget", folder, "--client", 2)["id"]
     release(Run.load(folder), name)
     for request in ("client-1", "client-2"):
         result = ease("audit", folder, "--request", request, "--retrain", "--shadows", 4, "--pool", 16, "--json")
         assert result.code == 0, result.err
-        assert told(ease, "certificate", folder, "--request", request)
+        assert run_json(ease, "certificate", folder, "--request", request)
         certificate = folder / "requests" / request / "ease" / "certificate.json"
         assert ease("verify", certificate, "--run", folder).code == 0

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ease.errors import UserError
 from ease.operations.evidence.keys import SigningKey
-from ease.operations.ledger.records import Draft, Entry, Outcome, Plan
+from ease.operations.ledger.records import Draft, Entry, Outcome, RequestPlan
 from ease.operations.ledger.states import OPEN, State
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClientRequest
@@ -127,7 +127,7 @@ class Requests(RuleBasedStateMachine):
     def release(self) -> None:
         """What is planned is stored before it is done."""
         for each in self.claimed:
-            self.ledger.plan([each.id], Plan(request=each.request, method=each.method))
+            self.ledger.plan([each.id], RequestPlan(request=each.request, method=each.method))
             self.released.add(each.id)
 
     @rule(end=st.sampled_from(("done", "refused", "approved", "pending", "held")))

@@ -14,7 +14,7 @@ import pytest
 from ease.errors import UserError
 from ease.operations.ledger.database import TABLES, VERSION, Tables, writing
 from ease.operations.ledger.deadlines import months_after
-from ease.operations.ledger.records import Consent, Draft, Entry, Outcome, Plan
+from ease.operations.ledger.records import Consent, Draft, Entry, Outcome, RequestPlan
 from ease.operations.ledger.states import ACTORS, OPEN, STATES, TRANSITIONS, State, may_move
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import ClassRequest, ClientRequest, SampleRequest
@@ -83,7 +83,7 @@ def test_a_request_whose_answer_is_released_is_not_cancelled_after_it_was_given_
     ledger.add(draft(id="r"))
     ledger.approve("r", "bo")
     ledger.claim("worker", together=False)
-    plan = Plan(request=ClientRequest(clients=(1,)), method=EASE)
+    plan = RequestPlan(request=ClientRequest(clients=(1,)), method=EASE)
     ledger.finish(["r"], "released", "worker", "the disk was full", Outcome(plan=plan))
     for step in (lambda: ledger.cancel("r", "bo", ""), lambda: ledger.approve("r", "bo")):
         with pytest.raises(UserError, match=r"is released and cannot be .*; its model is released already"):

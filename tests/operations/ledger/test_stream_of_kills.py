@@ -40,9 +40,9 @@ class Decided:
     def do(self, *arguments: str, kill: bool = False) -> int:
         """A command in a process of its own, perhaps killed once; its exit code."""
         after = self.draw.randrange(1, 40) if kill else None
-        told, _ = run_and_kill(self.folder, arguments, after, self.draw.random() * 0.005, False)
-        assert told.code in (0, 2, -signal.SIGKILL) and "Traceback" not in told.said, told.said
-        return told.code
+        reported, _ = run_and_kill(self.folder, arguments, after, self.draw.random() * 0.005, False)
+        assert reported.code in (0, 2, -signal.SIGKILL) and "Traceback" not in reported.said, reported.said
+        return reported.code
 
     def ask(self) -> None:
         id, kill = f"r{len(self.asked)}", self.draw.random() < 0.3

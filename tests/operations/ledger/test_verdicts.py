@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.operations.ledger.test_work import add, listed, told
+from tests.operations.ledger.test_work import add, listed, run_json
 from tests.runs.test_exact import CLOSED_FORM
 
 from ease.audit.config import AuditConfig
@@ -66,7 +66,7 @@ def test_the_default_is_to_release_after_the_audit() -> None:
 
 def test_an_answer_that_passes_its_audit_is_released_with_the_verdict(ease, exact: Path, tmp_path: Path) -> None:
     add(ease, exact, "--client", 1, id="c")
-    (finished,) = told(ease, "work", exact)["finished"]
+    (finished,) = run_json(ease, "work", exact)["finished"]
     assert finished["state"] == "done" and finished["outcome"]["passed"] is True and finished["outcome"]["verdict"]
     certificate = certified(ease, exact, "client-1/exact", tmp_path / "c.json")
     assert certificate["verdict"] == {"passed": True, "words": finished["outcome"]["verdict"]}
@@ -75,7 +75,7 @@ def test_an_answer_that_passes_its_audit_is_released_with_the_verdict(ease, exac
 
 def test_a_run_too_small_for_the_default_audit_releases_at_once_and_says_so(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c")
-    (finished,) = told(ease, "work", run)["finished"]
+    (finished,) = run_json(ease, "work", run)["finished"]
     assert finished["state"] == "done" and finished["outcome"]["passed"] is None
     assert finished["outcome"]["verdict"].startswith("No audit: ")
     assert not (run / "requests" / "client-1" / "ease" / "audit.json").exists()
@@ -83,23 +83,23 @@ def test_a_run_too_small_for_the_default_audit_releases_at_once_and_says_so(ease
 
 def test_at_once_releases_without_an_audit(ease, exact: Path) -> None:
     add(ease, exact, "--client", 1, id="c")
-    (finished,) = told(ease, "work", exact, "--set", "release=at_once")["finished"]
+    (finished,) = run_json(ease, "work", exact, "--set", "release=at_once")["finished"]
     assert finished["state"] == "done" and finished["outcome"]["verdict"] == ""
     add(ease, exact, "--client", 2, id="d")
-    (finished,) = told(ease, "work", exact, "--no-audit")["finished"]
+    (finished,) = run_json(ease, "work", exact, "--no-audit")["finished"]
     assert finished["state"] == "done" and finished["outcome"]["verdict"] == ""
 
 
 def test_without_a_passed_verdict_a_person_decides(ease, run: Path, tmp_path: Path, few_shadows) -> None:
     add(ease, run, "--client", 1, id="c")
-    (held,) = told(ease, "work", run, "--audit")["finished"]
+    (held,) = run_json(ease, "work", run, "--audit")["finished"]
     assert held["state"] == "held" and held["outcome"]["passed"] is None and not Run.load(run).head.gone
     assert held["why"].startswith(held["outcome"]["verdict"])
     audit = run / "requests" / "client-1" / "ease" / "audit.json"
     written = audit.stat().st_mtime_ns
-    assert told(ease, "work", run, "--audit")["finished"] == []  # it waits for a person
-    told(ease, "request", "approve", run, "c", "--by", "bo")
-    (done,) = told(ease, "work", run, "--audit")["finished"]
+    assert run_json(ease, "work", run, "--audit")["finished"] == []  # it waits for a person
+    run_json(ease, "request", "approve", run, "c", "--by", "bo")
+    (done,) = run_json(ease, "work", run, "--audit")["finished"]
     assert done["state"] == "done" and audit.stat().st_mtime_ns == written
     words = done["outcome"]["verdict"]
     assert certified(ease, run, "client-1/ease", tmp_path / "c.json")["verdict"] == {"passed": None, "words": words}
@@ -111,7 +111,7 @@ def test_an_audit_that_is_asked_for_and_impossible_holds_the_answer(ease, run: P
 
     monkeypatch.setattr(judging, "check_possible", refuse)
     add(ease, run, "--client", 1, id="c")
-    (held,) = told(ease, "work", run, "--audit")["finished"]
+    (held,) = run_json(ease, "work", run, "--audit")["finished"]
     assert held["state"] == "held" and held["why"].startswith("No audit: no pool.")
 
 
@@ -119,7 +119,7 @@ def test_what_nobody_trained_on_needs_no_audit(ease, run: Path, tmp_path: Path) 
     known = Run.load(run).known()
     assert known is not None
     add(ease, run, "--samples", listed(tmp_path, [known[0].test[0]]), id="t")
-    (done,) = told(ease, "work", run, "--audit")["finished"]
+    (done,) = run_json(ease, "work", run, "--audit")["finished"]
     assert done["state"] == "done" and done["outcome"]["verdict"] == ""
 
 

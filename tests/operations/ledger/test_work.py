@@ -44,14 +44,14 @@ def run(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "run"))
 
 
-def told(ease, *arguments: object) -> dict:
+def run_json(ease, *arguments: object) -> dict:
     result = ease(*arguments, "--json")
     assert result.code == 0, result.err
     return json.loads(result.out)
 
 
 def add(ease, run: Path, *options: object, id: str, approve: bool = True) -> dict:
-    return told(ease, "request", "add", run, *options, "--id", id, *(["--approve"] if approve else []))
+    return run_json(ease, "request", "add", run, *options, "--id", id, *(["--approve"] if approve else []))
 
 
 def ids_of(run: Path, client: int, count: int | None = None) -> list[str]:
@@ -76,7 +76,7 @@ def test_show_says_what_a_request_touches(ease, run: Path, tmp_path: Path) -> No
     ids = [*ids_of(run, 0, 2), *ids_of(run, 3, 3)]
     add(ease, run, "--samples", listed(tmp_path, ids), id="s", approve=False)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if "ledger" not in path.name}
-    shown = told(ease, "request", "show", run, "s")
+    shown = run_json(ease, "request", "show", run, "s")
     touches = shown["impact"]
     total = sum(len(holding.train_ids) for holding in Run.load(run).known()[0].clients)
     assert (touches["named"], touches["already_forgotten"], touches["remaining"]) == (5, 0, total)
@@ -112,8 +112,8 @@ def test_what_cannot_be_is_refused_at_once(ease, run: Path, tmp_path: Path) -> N
 
 def test_only_approved_requests_are_worked_on(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c", approve=False)
-    assert told(ease, "work", run)["finished"] == [] and states(run) == {"c": "submitted"}
-    told(ease, "request", "cancel", run, "c", "--reason", "a mistake")
+    assert run_json(ease, "work", run)["finished"] == [] and states(run) == {"c": "submitted"}
+    run_json(ease, "request", "cancel", run, "c", "--reason", "a mistake")
     assert ease("request", "approve", run, "c").code == 2 and states(run) == {"c": "cancelled"}
 
 
@@ -124,7 +124,7 @@ def test_each_request_is_released_before_the_next_begins(ease, run: Path, tmp_pa
     add(ease, run, "--samples", listed(tmp_path, ids_of(run, 0, 3)), id="pairs")
     add(ease, run, "--client", 1, id="client")
     add(ease, run, "--class", 0, id="class", approve=True)
-    finished = told(ease, "work", run)["finished"]
+    finished = run_json(ease, "work", run)["finished"]
     assert [(each["ids"], each["state"], each["outcome"]["release"]) for each in finished] == [
         (["pairs"], "done", 1),
         (["client"], "done", 2),
@@ -138,7 +138,7 @@ def test_each_request_is_released_before_the_next_begins(ease, run: Path, tmp_pa
     assert trained_of(loaded).start.tensors.keys() == Params.load(loaded.model_path(head.releases[-1])).tensors.keys()
     steps = [(each.request, each.after) for each in Ledger(run).events() if each.after in ("running", "done")]
     assert steps == [(id, state) for id in ("pairs", "client", "class") for state in ("running", "done")]
-    assert told(ease, "work", run)["finished"] == []  # nothing is done twice
+    assert run_json(ease, "work", run)["finished"] == []  # nothing is done twice
 
 
 def test_overlapping_requests_have_clear_ends(ease, run: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_overlapping_requests_have_clear_ends(ease, run: Path, tmp_path: Path) -
     add(ease, run, "--samples", listed(tmp_path, own), id="inside")
     add(ease, run, "--samples", listed(tmp_path, [*own, *ids_of(run, 2, 2)]), id="partly")
     add(ease, run, "--client", 1, "--client", 3, id="both")
-    finished = {each["ids"][0]: each for each in told(ease, "work", run)["finished"]}
+    finished = {each["ids"][0]: each for each in run_json(ease, "work", run)["finished"]}
     assert {id: each["state"] for id, each in finished.items()} == dict.fromkeys(finished, "done")
     for id in ("again", "inside"):
         assert "nothing left to forget" in finished[id]["why"] and finished[id]["outcome"]["answer"] is None
@@ -165,7 +165,7 @@ def test_overlapping_requests_have_clear_ends(ease, run: Path, tmp_path: Path) -
 def test_what_became_impossible_meanwhile_is_refused_with_its_reason(ease, run: Path) -> None:
     add(ease, run, "--client", 0, "--client", 1, "--client", 2, id="most")
     add(ease, run, "--client", 3, id="rest")
-    finished = told(ease, "work", run)["finished"]
+    finished = run_json(ease, "work", run)["finished"]
     assert [each["state"] for each in finished] == ["done", "refused"] and "delete the run" in finished[1]["why"]
     assert Ledger(run).events("rest")[-1].after == "refused"
 
@@ -175,7 +175,7 @@ def test_together_answers_requests_of_all_kinds_by_one_excision(ease, run: Path,
     add(ease, run, "--client", 1, id="a")
     add(ease, run, "--samples", listed(tmp_path, single), id="s")
     add(ease, run, "--client", 2, id="b")
-    finished = told(ease, "work", run, "--together")["finished"]
+    finished = run_json(ease, "work", run, "--together")["finished"]
     assert [each["ids"] for each in finished] == [["a", "s", "b"]]
     (gone,) = Run.load(run).head.gone
     assert isinstance(gone, SampleRequest) and gone.clients == (1, 2) and gone.singles == 2
@@ -186,14 +186,14 @@ def test_together_answers_requests_of_all_kinds_by_one_excision(ease, run: Path,
 def test_together_leaving_clients_stay_leaving_clients(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="a")
     add(ease, run, "--client", 2, id="b")
-    assert [each["ids"] for each in told(ease, "work", run, "--together")["finished"]] == [["a", "b"]]
+    assert [each["ids"] for each in run_json(ease, "work", run, "--together")["finished"]] == [["a", "b"]]
     assert Run.load(run).head.gone == (ClientRequest(clients=(1, 2)),)
 
 
 def test_together_names_no_one_that_is_left_one_after_the_other_goes(ease, run: Path) -> None:
     for client in range(4):
         add(ease, run, "--client", client, id=f"c{client}")
-    told(ease, "work", run, "--together")
+    run_json(ease, "work", run, "--together")
     assert states(run)["c0"] == "done" and Run.load(run).head.gone[0] == ClientRequest(clients=(0,))
 
 
@@ -206,26 +206,26 @@ def perfect_before(monkeypatch) -> None:
 def test_a_model_that_costs_too_much_is_held_for_a_person(ease, run: Path, perfect_before) -> None:
     add(ease, run, "--client", 1, id="c")
     (run / "policy.toml").unlink()
-    finished = told(ease, "work", run, "--set", "hold.retain_points=0")["finished"]
+    finished = run_json(ease, "work", run, "--set", "hold.retain_points=0")["finished"]
     fell = 100 - finished[0]["outcome"]["retain_after"]
     assert f"fell by {fell:.1f} points" in finished[0]["why"]
     assert finished[0]["state"] == "held" and not Run.load(run).head.gone
-    assert told(ease, "work", run, "--set", "hold.retain_points=0")["finished"] == []  # it waits for a person
+    assert run_json(ease, "work", run, "--set", "hold.retain_points=0")["finished"] == []  # it waits for a person
     model = run / "requests" / "client-1" / "ease" / "model.safetensors"
     written = model.stat().st_mtime_ns
-    told(ease, "request", "approve", run, "c", "--by", "bo")
-    finished = told(ease, "work", run, "--set", "hold.retain_points=0")["finished"]
+    run_json(ease, "request", "approve", run, "c", "--by", "bo")
+    finished = run_json(ease, "work", run, "--set", "hold.retain_points=0")["finished"]
     assert finished[0]["state"] == "done" and model.stat().st_mtime_ns == written
     assert Run.load(run).head.gone == (ClientRequest(clients=(1,)),)
 
 
 def test_a_held_model_that_others_overtook_is_made_again_from_the_head(ease, run: Path, perfect_before) -> None:
     add(ease, run, "--client", 1, id="held")
-    told(ease, "work", run, "--set", "hold.retain_points=0")
+    run_json(ease, "work", run, "--set", "hold.retain_points=0")
     add(ease, run, "--client", 2, id="other")
-    assert told(ease, "work", run, "--set", "hold.retain_points=100")["finished"][0]["state"] == "done"
-    told(ease, "request", "approve", run, "held")
-    finished = told(ease, "work", run, "--set", "hold.retain_points=100")["finished"]
+    assert run_json(ease, "work", run, "--set", "hold.retain_points=100")["finished"][0]["state"] == "done"
+    run_json(ease, "request", "approve", run, "held")
+    finished = run_json(ease, "work", run, "--set", "hold.retain_points=100")["finished"]
     assert finished[0]["state"] == "done"
     record = json.loads((run / "requests" / "client-1" / "ease" / "record.json").read_text())
     assert record["trained_sha256"] == Run.load(run).head.releases[0].model_sha256
@@ -242,10 +242,10 @@ def test_missing_clients_leave_a_request_pending_and_the_next_call_goes_on(ease,
         raise UserError("round 1, align: 1 of 3 clients gave a sound answer and 2 are needed")
 
     monkeypatch.setattr(module, "forget", silent)
-    finished = told(ease, "work", run)["finished"]
+    finished = run_json(ease, "work", run)["finished"]
     assert finished[0]["state"] == "pending" and "2 are needed" in finished[0]["why"]
     monkeypatch.setattr(module, "forget", whole)
-    assert told(ease, "work", run)["finished"][0]["state"] == "done"
+    assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
     assert [each.after for each in Ledger(run).events("c")][-3:] == ["pending", "running", "done"]
 
 
@@ -254,7 +254,7 @@ def test_while_another_command_holds_the_run_a_request_is_given_back(ease, run: 
     with Run.load(run).locked():
         result = ease("work", run)
     assert result.code == 2 and "another process" in result.err and states(run) == {"c": "approved"}
-    assert told(ease, "work", run)["finished"][0]["state"] == "done"
+    assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
 
 
 # --- several processes ---

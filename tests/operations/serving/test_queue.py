@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from tests.operations.ledger.test_work import add, kept, run, told
+from tests.operations.ledger.test_work import add, kept, run, run_json
 from tests.operations.serving.test_serving import Got
 
 from ease.operations.ledger.people import Person
@@ -74,8 +74,8 @@ def serve() -> Iterator[Serve]:
 def filled(ease, run: Path) -> Path:
     """One request that is overdue, one due later, and one that is done and certified."""
     add(ease, run, "--client", 1, "--by", "site one", id="done-1")
-    told(ease, "work", run)
-    told(ease, "certificate", run, "--request", "client-1")
+    run_json(ease, "work", run)
+    run_json(ease, "certificate", run, "--request", "client-1")
     add(ease, run, "--client", 2, "--due", "2020-01-31", id="late-2", approve=False)
     add(ease, run, "--client", 3, "--by", "<b>Eve</b>", "--reason", "moved away", id="later-3", approve=False)
     return run

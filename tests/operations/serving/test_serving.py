@@ -190,8 +190,8 @@ def test_it_finds_what_the_model_finds(serve, run: Path) -> None:
     (hits,) = ask("/search?words=a+green+boat&k=1&pictures=true").value["found"].values()
     assert hits[0]["picture"].startswith("data:image/jpeg;base64,")
     texts = ["a boat", "two hats"]
-    told = ask("/encode", "POST", {"texts": texts}).value
-    torch.testing.assert_close(torch.tensor(told["embeddings"]), encode_text(source, texts))
+    reported = ask("/encode", "POST", {"texts": texts}).value
+    torch.testing.assert_close(torch.tensor(reported["embeddings"]), encode_text(source, texts))
     (alone,) = ask("/encode?text=a+boat").value["embeddings"]
     torch.testing.assert_close(torch.tensor(alone), encode_text(source, "a boat")[0])
     picture = jpeg()
@@ -262,8 +262,8 @@ def test_an_export_is_served_without_running_its_script(serve, run: Path, tmp_pa
     export(Run.load(run), "client-1/finetune", "safetensors", folder)
     (folder / "load.py").write_text("raise SystemExit('run')")
     ask, source = serve(folder), Source.of(Run.load(run), "client-1/finetune")
-    told = ask("/encode?text=a+boat").value
-    torch.testing.assert_close(torch.tensor(told["embeddings"]), encode_text(source, "a boat"))
+    reported = ask("/encode?text=a+boat").value
+    torch.testing.assert_close(torch.tensor(reported["embeddings"]), encode_text(source, "a boat"))
     assert ask("/health").value["request"] == "client-1/finetune"
     refused = ask("/search?words=boat")
     assert refused.status == 400 and "serve the run" in refused.value["error"]

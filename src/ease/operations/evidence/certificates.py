@@ -13,7 +13,7 @@ from ease.errors import UserError
 from ease.operations.evidence.canonical import LARGEST_WHOLE, Refuted
 from ease.operations.evidence.envelope import Envelope, open_envelope
 from ease.operations.evidence.log import ANSWERED, AUDITED, LogRecord, append, head_path, now, read_log
-from ease.operations.evidence.salted import public_name, told
+from ease.operations.evidence.salted import public_name, redacted
 from ease.operations.evidence.statement import (
     EXACT_LIMITS,
     LIMITS,
@@ -75,10 +75,10 @@ def witness(run: Run, stored: StoredAnswer, request: Request) -> LogRecord:
         events.append((AUDITED, found))
     for (kind, payload), path in zip(events, (stored.record_path, stored.audit_path), strict=False):
         log = read_log(run) if head_path(run).is_file() else None
-        part, told_hash = path.stem, payload[path.stem]
+        part, listed_hash = path.stem, payload[path.stem]
         left = None if log is None else log.left_by_purge(label)
-        rewritten = left is not None and left["rewritten"].get(path.name) == told_hash
-        if log is None or not (rewritten or log.tells(kind, answer=label, **{part: told_hash})):
+        rewritten = left is not None and left["rewritten"].get(path.name) == listed_hash
+        if log is None or not (rewritten or log.tells(kind, answer=label, **{part: listed_hash})):
             append(run, kind, payload)
     return read_log(run).records[-1]
 
@@ -94,7 +94,7 @@ def gathered(
     """Everything that is on record about an answer; its files are hashed anew."""
     record = stored.record()
     files = answer_files(stored, record, audited=audit is not None)
-    table = told(run, request, stored.folder.parent.name)
+    table = redacted(run, request, stored.folder.parent.name)
     identity = None if audit is None else audit.verdict.identity
     return Certificate(
         issued=now(),
@@ -133,7 +133,7 @@ def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> d
         raise UserError(f"{stored.record_path}: files: {strange[0]!r} is none that an answer has; restore the record")
     names = [stored.record_path.name, *([stored.audit_path.name] if audited else []), *record.files]
     found = {name: sha256(known[name]) for name in names}
-    wrong = [name for name, told_hash in record.files.items() if found[name] != told_hash]
+    wrong = [name for name, listed_hash in record.files.items() if found[name] != listed_hash]
     if wrong:
         raise UserError(f"{known[wrong[0]]}: not the file that record.json tells of; restore it")
     return found

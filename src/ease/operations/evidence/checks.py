@@ -27,7 +27,7 @@ from ease.operations.evidence.certificates import (
 from ease.operations.evidence.envelope import Envelope
 from ease.operations.evidence.keys import PublicKey
 from ease.operations.evidence.log import ANSWERED, AUDITED, CERTIFIED, Log, read_log
-from ease.operations.evidence.salted import salt_path, told
+from ease.operations.evidence.salted import redacted, salt_path
 from ease.operations.evidence.statement import Certificate, asked
 from ease.params import Params
 from ease.requests.request import listed_ids
@@ -41,7 +41,7 @@ from ease.storage import sha256
 
 DRAWS = 5
 """Galleries that recall is measured on, as when the answer was given."""
-Left = Mapping[str, Any] | None
+PurgeTrace = Mapping[str, Any] | None
 """What a purge left of an answer, as the log tells it; None: no purge touched it."""
 
 
@@ -150,7 +150,7 @@ def _model_file(certificate: Certificate, path: Path) -> str:
 
 
 def _of_run(run: Run, envelope: Envelope, certificate: Certificate, quick: bool) -> Iterator[Check]:
-    left: Left = None
+    left: PurgeTrace = None
     try:
         log = read_log(run)
     except (UserError, OSError) as error:
@@ -212,12 +212,12 @@ def _position(log: Log, envelope: Envelope, certificate: Certificate) -> str:
     if not any(each.payload.get("certificate") == content for each in log.of_kind(CERTIFIED)):
         raise Refuted("the log tells of no such certificate: it was never issued here, or another was put in its place")
     before = log.records[: place.sequence + 1]
-    told_then = Log(before, log.key)
-    left = told_then.left_by_purge(_label(certificate))
+    log_then = Log(before, log.key)
+    left = log_then.left_by_purge(_label(certificate))
     for kind, name in ((ANSWERED, "record.json"), (AUDITED, "audit.json")):
         key, wanted = name.removesuffix(".json"), certificate.files.get(name)
         purged = left is not None and left["rewritten"].get(name) == wanted
-        if wanted and not purged and not told_then.tells(kind, **{key: wanted}):
+        if wanted and not purged and not log_then.tells(kind, **{key: wanted}):
             raise Refuted(f"the log tells of no {name} with the hash that the certificate lists")
     return f"record {place.sequence} is the one that the certificate tells of, and the log tells of the certificate"
 
@@ -229,12 +229,12 @@ def _label(certificate: Certificate) -> str:
     return f"{certificate.request['name']}/{certificate.answer}"
 
 
-def _unless_purged(check: Check, left: Left) -> Check:
+def _unless_purged(check: Check, left: PurgeTrace) -> Check:
     """What a purge took away cannot be checked any more, which is no fault."""
     return check if check.holds or left is None else Check(check.name, None, PURGED_SINCE)
 
 
-def _answer(run: Run, certificate: Certificate, left: Left) -> StoredAnswer:
+def _answer(run: Run, certificate: Certificate, left: PurgeTrace) -> StoredAnswer:
     """The certified answer among those of the run, by the hash of its record, or else by its name: one that was
     changed is to be told from one that is not there."""
     stored = [
@@ -253,7 +253,7 @@ def _answer(run: Run, certificate: Certificate, left: Left) -> StoredAnswer:
     raise Refuted("no request of this run has the name and method that the certificate tells of")
 
 
-def _file(stored: StoredAnswer, certificate: Certificate, name: str, left: Left) -> str | Check:
+def _file(stored: StoredAnswer, certificate: Certificate, name: str, left: PurgeTrace) -> str | Check:
     path = files_of(stored).get(name)
     if path is None:
         raise Refuted(f"{name}: no file that an answer has")
@@ -309,7 +309,7 @@ def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
     expected["directions"] = None if directions is None else directions.model_dump(mode="json")
     listed = certificate.model_dump(mode="json")
     if salt_path(run).is_file():
-        request = told(run, record.request, stored.folder.parent.name)
+        request = redacted(run, record.request, stored.folder.parent.name)
         expected |= {"request": request, "asked": asked(request)}
         if any(_marked(run, stored)):
             listed["request"] = {**listed["request"], "pairs_sha256": request["pairs_sha256"]}
@@ -335,8 +335,8 @@ def _marked(run: Run, stored: StoredAnswer) -> Iterator[Check]:
     ids = [] if known is None else named_ids(known[0], stored.record().request)
     purged = [] if known is None else [each for each in ids if each not in known[0].digests]
     if purged:
-        told_of = f"{len(purged)} of {len(ids)}"
-        yield Check("pairs", None, f"{told_of} were purged, and without their ids the hash of all cannot be made again")
+        share = f"{len(purged)} of {len(ids)}"
+        yield Check("pairs", None, f"{share} were purged, and without their ids the hash of all cannot be made again")
 
 
 def _difference(found: Any, listed: Any) -> str:

@@ -73,9 +73,9 @@ def _releases(run: Run) -> None:
         label = label_of(run, stored)
         if log is None or not log.tells(RELEASED, answer=label, release=place):
             witness(run, stored, release.request)
-            told = {"answer": label, "release": place, "model": release.model_sha256}
+            fields = {"answer": label, "release": place, "model": release.model_sha256}
             again = {"trained_again": True} if release.rounds else {}
-            append(run, RELEASED, {**told, "after_round": release.after_round, **again})
+            append(run, RELEASED, {**fields, "after_round": release.after_round, **again})
             log = _log(run)
 
 
@@ -85,9 +85,9 @@ def _joins(run: Run) -> None:
         if holding.joined is None or (log is not None and log.tells(JOINED, client=holding.client)):
             continue
         ids = sorted(hidden(run, each) for each in (*holding.train_ids, *holding.validation_ids))
-        told = {"client": holding.client, "pairs": len(ids), "pairs_sha256": hashed(ids)}
+        fields = {"client": holding.client, "pairs": len(ids), "pairs_sha256": hashed(ids)}
         how = holding.joined.model_dump(mode="json")
-        append(run, JOINED, {**told, **how, "consent": hidden(run, holding.joined.consent)})
+        append(run, JOINED, {**fields, **how, "consent": hidden(run, holding.joined.consent)})
 
 
 def _lost_sites(run: Run) -> None:
@@ -96,8 +96,8 @@ def _lost_sites(run: Run) -> None:
     log = _log(run) if sites else None
     for site in sites:
         if log is None or not log.tells(LOST, client=site.client):
-            told = {"client": site.client, "recorded": site.time, "undeleted": site.what}
-            append(run, LOST, {**told, "decision": hidden(run, hashed(site.model_dump(mode="json")))})
+            fields = {"client": site.client, "recorded": site.time, "undeleted": site.what}
+            append(run, LOST, {**fields, "decision": hidden(run, hashed(site.model_dump(mode="json")))})
 
 
 def _purges(run: Run) -> None:

@@ -20,7 +20,7 @@ from ease.errors import Unwritable, UserError
 from ease.operations.evidence.canonical import Refuted, canonical, hashed, parse
 from ease.operations.evidence.envelope import open_envelope, sealed
 from ease.operations.evidence.keys import PublicKey, SigningKey, new_key, public_path, read_public_key, read_signing_key
-from ease.operations.evidence.salted import evidence_folder, kept, salt_of, without_ids
+from ease.operations.evidence.salted import evidence_folder, locked_evidence, salt_of, without_ids
 from ease.runs.run import Run
 from ease.storage import (
     LARGEST_JSON,
@@ -59,7 +59,7 @@ class LogRecord(Config):
         return hashed(self.line())
 
 
-class Head(Config):
+class LogHead(Config):
     """How far the log goes; signed by the run's key."""
 
     records: int = Field(ge=1)
@@ -118,7 +118,7 @@ def append(run: Run, kind: str, payload: Mapping[str, Any]) -> LogRecord:
     salt_of(run)  # made before there is a head, so that a lost one is missed
     table = parse(canonical(without_ids(run, dict(payload))), "the entry")
     begun = {"configuration": run.config.identity()}
-    with kept(run):
+    with locked_evidence(run):
         remove_leftovers(evidence_folder(run))  # of a process that was killed while it wrote the head
         key = signing_key(run)
         head = _head(run, key.public)
@@ -146,7 +146,7 @@ def signing_key(run: Run) -> SigningKey:
     return key
 
 
-def _head(run: Run, key: PublicKey) -> Head | None:
+def _head(run: Run, key: PublicKey) -> LogHead | None:
     """The signed head; None before the first line."""
     path = head_path(run)
     if not path.is_file():
@@ -156,7 +156,7 @@ def _head(run: Run, key: PublicKey) -> Head | None:
         raise Refuted(f"{path}: signed by another key than the run's ({key.id})")
     table = parse(envelope.content, str(path))
     try:
-        return validate(Head, table if isinstance(table, dict) else {}, str(path))
+        return validate(LogHead, table if isinstance(table, dict) else {}, str(path))
     except UserError as error:
         raise Refuted(str(error)) from error
 
@@ -169,7 +169,7 @@ def _start(run: Run) -> None:
     write_atomic(path, b"")
 
 
-def _write(run: Run, key: SigningKey, head: Head | None, record: LogRecord) -> Head:
+def _write(run: Run, key: SigningKey, head: LogHead | None, record: LogRecord) -> LogHead:
     line, path, size = record.line(), log_path(run), 0 if head is None else head.size
     if len(line) > LARGEST_LINE:
         raise UserError(
@@ -191,12 +191,12 @@ def _write(run: Run, key: SigningKey, head: Head | None, record: LogRecord) -> H
                 raise
     except OSError as error:
         raise Unwritable(f"{path}: cannot write ({error.strerror}); {write_remedy(error)}") from error
-    made = Head(records=record.sequence + 1, size=size + len(line) + 1, sha256=hashed(line))
+    made = LogHead(records=record.sequence + 1, size=size + len(line) + 1, sha256=hashed(line))
     write_atomic(head_path(run), sealed(HEAD, made.model_dump(mode="json"), key).file_bytes())
     return made
 
 
-def _check_end(path: Path, head: Head) -> None:
+def _check_end(path: Path, head: LogHead) -> None:
     """Refuse to go on from a log whose last line is not the one that the head signs."""
     try:
         with open_regular(path) as file:
@@ -233,7 +233,7 @@ def read_log(run: Run, key: PublicKey | None = None) -> Log:
     return Log(tuple(records), key, max(0, len(content) - head.size))
 
 
-def _check_chain(content: bytes, head: Head, path: Path) -> list[bytes]:
+def _check_chain(content: bytes, head: LogHead, path: Path) -> list[bytes]:
     """The lines that the head signs, from it back: each one that holds is trusted for the hash of the one before it."""
     lines = content[: head.size].split(b"\n")[:-1]
     expected = head.sha256

@@ -25,7 +25,7 @@ def evidence_folder(run: Run) -> Path:
     return run.folder / "evidence"
 
 
-def kept(run: Run) -> AbstractContextManager[None]:
+def locked_evidence(run: Run) -> AbstractContextManager[None]:
     """Hold the run's evidence for this process; others wait, for a line is written quickly."""
     busy = f"{evidence_folder(run)}: another process keeps the log to itself; run the same command again"
     return exclusive(evidence_folder(run) / ".lock", busy, BUSY_SECONDS)
@@ -41,7 +41,7 @@ def salt_of(run: Run) -> bytes:
     if not path.is_file():
         if (evidence_folder(run) / "head.json").is_file():
             raise UserError(f"{path}: missing, and no hash of a pair can be traced without it; restore it")
-        with kept(run):
+        with locked_evidence(run):
             if not path.is_file():
                 write_atomic(path, secrets.token_hex(SALT_BYTES).encode())
     try:
@@ -71,7 +71,7 @@ def public_name(run: Run, request: Request | str) -> str:
     return f"sample-{_hidden(salt_of(run), name)[:16]}" if name.startswith("sample-") else name
 
 
-def told(run: Run, request: Request, folder: str | None = None) -> dict[str, Any]:
+def redacted(run: Run, request: Request, folder: str | None = None) -> dict[str, Any]:
     """A request as others may read it: of pairs their number and hashes, never an id."""
     salt, known = salt_of(run), run.known()
     if isinstance(request, SampleRequest):
@@ -99,7 +99,7 @@ def without_ids(run: Run, value: Any) -> Any:
         return without_ids(run, value.model_dump(mode="json"))
     if isinstance(value, Mapping):
         try:
-            return told(run, REQUESTS.validate_python(dict(value)))
+            return redacted(run, REQUESTS.validate_python(dict(value)))
         except ValidationError:
             return {str(key): _field(run, key, each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -119,7 +119,7 @@ class Certificate(Config):
 
     @field_validator("request")
     @classmethod
-    def _told(cls, request: dict[str, Any]) -> dict[str, Any]:
+    def _has_scope_and_name(cls, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("scope") not in ("client", "class", "sample") or not isinstance(request.get("name"), str):
             raise ValueError("the request has no scope or no name")
         return request

@@ -22,7 +22,7 @@ from ease.storage import SMALL_JSON, read_bytes, write_atomic
 KIND = "application/vnd.ease.witnessed+json"
 
 
-class Witnessed(Config):
+class WitnessStatement(Config):
     """What a witness signs: the log had this many records, and the last one this hash, at this time of their clock."""
 
     records: int = Field(ge=1)
@@ -40,7 +40,7 @@ def countersign(run: Run, key: SigningKey, ledger: tuple[int, str]) -> tuple[Pat
     log = read_log(run)
     if key.public.id == log.key.id:
         raise Refuted("--key: this is the run's own key; a witness is somebody else")
-    statement = Witnessed(
+    statement = WitnessStatement(
         records=len(log.records),
         sha256=log.records[-1].sha256,
         log_key=log.key.id,
@@ -58,10 +58,10 @@ def witness_folder(run: Run) -> Path:
     return evidence_folder(run) / "witnesses"
 
 
-def read_witnessed(path: Path) -> tuple[str, Witnessed]:
+def read_witness(path: Path) -> tuple[str, WitnessStatement]:
     """Return the id of the witness's key, and what was signed."""
     envelope = open_envelope(read_bytes(path, SMALL_JSON).removesuffix(b"\n"), KIND, str(path))
-    return envelope.signatures[0].keyid, parse_as(Witnessed, envelope.content, str(path))
+    return envelope.signatures[0].keyid, parse_as(WitnessStatement, envelope.content, str(path))
 
 
 def check_witnesses(run: Run, links: Sequence[str]) -> Iterator[Check]:
@@ -70,12 +70,12 @@ def check_witnesses(run: Run, links: Sequence[str]) -> Iterator[Check]:
     log = read_log(run) if paths else None
     for path in paths:
         assert log is not None
-        key, found = read_witnessed(path)
-        check_witnessed(log, links, found, str(path))
+        key, found = read_witness(path)
+        check_witness(log, links, found, str(path))
         yield Check("witness", True, f"{key} signed {found.records} records of the log at {found.time}")
 
 
-def check_witnessed(log: Log, links: Sequence[str], found: Witnessed, source: str) -> None:
+def check_witness(log: Log, links: Sequence[str], found: WitnessStatement, source: str) -> None:
     """Refuse a log or a ledger that does not contain what a witness signed."""
     if found.log_key != log.key.id:
         raise Refuted(f"{source}: is about another log, signed by {found.log_key}")

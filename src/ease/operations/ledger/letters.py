@@ -77,7 +77,7 @@ def _body(kind: Kind, entry: Entry, steps: Sequence[Event], zone: str, notified:
     done = next(
         (each.time for each in reversed(steps) if each.after == "done" and each.before != "done"), entry.deadline
     )
-    told = (
+    notice = (
         f"We passed the model on to others before. We asked them to replace it: {', '.join(notified)}."
         if notified
         else ""
@@ -87,5 +87,5 @@ def _body(kind: Kind, entry: Entry, steps: Sequence[Event], zone: str, notified:
         "by one from which they were removed, and your data are not used for training any more.",
         "How well this worked was measured by comparing the model with models that never saw your data. "
         "It does not prove that nothing can ever be found.",
-        *([told] if told else []),
+        *([notice] if notice else []),
     ]

@@ -28,7 +28,7 @@ STANDING = {True: "good", False: "bad", None: "unknown"}
 
 
 @dataclass(frozen=True)
-class Line:
+class Row:
     """One request in the list."""
 
     entry: Entry
@@ -50,7 +50,7 @@ class Line:
 class Detail:
     """Everything about one request."""
 
-    line: Line
+    line: Row
     impact: Impact | None
     clients: tuple[str, ...]
     """Names of the clients that the request touches, with their numbers of pairs."""
@@ -69,14 +69,14 @@ class Detail:
     """Decisions that are possible in its state."""
 
 
-def lines(run: Run, policy: Policy) -> list[Line]:
+def lines(run: Run, policy: Policy) -> list[Row]:
     """Return open requests by urgency, then closed ones, the latest first."""
     entries = Ledger(run.folder).entries()
     dues = {each.id: each for each in due(entries, now(), policy.time_zone, policy.remind.within_days)}
     known = run.known()
     names = {} if known is None else known[0].names
     found = [
-        Line(each, request_in_words(each.request, names), day_in(each.deadline, policy.time_zone), dues.get(each.id))
+        Row(each, request_in_words(each.request, names), day_in(each.deadline, policy.time_zone), dues.get(each.id))
         for each in entries
     ]
     still = sorted((each for each in found if each.due), key=lambda each: (each.entry.deadline, each.entry.id))

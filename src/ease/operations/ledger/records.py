@@ -35,7 +35,7 @@ def check_text(option: str, text: str) -> None:
         raise UserError(f"--{option}: is not valid UTF-8; type it again") from error
 
 
-class Plan(Config):
+class RequestPlan(Config):
     """A request with all that it is combined with, and the method that answers it. It is stored before the answer is
     computed, so that the next worker continues the same answer if this one dies."""
 
@@ -46,7 +46,7 @@ class Plan(Config):
 class Outcome(Config):
     """The result of a request so far; what does not exist yet is null."""
 
-    plan: Plan | None = None
+    plan: RequestPlan | None = None
     """While the answer is computed."""
     answer: str | None = None
     """The name of the result, as REQUEST/METHOD."""

@@ -10,7 +10,7 @@ from ease.operations.ledger.records import now, stamp
 from ease.operations.ledger.store import REDACTED, Ledger
 from ease.operations.ledger.work import worker_lock
 from ease.operations.lost_sites import record_lost_sites
-from ease.operations.purge import PLAN, Pass, purge
+from ease.operations.purge import PLAN, PurgePass, purge
 from ease.requests.tombstones import read_tombstones
 from ease.runs.head import ReleaseChain
 from ease.runs.run import PURGING, Run
@@ -25,7 +25,7 @@ class Override:
     why: str
 
 
-def purge_released(folder: Path, older_than_days: float = 0.0, override: Override | None = None) -> Iterator[Pass]:
+def purge_released(folder: Path, older_than_days: float = 0.0, override: Override | None = None) -> Iterator[PurgePass]:
     """Purge every release that is old enough and has none before it that is not; an interrupted purge goes on."""
     run, ledger = Run.load(folder, purging=True), Ledger(folder)
     with worker_lock(folder):

@@ -17,7 +17,7 @@ from ease.operations.ledger.records import (
     Entry,
     Event,
     Outcome,
-    Plan,
+    RequestPlan,
     check_text,
     now,
     stamp,
@@ -180,7 +180,7 @@ class Ledger:
             chosen = [each for each in waiting if together and each.method == first[0].method] or first
             return [_move(tables, each, "worker", "running", by, batch=first[0].id) for each in chosen]
 
-    def plan(self, ids: Sequence[str], plan: Plan) -> None:
+    def plan(self, ids: Sequence[str], plan: RequestPlan) -> None:
         """Store how running requests are about to be answered."""
         with writing(self.path) as tables:
             for id in ids:

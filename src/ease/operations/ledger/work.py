@@ -24,7 +24,7 @@ from ease.operations.evidence import attest
 from ease.operations.ledger.impact import impact_of, method_for
 from ease.operations.ledger.judging import audit_answer, audit_settings
 from ease.operations.ledger.policy import Policy
-from ease.operations.ledger.records import NOTHING, Entry, Outcome, Plan
+from ease.operations.ledger.records import NOTHING, Entry, Outcome, RequestPlan
 from ease.operations.ledger.states import State
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import Request, combined, remaining
@@ -134,7 +134,7 @@ class Batch:
             elif impact.already_done:
                 yield self._finish([entry], "done", impact.already_done)
 
-    def _planned(self) -> Generator[Finished, None, Plan]:
+    def _planned(self) -> Generator[Finished, None, RequestPlan]:
         """Decide what is answered, and by which method."""
         settings = self.entries[0].method
         method = make_method(settings["method"], table=settings)
@@ -143,7 +143,7 @@ class Batch:
             yield self._finish(self.entries[1:], "approved", f"not together: {why}")
             request = self._remaining()
         method = method_for(self.run, request, method, self.policy)
-        return Plan(request=request, method=method.model_dump(mode="json"))
+        return RequestPlan(request=request, method=method.model_dump(mode="json"))
 
     def _remaining(self) -> Request:
         """What the requests name together, without what is forgotten already."""
@@ -153,7 +153,7 @@ class Batch:
         whole = combined([entry.request for entry in self.entries], holdings)
         return remaining(read_tombstones(self.run.folder).renamed(whole), holdings, self.run.head.gone)
 
-    def _give_back(self, plan: Plan | None, state: State, error: Exception) -> Finished:
+    def _give_back(self, plan: RequestPlan | None, state: State, error: Exception) -> Finished:
         """Leave the requests to a later turn; if their model is released, only the worker may move them."""
         if plan is not None and plan.request in self.run.head.gone:
             return self._finish(self.entries, "released", str(error), Outcome(plan=plan))
@@ -167,7 +167,7 @@ class Batch:
 
 
 def _answered(
-    run: Run, plan: Plan, policy: Policy, waived: set[str], follow: Follow, audited: bool | None
+    run: Run, plan: RequestPlan, policy: Policy, waived: set[str], follow: Follow, audited: bool | None
 ) -> tuple[State, str, Outcome]:
     """Compute an answer and release it, or say why it is held; what is done already is not done again.
 

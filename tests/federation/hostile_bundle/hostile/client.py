@@ -34,19 +34,19 @@ def harm(message: Message, context: Context) -> Message:
         "look through the node's files": lambda: list(Path(f"/proc/{pid}/fd").iterdir()),
         "stop the node": lambda: os.kill(pid, 0),
     }
-    told = {"uid": os.getuid(), "reached": [], "refused": [], "answers": {}}
+    reported = {"uid": os.getuid(), "reached": [], "refused": [], "answers": {}}
     for name, attempt in attempts.items():
         if name in ("change what the node keeps", "put a file beside it", "take its socket away") and not os.getuid():
             continue  # the control that runs as root must do no harm
         try:
             attempt()
         except OSError:
-            told["refused"].append(name)
+            reported["refused"].append(name)
         else:
-            told["reached"].append(name)
+            reported["reached"].append(name)
     for name, data in {**made_up(), "a well-formed job": Path(str(wanted["job"])).read_bytes()}.items():
-        told["answers"][name] = spoken(str(wanted["socket"]), data)
-    return Message(RecordDict({"it": ConfigRecord({"told": json.dumps(told)})}), reply_to=message)
+        reported["answers"][name] = spoken(str(wanted["socket"]), data)
+    return Message(RecordDict({"it": ConfigRecord({"told": json.dumps(reported)})}), reply_to=message)
 
 
 def made_up() -> dict[str, bytes]:

@@ -16,13 +16,15 @@ def main(grid: Grid, context: Context) -> None:
         Message(RecordDict({"none": ConfigRecord({"x": 0})}), dst_node_id=node, message_type="train")
         for node in grid.get_node_ids()
     ]
-    waiting, told = set(grid.push_messages(messages)), []
+    waiting, found = set(grid.push_messages(messages)), []
     until = time.monotonic() + 100
     while waiting and time.monotonic() < until:
         for reply in grid.pull_messages(waiting):
             waiting.discard(reply.metadata.reply_to_message_id)
-            told.append({"error": reply.error.reason} if reply.has_error() else json.loads(reply.content["it"]["told"]))
+            found.append(
+                {"error": reply.error.reason} if reply.has_error() else json.loads(reply.content["it"]["told"])
+            )
         time.sleep(0.5)
     path = Path(str(context.run_config["result"]))
-    path.with_suffix(".part").write_text(json.dumps(told))
+    path.with_suffix(".part").write_text(json.dumps(found))
     path.with_suffix(".part").rename(path)

@@ -106,7 +106,7 @@ def turn(grid: Grid, asked: "queue.SimpleQueue[Call]") -> None:
 def begin(grid: Grid, call: Call) -> None:
     """Tell who is there, or send messages to nodes."""
     if call.header.get("op") == "nodes":
-        call.say({"nodes": [told(node) for node in grid.get_nodes()]})
+        call.say({"nodes": [describe_node(node) for node in grid.get_nodes()]})
         return
     seconds, place, there = float(call.header.get("seconds") or LONGEST_SECONDS), 0, set(grid.get_node_ids())
     for target in call.header["to"]:
@@ -140,7 +140,7 @@ def collect(grid: Grid, call: Call) -> None:
             call.say({"node": node, "error": ""}, data)
 
 
-def told(node: Any) -> dict[str, Any]:
+def describe_node(node: Any) -> dict[str, Any]:
     return {
         "node": node.node_id,
         "key": bytes(node.public_key).hex(),

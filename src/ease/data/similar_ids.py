@@ -11,7 +11,7 @@ LATIN = str.maketrans(
 """Cyrillic and Greek letters that are drawn like Latin ones."""
 
 
-def alike(ids: Sequence[str]) -> list[list[str]]:
+def similar_ids(ids: Sequence[str]) -> list[list[str]]:
     """Groups of different ids that look the same."""
     if all(each.isascii() for each in ids):
         return []

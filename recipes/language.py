@@ -15,11 +15,6 @@ HISTORY = {"CHANGELOG.md", "lab-log.md"}
 """Pages that tell the history of the code."""
 GENERATED = {"settings.md", "commands.md", "outputs.md", "exit-codes.md", "methods.md", "results.md"}
 """Pages that other programs write; their words come from docstrings and help texts."""
-UNREVISED = {
-    "architecture.md",
-    "benchmarks.md",
-}
-"""Pages whose text is yet to be revised."""
 LONG = 30
 """Words of a sentence that has to be read twice."""
 
@@ -60,7 +55,7 @@ class Findings:
 def pages() -> list[Path]:
     """Every page that people write and that does not tell history."""
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    return sorted(p for p in found if p.name not in HISTORY | GENERATED | UNREVISED and "tables" not in p.parts)
+    return sorted(p for p in found if p.name not in HISTORY | GENERATED and "tables" not in p.parts)
 
 
 def findings(text: str) -> Findings:

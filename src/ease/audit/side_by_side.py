@@ -12,7 +12,7 @@ from ease.data.examples import Chosen, examples_at
 from ease.data.features import Activations
 from ease.data.partition import Shard
 from ease.federation.client import ClientData
-from ease.federation.client_pool import ClientJob, SharedPool, can_share, vectorized_updates_from
+from ease.federation.client_pool import ClientJob, SharedPool, can_share, vectorized_updates
 from ease.federation.local import can_measure_vectorized, measure_vectorized, work
 from ease.federation.microbatching import GroupSize
 from ease.federation.objectives import Composite, objective
@@ -163,7 +163,7 @@ class SideBySide:
                 updates[key] = work(self.model, state, self.pool.clients[key], job)
         for entries in shared.values():
             for group in self._groups(entries):
-                updates |= vectorized_updates_from(self.model, self.pool, group, self.group_size)
+                updates |= vectorized_updates(self.model, self.pool, group, self.group_size)
         for entries in measured.values():
             data = [(self.pool.clients[key], job) for key, _, job in entries]
             answers = measure_vectorized(self.model, entries[0][1], data)

@@ -1,7 +1,5 @@
 """The models of what commands print with `--json` and of the JSON files of a run, for the reference."""
 
-from typing import Any, Literal
-
 from ease.audit.deployed import DeployedAudit
 from ease.audit.quick_check import QuickCheck
 from ease.audit.records import AuditRecord
@@ -35,11 +33,10 @@ from ease.operations.evidence.statement import Statement
 from ease.operations.lost_sites import LostSites
 from ease.operations.purge import PurgeRecord
 from ease.operations.recipients import Recipients
-from ease.requests.request import Request
 from ease.requests.tombstones import Tombstones
-from ease.runs.config import RunConfig
 from ease.runs.head import ReleaseChain
-from ease.runs.records import AnswerRecord
+from ease.runs.records import AnswerRecord, BegunAnswer
+from ease.runs.run import FrozenParts, RunFile
 from ease.studies.records import BenchResults, CellRecord, OverlapRecord, TrialRecord
 
 OUTPUTS: dict[str, tuple[type[Config], ...]] = {
@@ -91,38 +88,9 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
 """Command -> what it may print with `--json`."""
 
 
-# Files of a run
-
-
-class RunFile(Config):
-    """What is trained here; also readable, as `config.toml`."""
-
-    format: Literal[2]
-    config: RunConfig
-
-
-class WorldFile(Config):
-    """What is frozen under the training, by hash, and how many threads added up."""
-
-    backbone: str
-    adapter: str | None
-    device: str
-    threads: int
-
-
-class BegunFile(Config):
-    """What an answer was begun with: another model or setting begins anew."""
-
-    request: Request
-    method: dict[str, Any]
-    trained_sha256: str
-    locked: bool | None = None
-    """Of further training: whether the directions are held."""
-
-
 FILES: dict[str, type[Config]] = {
     "run.json": RunFile,
-    "world.json": WorldFile,
+    "world.json": FrozenParts,
     "membership.json": Membership,
     "summary.json": TrainSummary,
     "head.json": ReleaseChain,
@@ -133,7 +101,7 @@ FILES: dict[str, type[Config]] = {
     "rounds/*/round.json": StoredRound,
     "requests/*/*/rounds/*/round.json": StoredRound,
     "clients/*/rounds/*/round.json": ClientRound,
-    "requests/*/*/request.json": BegunFile,
+    "requests/*/*/request.json": BegunAnswer,
     "requests/*/*/record.json": AnswerRecord,
     "requests/*/*/quick.json": QuickCheck,
     "requests/*/*/audit.json": AuditRecord,

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ease import plug_ins
 from ease.config import Config
@@ -52,12 +52,6 @@ class DataConfig(Config):
     """Stop at unreadable images instead of leaving them out."""
     follow_links: bool = False
     """Read images outside the image folder where links in it lead to them."""
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit defaults of settings that most runs leave alone, so that their configurations keep their bytes."""
-        usual = {"canaries": 0, "share": 1.0}
-        return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
 
     @field_validator("name")
     @classmethod

@@ -1,10 +1,9 @@
 """Membership: which client holds which pair, by id, stored when a run is trained."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from ease.config import Config
 from ease.data.pairs import PairSet
@@ -40,11 +39,6 @@ class Holding(Config):
     validation_classes: tuple[int, ...]
     joined: Joining | None = None
     """None: it was there when the run was first trained."""
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit defaults, so that runs without joined clients keep their bytes."""
-        return {name: value for name, value in dump(self).items() if name != "joined" or value is not None}
 
 
 class Membership(Config):

@@ -51,18 +51,24 @@ class Checked(Middleware):
         """The answers to one message to all, by client; after a client's error, the answers before it."""
         found: dict[int, list[Update]] = {}
         try:
-            for update in within(self.deadline, lambda: self.inner.run(params, job, clients)):
+            for update in self._in_time(params, job, clients):
                 found.setdefault(update.client, []).append(update)
         except (ClientError, TimeoutError):
             pass  # whose it was shows when each is asked alone
         return found
+
+    def _in_time(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        """The answers; with a deadline, a longer wait for the next one is a TimeoutError."""
+        if self.deadline is None:
+            return self.inner.run(params, job, clients)
+        return within(self.deadline, lambda: self.inner.run(params, job, clients))
 
     def _alone(self, params: Params, job: LocalJob, client: int) -> Update:
         """One client's own answer, or why there is none."""
         reason = ""
         for _ in range(ATTEMPTS):
             try:
-                answers = list(within(self.deadline, lambda: self.inner.run(params, job, [client])))
+                answers = list(self._in_time(params, job, [client]))
             except TimeoutError:
                 return refusal(client, f"it did not answer within {self.deadline:g} s")
             except ClientError as error:
@@ -141,14 +147,11 @@ def refusal(client: int, reason: str) -> Update:
     return Update(client, 0, None, refused=line[:LONGEST_REASON])
 
 
-def within(seconds: float | None, start: Callable[[], Iterator[Update]]) -> Iterator[Update]:
+def within(seconds: float, start: Callable[[], Iterator[Update]]) -> Iterator[Update]:
     """The same answers; a wait of more than so many seconds for the next one is a TimeoutError.
 
     What does not answer cannot be stopped from here. It goes on in a thread of its own, to which no one listens.
     """
-    if seconds is None:
-        yield from start()
-        return
     arrived: queue.SimpleQueue[Update | BaseException | None] = queue.SimpleQueue()
 
     def listen() -> None:

@@ -46,13 +46,6 @@ ClientJob = tuple[int, Params, LocalJob]
 
 
 def vectorized_updates(
-    model: DualEncoder, pool: Pool, state: Params, jobs: Mapping[int, LocalJob], group_size: GroupSize
-) -> dict[int, Update]:
-    """The updates of clients that start from one state, by shared passes."""
-    return vectorized_updates_from(model, pool, [(client, state, job) for client, job in jobs.items()], group_size)
-
-
-def vectorized_updates_from(
     model: DualEncoder, pool: Pool, asked: Sequence[ClientJob], group_size: GroupSize
 ) -> dict[int, Update]:
     """The updates of clients that may start from different states; their jobs have the same common part."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from ease.config import Config
 from ease.errors import Diverged
@@ -95,12 +95,6 @@ class TrainingConfig(Config):
                 "only if all of its updates are stored; leave it at 1"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit defaults of rare settings, so that configurations without them serialise identically."""
-        usual = {"history_every": 1, "secure": False}
-        return {name: value for name, value in dump(self).items() if name not in usual or value != usual[name]}
 
     @property
     def thinned(self) -> bool:

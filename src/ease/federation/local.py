@@ -26,7 +26,17 @@ def work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) 
     params = params.to(device).map(promoted)
     job = job if job.reference is None else replace(job, reference=job.reference.to(device))
     job = job if job.sparse is None else replace(job, sparse=job.sparse.to(device))
-    update = _work(model, params, client, job)
+    asked = objective(job.objective)
+    if isinstance(asked, Measurement):
+        with torch.no_grad():
+            values = asked.measure(model, params, client, job)
+        update = Update(client.shard.client, len(client.train), None, values)
+    elif isinstance(asked, Composite):
+        parts = asked.parts(params, job).items()
+        updates = {name: train(model, _ready(start, params), client, part) for name, (start, part) in parts}
+        update = asked.combine(client, updates, job)
+    else:
+        update = loss_named(job.objective).finish(train(model, params, client, job), job)
     delta = None if update.delta is None else update.delta.to("cpu")
     return replace(update, delta=delta, values={name: value.cpu() for name, value in update.values.items()})
 
@@ -58,19 +68,6 @@ def _ready(state: Params, like: Params) -> Params:
 def promoted(tensor: Tensor) -> Tensor:
     """The tensor in single precision at least: half precision is for transport only."""
     return tensor.float() if tensor.element_size() < 4 else tensor
-
-
-def _work(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:
-    asked = objective(job.objective)
-    if isinstance(asked, Measurement):
-        with torch.no_grad():
-            values = asked.measure(model, params, client, job)
-        return Update(client.shard.client, len(client.train), None, values)
-    if isinstance(asked, Composite):
-        parts = asked.parts(params, job).items()
-        updates = {name: train(model, _ready(start, params), client, part) for name, (start, part) in parts}
-        return asked.combine(client, updates, job)
-    return loss_named(job.objective).finish(train(model, params, client, job), job)
 
 
 def train(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> Update:

@@ -1,6 +1,6 @@
 """Groups of local trainings that share passes, as large as memory and caches allow, in sequence or in threads."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -45,12 +45,12 @@ class GroupSize:
 
 def train_all(
     model: DualEncoder, examples: Examples, trainings: Sequence[LocalTraining], job: LocalJob, group_size: GroupSize
-) -> list[LocalResult]:
+) -> Iterable[LocalResult]:
     """The results of all trainings, made in groups that fit into memory and caches."""
     untouched = {f"{side}.projector.0.weight" for side in gram_sides(model, examples, job)}
     size = group_size.for_caches(trainings, examples.device, untouched)
     threaded = len(trainings) > size.models and _small_steps(model, examples, job)
-    return list((train_in_threads if threaded else train_in_groups)(model, examples, trainings, job, size))
+    return (train_in_threads if threaded else train_in_groups)(model, examples, trainings, job, size)
 
 
 def train_in_groups(

@@ -31,7 +31,7 @@ class Sequential:
         return {client: frozenset(data.shard.train_ids) for client, data in self.data.items()}
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        yield from self.perform(params, own_jobs(self, job, clients))
+        return self.perform(params, own_jobs(self, job, clients))
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
         """Do jobs that are each client's own already; whoever is told so keeps what it was sent and what it sends."""
@@ -51,7 +51,7 @@ class Sequential:
             if stacked and can_share(state, job):
                 own = Pool(data.train, {client: data}, {client: 0})
                 size = GroupSize.on(data.train.device)
-                yield from vectorized_updates(self.model, own, state, {client: job}, size).values()
+                yield from vectorized_updates(self.model, own, [(client, state, job)], size).values()
             else:
                 yield work(self.model, state, data, job)
 

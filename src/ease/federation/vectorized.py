@@ -58,7 +58,8 @@ class Vectorized(Sequential):
         """Jobs that differ only in what is a client's own, in passes that they share where they can."""
         first = next(iter(jobs.values()))
         if can_share(state, first):
-            updates = vectorized_updates(self.model, self.pool, state, jobs, self.group_size)
+            asked = [(client, state, job) for client, job in jobs.items()]
+            updates = vectorized_updates(self.model, self.pool, asked, self.group_size)
             yield from (updates[client] for client in jobs)
         elif can_measure_vectorized(first, self.pool.examples.device):
             yield from measure_vectorized(self.model, state, [(self.data[client], job) for client, job in jobs.items()])

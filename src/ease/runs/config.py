@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from ease.config import Config, override, read_toml, validate
 from ease.data.config import DataConfig, PartitionConfig
@@ -69,11 +69,6 @@ class RunConfig(Config):
                 "leave it out"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `federation` if it is not set, so that such configurations keep their bytes."""
-        return {name: value for name, value in dump(self).items() if name != "federation" or value is not None}
 
     @property
     def remote(self) -> bool:

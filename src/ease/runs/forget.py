@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ease.errors import UserError
 from ease.federation.fedavg import fedavg
@@ -28,7 +27,7 @@ from ease.runs.answers import (
 )
 from ease.runs.evaluation import evaluation_sets, measure
 from ease.runs.memory import forget_peak_memory, peak_memory
-from ease.runs.records import AnswerRecord, RoundRecord, write_record
+from ease.runs.records import AnswerRecord, BegunAnswer, RoundRecord, write_record
 from ease.runs.resolve import check_request
 from ease.runs.run import Run, load_directions
 from ease.runs.world import World
@@ -64,15 +63,19 @@ def forget(
             exact = trainer_of(run.config.model) == "sums"
             answering = method.unlearn if exact or trains_on(world, request) else _unchanged
             steps = partial(answering, trained, request)
-            settings = {
-                "request": request.model_dump(mode="json"),
-                "method": method.model_dump(mode="json"),
-                "trained_sha256": snapshot.start_sha256,
-            }
-            known = (trained.start,)  # every client was sent the trained model
-            begun = run.hosted(world), stored, request, steps, settings, run.config.seed, observe, known
-            made = replace(trained.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
-            yield from _follow(*begun, digest(settings), made)
+            begun = BegunAnswer(
+                request=request, method=method.model_dump(mode="json"), trained_sha256=snapshot.start_sha256
+            )
+            yield from _follow(
+                run.hosted(world),
+                stored,
+                begun,
+                steps,
+                run.config.seed,
+                observe,
+                known=(trained.start,),  # every client was sent the trained model
+                history=replace(trained.history, place=stored.rounds_path.relative_to(run.folder).as_posix()),
+            )
 
 
 def trains_on(world: World, request: Request) -> bool:
@@ -101,15 +104,14 @@ def train_further(
             directions, model = load_directions(stored.folder) if locked else {}, stored.model()
             held = (ServerLock(directions, model),) if directions else ()
             steps = partial(continue_training, snapshot.trained, model, held, rounds=rounds)
-            settings = {
-                "request": request.model_dump(mode="json"),
-                "method": method.model_dump(mode="json"),
-                "trained_sha256": snapshot.start_sha256,
-                "locked": bool(held),
-            }
+            begun = BegunAnswer(
+                request=request,
+                method=method.model_dump(mode="json"),
+                trained_sha256=snapshot.start_sha256,
+                locked=bool(held),
+            )
             closed = world if request in world.gone else world.without(request)
-            key = digest(settings, stored.record().files[stored.model_path.name])
-            yield from _follow(run.hosted(closed), continued, request, steps, settings, run.config.seed, True, key=key)
+            yield from _follow(run.hosted(closed), continued, begun, steps, run.config.seed, after=stored.model_sha256)
 
 
 def check_trains_on(run: Run, option: str) -> None:
@@ -132,21 +134,20 @@ def continue_training(
 def _follow(
     world: World,
     stored: StoredAnswer,
-    request: Request,
+    begun: BegunAnswer,
     steps: Callable[[Federation], Iterator[Step]],
-    settings: dict[str, Any],
     seed: int,
-    observe: bool,
+    observe: bool = True,
     known: Sequence[Params] = (),
-    key: str = "",
+    after: str = "",
     history: History | None = None,
 ) -> Iterator[tuple[Step, dict[str, float]]]:
     """Iterate a method's steps, journal, meter and measure them, and write `record.json` last.
 
-    Rounds that the method keeps are stored in `history`.
+    Rounds that the method keeps are stored in `history`. `after` is the hash of a model that is trained further.
     """
-    begun = stored.folder / "request.json"
-    if begun.is_file() and read_json(begun) != settings:
+    marker, settings = stored.folder / "request.json", begun.model_dump(mode="json")
+    if marker.is_file() and read_json(marker) != settings:
         shutil.rmtree(stored.folder)  # begun on another trained model: those answers are no use
     fresh = not stored.folder.exists()
     if not fresh:
@@ -154,8 +155,8 @@ def _follow(
     resumed = any((stored.folder / "journal").glob("*.update"))
     forget_peak_memory(world.server.device)
     training, journal = world.config.training, stored.folder / "journal"
-    federation = Guarded(world.federation, training, journal, key, metered=True, known=known)
-    sets = evaluation_sets(world, request)
+    federation = Guarded(world.federation, training, journal, digest(settings, after), metered=True, known=known)
+    sets = evaluation_sets(world, begun.request)
     rounds: list[RoundRecord] = []
     seconds: dict[str, float] = {}
     started = time.perf_counter()
@@ -164,7 +165,7 @@ def _follow(
     down = up = 0
     for step in _undone_if_refused(steps(federation), stored.folder if fresh else None):
         if last is None:
-            write_json(begun, settings)
+            write_json(marker, settings)
         seconds[step.phase] = seconds.get(step.phase, 0.0) + time.perf_counter() - started
         last = step = _with_left_out(step, federation.left_out())
         metrics = measure(world, step.state, sets, draws=1) if observe else {}
@@ -187,7 +188,7 @@ def _follow(
     phases = {f"cost/seconds/{phase}": value for phase, value in seconds.items()}
     total = {"cost/seconds": sum(seconds.values()), "cost/peak_memory_bytes": float(peak_memory(world.server.device))}
     metrics = {**measure(world, last.state, sets), **cost, **phases, **total}
-    record = AnswerRecord(**settings, seed=seed, resumed=resumed, files=files, rounds=tuple(rounds), metrics=metrics)
+    record = AnswerRecord(**dict(begun), seed=seed, resumed=resumed, files=files, rounds=tuple(rounds), metrics=metrics)
     write_record(stored.record_path, record)
     shutil.rmtree(stored.folder / "journal", ignore_errors=True)
 

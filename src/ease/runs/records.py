@@ -150,6 +150,18 @@ class RoundRecord(Config):
         return cls(round=number, phase=phase, loss=loss, metrics=metrics, notes=rest, **typed)
 
 
+class BegunAnswer(Config):
+    """The start of an answer. An answer with another model or other settings is made anew."""
+
+    request: Request
+    method: dict[str, Any]
+    """Its name as `method`, and its settings."""
+    trained_sha256: str
+    """Hash of the model that it began from."""
+    locked: bool | None = None
+    """Of further training: whether the directions are locked."""
+
+
 class AnswerRecord(MethodRecord):
     """A method's answer to a request, or further training after one."""
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ease.config import to_toml, validate
+from ease.config import Config, to_toml, validate
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig
@@ -42,8 +42,34 @@ from ease.trainers import train
 
 PURGING = ".purge"
 """Folder of a purge's new files. If it contains a plan, the purge was interrupted."""
-FORMAT = 2
+FORMAT: Literal[2] = 2
 """Format of the run directory; raise it when older runs can no longer be read."""
+
+
+class RunFile(Config):
+    """The file `run.json`: the configuration that is also readable as `config.toml`."""
+
+    format: Literal[2] = FORMAT
+    config: RunConfig
+
+
+class FrozenParts(Config):
+    """The file `world.json`: hashes of the frozen parts and the number of threads, which changes rounding."""
+
+    backbone: str
+    adapter: str | None
+    device: str
+    threads: int
+
+    @classmethod
+    def of(cls, world: World) -> "FrozenParts":
+        adapter, server = world.config.model.adapter, world.server
+        return cls(
+            backbone=server.backbone.fingerprint,
+            adapter=adapter_fingerprint(adapter) if adapter else None,
+            device=server.device.type,
+            threads=torch.get_num_threads(),
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +132,7 @@ class Run:
 
     def _write_config(self) -> None:
         """Write the configuration; the caller holds the run's lock."""
-        write_json(self.folder / "run.json", {"format": FORMAT, "config": self.config.model_dump(mode="json")})
+        write_json(self.folder / "run.json", RunFile(config=self.config).model_dump(mode="json"))
         write_atomic(self._config_path, to_toml(self.config).encode())
 
     def _config_is_current(self) -> bool:
@@ -185,7 +211,7 @@ class Run:
     def _store_world(self, world: World) -> None:
         """Store who holds which pair and what is frozen, because data may change or vanish later."""
         write_tensors(self._classes_path, {"centroids": torch.from_numpy(world.server.centroids)})
-        write_json(self.folder / "world.json", _frozen_parts(world))
+        write_json(self.folder / "world.json", FrozenParts.of(world).model_dump(mode="json"))
         if world.run_name:  # by which nodes know it already
             write_json(self._name_path, {"name": world.run_name})
         write_json(self._membership_path, world.server.membership.model_dump(mode="json"))  # last: it makes them count
@@ -228,19 +254,19 @@ class Run:
         path = self.folder / "world.json"
         if not path.is_file():
             return
-        recorded, adapter = _frozen(path, *identity(path)), self.config.model.adapter
+        frozen, adapter = _frozen(path, *identity(path)), self.config.model.adapter
         # A backbone's weights may be rounded for a device; then nothing can be said.
-        if recorded.get("device") == device.type and recorded.get("backbone") != backbone.fingerprint:
+        if frozen.device == device.type and frozen.backbone != backbone.fingerprint:
             raise UserError(
                 f"{self.folder}: the weights of {backbone.name} are not those this run was trained on; restore them"
             )
-        if adapter is not None and recorded.get("adapter") != adapter_fingerprint(adapter):
+        if adapter is not None and frozen.adapter != adapter_fingerprint(adapter):
             raise UserError(f"{self.folder}: the adapter in {adapter} is not the one this run began from; restore it")
 
     def threads_note(self) -> str:
         """A note if the number of threads differs from that of the training; else empty."""
         path, now = self.folder / "world.json", torch.get_num_threads()
-        begun = _frozen(path, *identity(path)).get("threads", now) if path.is_file() else now
+        begun = _frozen(path, *identity(path)).threads if path.is_file() else now
         if begun == now:
             return ""
         return (
@@ -320,17 +346,6 @@ def _neighbours(folder: Path) -> str:
     return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "no folders"
 
 
-def _frozen_parts(world: World) -> dict[str, str | int | None]:
-    """Hashes of the frozen parts and the number of threads, which changes rounding."""
-    adapter = world.config.model.adapter
-    return {
-        "backbone": world.server.backbone.fingerprint,
-        "adapter": adapter_fingerprint(adapter) if adapter else None,
-        "device": world.server.device.type,
-        "threads": torch.get_num_threads(),
-    }
-
-
 def load_directions(folder: Path) -> dict[str, Basis]:
     """The directions that later training keeps locked; none if the result's record lists none."""
     record = read_record(AnswerRecord, folder / "record.json")
@@ -372,10 +387,8 @@ def _centroids(path: Path, *identity: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def _frozen(path: Path, *identity: int) -> dict[str, str | int | None]:
-    """The stored frozen parts, see `_frozen_parts`."""
-    stored: dict[str, str | int | None] = read_json(path, most=SMALL_JSON)
-    return stored
+def _frozen(path: Path, *identity: int) -> FrozenParts:
+    return validate(FrozenParts, read_json(path, most=SMALL_JSON), str(path))
 
 
 def _layout(state: Params) -> tuple[Any, ...]:
@@ -390,9 +403,7 @@ def _difference(old: RunConfig, new: RunConfig) -> str:
             if value != other:
                 return f"{section} is {value!r} there and {other!r} here"
             continue
-        both = ((value, old), (other, new))  # what is at its default may not be told
-        for key in {**value, **other}:
-            if value.get(key) != other.get(key) and key != "rounds":
-                there, here = (each.get(key, getattr(getattr(config, section), key, None)) for each, config in both)
-                return f"{section}.{key} is {there!r} there and {here!r} here"
+        for key in value:
+            if value[key] != other[key] and key != "rounds":
+                return f"{section}.{key} is {value[key]!r} there and {other[key]!r} here"
     return "same settings, other version"

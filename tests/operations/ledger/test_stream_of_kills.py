@@ -1,4 +1,4 @@
-"""Requests, cancellations, work and purges in random order, in processes that are killed at random moments."""
+"""Requests, cancellations, work, releases and purges in random order, in processes killed at random moments."""
 
 import io
 import os
@@ -15,6 +15,7 @@ from ease.operations.evidence import read_log
 from ease.operations.ledger.store import Ledger
 from ease.operations.purge import PLAN
 from ease.requests.request import ClientRequest, SampleRequest
+from ease.requests.tombstones import read_tombstones
 from ease.runs.run import PURGING, Run
 
 pytestmark = [
@@ -35,6 +36,8 @@ class Decided:
         self.folder, self.draw = folder, draw
         self.asked: dict[str, tuple[str, ...]] = {}
         self.cancelled: set[str] = set()
+        self.direct: set[str] = set()
+        """Pairs that someone forgot and released without the queue."""
         self.members = [holding.train_ids for holding in Run.load(folder / "run").known()[0].clients]  # type: ignore[index]
 
     def do(self, *arguments: str, kill: bool = False) -> int:
@@ -67,6 +70,18 @@ class Decided:
         if self.do("request", "cancel", "run", id) == 0:
             self.cancelled.add(id)
 
+    def release(self) -> None:
+        """Forget one more pair and release that model, past the queue; the release may be killed and is run again."""
+        pair = self.draw.choice(self.members[0])
+        name = f"direct-{len(self.direct)}"
+        (self.folder / f"{name}.txt").write_text(pair)
+        if self.do("forget", "run", "--samples", f"{name}.txt", "--name", name, "--quiet"):
+            return  # it is gone already, or a request in work comes first
+        self.direct.add(pair)
+        release = ("release", "run", "--request", name)
+        if self.do(*release, kill=self.draw.random() < 0.8) == -signal.SIGKILL:
+            self.do(*release)
+
     def check(self) -> None:
         run = Run.load(self.folder / "run", purging=True)
         entries = {each.id: each for each in Ledger(run.folder).entries()}
@@ -74,14 +89,21 @@ class Decided:
         assert {id for id, each in entries.items() if each.state == "cancelled"} == self.cancelled
         gone = run.head.gone
         assert len(set(map(repr, gone))) == len(gone)  # none is done twice
-        wanted = {pair for id, ids in self.asked.items() if id not in self.cancelled for pair in ids}
-        if any(each.purged for each in run.head.releases) or (run.folder / PURGING / PLAN).is_file():
-            return  # ids are marks by now
-        for request in gone:
+        wanted = {pair for id, ids in self.asked.items() if id not in self.cancelled for pair in ids} | self.direct
+        if (run.folder / PURGING / PLAN).is_file():
+            return  # half of the ids are marks
+        done, stones = self.done(run), read_tombstones(run.folder)
+        assert done <= wanted | set(map(stones.mark, wanted))  # none is done that was cancelled, or for anyone else
+
+    def done(self, run: Run) -> set[str]:
+        """Ids of all pairs that are gone, purged ones by their marks."""
+        found = set[str]()
+        for request in run.head.gone:
             if isinstance(request, ClientRequest):
-                assert all(set(self.members[client]) <= wanted for client in request.clients)
+                found |= {pair for client in request.clients for pair in self.members[client]}
             elif isinstance(request, SampleRequest):
-                assert set(request.ids) <= wanted  # none is done that was cancelled, or for anyone else
+                found |= set(request.ids)
+        return found
 
     def finish(self) -> None:
         for _ in range(2):
@@ -90,6 +112,10 @@ class Decided:
         run = Run.load(self.folder / "run")
         states = {each.id: each.state for each in Ledger(run.folder).entries()}
         assert all(states[id] in ("done", "refused") for id in self.asked if id not in self.cancelled), states
+        done, stones = self.done(run), read_tombstones(run.folder)
+        for id, pairs in self.asked.items():
+            if states[id] == "done":  # and not only said to be
+                assert all({pair, stones.mark(pair)} & done for pair in pairs), id
         if run.head.releases:
             released = [each.payload["release"] for each in read_log(run).of_kind("released")]
             assert released == list(range(1, len(run.head.releases) + 1))
@@ -108,8 +134,10 @@ def test_killed_at_random_moments_nothing_is_lost_doubled_or_done_wrongly(tmp_pa
             decided.ask()
         elif step < 0.5:
             decided.cancel()
-        elif step < 0.85:
+        elif step < 0.78:
             decided.do("work", "run", *POLICY, kill=draw.random() < 0.8)
+        elif step < 0.9:
+            decided.release()
         else:
             decided.do("purge", "run", "--quiet", kill=draw.random() < 0.8)
         if decided.asked:

@@ -10,6 +10,10 @@ import pytest
 from benchmarks.bitflips import command, end_after
 
 from ease.commands.train import train_run
+from ease.operations.evidence.keys import new_key, read_signing_key
+from ease.operations.ledger.database import writing
+from ease.operations.ledger.records import Event, RequestPlan
+from ease.operations.ledger.steps import link
 from ease.operations.ledger.store import Ledger
 from ease.params import Params
 from ease.requests.request import (
@@ -316,3 +320,63 @@ def test_a_client_among_other_things_withdraws_as_one_alone_does(world) -> None:
     assert all(1 not in shard.train_classes for shard in left)
     kept = world.evaluator.classes_of(evaluation_sets(world, mixed)["test"])
     assert 1 not in kept and len(kept) == (world.evaluator.classes_of(world.evaluator.test) != 1).sum()
+
+
+# --- a ledger that someone rewrote, digests included ---
+
+
+def rewritten(run: Path, id: str, **changes: object) -> None:
+    entry = Ledger(run).entry(id)
+    with writing(Ledger(run).path) as tables:
+        tables.write(entry.number, entry.model_copy(update=changes))
+
+
+def test_a_request_that_was_exchanged_for_another_client_is_not_carried_out(ease, run: Path) -> None:
+    """Digests of rows can be computed by anyone; the chain of steps holds what was handed in."""
+    add(ease, run, "--client", 2, id="r")
+    rewritten(run, "r", request=ClientRequest(clients=(3,)))
+    stopped = ease("work", run)
+    assert stopped.code == 2 and "what was handed in" in " ".join(stopped.err.split())
+    assert not Run.load(run).head.gone and states(run) == {"r": "approved"}
+
+
+def test_a_signed_approval_cannot_be_replayed_for_another_request(ease, run: Path, tmp_path: Path) -> None:
+    new_key(tmp_path / "ada.key")
+    key = read_signing_key(tmp_path / "ada.key")
+    add(ease, run, "--client", 1, id="a", approve=False)
+    add(ease, run, "--client", 2, id="b", approve=False)
+    Ledger(run).approve("a", "ada", key)
+    signed = Ledger(run).events("a")[-1]
+    rewritten(run, "b", state="approved", approved_by=("ada",))
+    with writing(Ledger(run).path) as tables:
+        last = tables.last(Event)
+        assert last is not None
+        tables.write(4, signed.model_copy(update={"request": "b", "previous": link(last)}))
+    stopped = ease("work", run)
+    assert stopped.code == 2 and "step 4 (b): its signature does not hold" in " ".join(stopped.err.split())
+    assert not Run.load(run).head.gone
+
+
+@pytest.mark.parametrize(
+    ("policy", "missing"), [("signed = true", "1 signed approvals"), ("people = 2", "2 approvals")]
+)
+def test_what_is_not_approved_as_the_policy_asks_is_held(ease, run: Path, policy: str, missing: str) -> None:
+    """The command asks for signatures and people; a row that was written past it has neither."""
+    add(ease, run, "--client", 2, id="r")
+    with (run / "policy.toml").open("a") as file:
+        file.write(f"[approval]\n{policy}\n")
+    (finished,) = told(ease, "work", run)["finished"]
+    assert finished["state"] == "held" and missing in finished["why"]
+    assert not Run.load(run).head.gone and told(ease, "work", run)["finished"] == []
+
+
+def test_a_plan_for_another_client_is_dropped(ease, run: Path) -> None:
+    """No step holds a plan. A process that died after it wrote one is continued with it."""
+    add(ease, run, "--client", 2, id="r")
+    ledger = Ledger(run)
+    ledger.claim("worker", together=False)
+    ledger.plan(["r"], RequestPlan(request=ClientRequest(clients=(3,)), method={"method": "ease"}))
+    (finished,) = told(ease, "work", run)["finished"]
+    assert finished["state"] == "pending" and "names 14 pairs or clients" in finished["why"]
+    assert told(ease, "work", run)["finished"][0]["state"] == "done"
+    assert Run.load(run).head.gone == (ClientRequest(clients=(2,)),)

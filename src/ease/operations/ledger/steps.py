@@ -21,6 +21,8 @@ KIND = "application/vnd.ease.ledger-step+json"
 NOTHING = "0" * 64
 """What the first step has in the place of a hash."""
 SALT_BYTES = 16
+FIRST_OF_SEVERAL = "approval"
+"""How the words of an approval begin that leaves the state, because the policy asks for more people."""
 
 
 def content_of(salt: str, why: str, entry: Entry | None) -> str:

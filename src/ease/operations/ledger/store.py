@@ -23,7 +23,7 @@ from ease.operations.ledger.records import (
     stamp,
 )
 from ease.operations.ledger.states import IN_WORK, Actor, State, check_move, may_move
-from ease.operations.ledger.steps import check_chain, new_step, redacted
+from ease.operations.ledger.steps import FIRST_OF_SEVERAL, check_chain, new_step, redacted
 from ease.requests.request import Request
 from ease.runs.resolve import request_id
 from ease.storage import digest
@@ -66,9 +66,17 @@ class Ledger:
 
     def check(self) -> tuple[int, str]:
         """Refuse steps that were altered, left out or put in; return their number and the hash of the last one."""
+        steps, last = self._checked()
+        return len(steps), last
+
+    def checked_events(self) -> list[Event]:
+        """Return every step of all requests, once the chain of steps is found whole."""
+        return self._checked()[0]
+
+    def _checked(self) -> tuple[list[Event], str]:
         with reading(self.path) as tables:
             steps, entries = tables.read(Event), {each.id: each for each in tables.read(Entry)}
-        return len(steps), check_chain(steps, entries, str(self.path))
+        return steps, check_chain(steps, entries, str(self.path))
 
     def consents(self) -> list[Consent]:
         with reading(self.path) as tables:
@@ -123,7 +131,7 @@ class Ledger:
             if by in entry.approved_by:
                 raise UserError(f"{id}: {by} has approved it already; another person has to")
             if len(approved) < people:
-                why = f"approval {len(approved)} of {people}"
+                why = f"{FIRST_OF_SEVERAL} {len(approved)} of {people}"
                 return _stay(tables, entry, by, why, key, approved_by=approved)
             accepted = entry.outcome.model_sha256 if entry.state == "held" else None
             return _move(tables, entry, "person", "approved", by, "", key, waived=accepted or "", approved_by=approved)

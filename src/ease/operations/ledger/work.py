@@ -15,6 +15,7 @@ from pathlib import Path
 from ease.audit.at_sites import retained_recalls
 from ease.audit.records import current_audit
 from ease.config import Config
+from ease.data.membership import Holding
 from ease.errors import Busy, Unwritable, UserError
 from ease.federation.middleware import Guarded
 from ease.methods import make_method
@@ -23,11 +24,12 @@ from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
 from ease.operations.ledger.impact import impact_of, method_for
 from ease.operations.ledger.judging import audit_answer, audit_settings
+from ease.operations.ledger.people import missing_approval
 from ease.operations.ledger.policy import Policy
-from ease.operations.ledger.records import NOTHING, Entry, Outcome, RequestPlan
+from ease.operations.ledger.records import NOTHING, Entry, Event, Outcome, RequestPlan
 from ease.operations.ledger.states import State
 from ease.operations.ledger.store import Ledger
-from ease.requests.request import Request, combined, remaining
+from ease.requests.request import Request, combined, leaving_clients, listed_ids, named_in, remaining
 from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import StoredAnswer, answer_of, open_world, release, start_hash, trained_of
 from ease.runs.evaluation import evaluation_sets, measure
@@ -70,11 +72,13 @@ def work(
         attest(run)  # logs what a process that died had released; an altered log stops the queue
     while ledger.exists:
         with worker_lock(run.folder):
+            steps = ledger.checked_events()  # an altered ledger stops the queue
             entries = ledger.claim(by, together, passed)
             if not entries:
                 return
             passed += [entry.id for entry in entries]
-            finished = list(Batch(run, ledger, policy, by, follow, entries, audited).answer())
+            batch = Batch(run, ledger, policy, by, follow, entries, audited)
+            finished = [*batch.hold_unapproved(steps), *batch.answer()]
         yield from finished
 
 
@@ -106,11 +110,22 @@ class Batch:
     audited: bool | None = None
     """Whether answers are audited before their release; None: as the policy says."""
 
+    def hold_unapproved(self, steps: Sequence[Event]) -> Iterator[Finished]:
+        """Give back what its steps do not show to be approved as the policy asks, whatever its row says."""
+        for entry in list(self.entries):
+            released = entry.outcome.plan is not None and entry.outcome.plan.request in self.run.head.gone
+            if not released and (why := missing_approval(entry.id, steps, self.policy.approval)):
+                yield self._finish([entry], "held", why)
+
     def answer(self) -> Iterator[Finished]:
         """Take every request to the end of its turn."""
+        if not self.entries:
+            return
         plan = self.entries[0].outcome.plan
         try:
-            if plan is None:
+            if plan is not None:
+                self._check_plan(plan)
+            else:
                 yield from self._close_those_without_work()
                 if not self.entries:
                     return
@@ -145,11 +160,30 @@ class Batch:
         method = method_for(self.run, request, method, self.policy)
         return RequestPlan(request=request, method=method.model_dump(mode="json"))
 
-    def _remaining(self) -> Request:
-        """What the requests name together, without what is forgotten already."""
+    def _check_plan(self, plan: RequestPlan) -> None:
+        """Refuse a plan that names more than its requests do: no step in the chain holds it."""
+        if plan.request in self.run.head.gone:
+            return  # it is released; what is left is to say so
+        holdings, stones = self._holdings(), read_tombstones(self.run.folder)
+
+        def named(request: Request) -> set[str | int]:
+            known = stones.renamed(request)
+            return {*named_in(known, holdings), *listed_ids([known]), *leaving_clients(known)}
+
+        if strange := named(plan.request) - set[str | int]().union(*(named(entry.request) for entry in self.entries)):
+            raise UserError(
+                f"{self.ledger.path}: what was planned names {len(strange)} pairs or clients that the request does "
+                "not; the plan is dropped, and the next `ease work` makes a new one"
+            )
+
+    def _holdings(self) -> Sequence[Holding]:
         known = self.run.known()
         assert known is not None  # it is trained
-        holdings = known[0].clients
+        return known[0].clients
+
+    def _remaining(self) -> Request:
+        """What the requests name together, without what is forgotten already."""
+        holdings = self._holdings()
         whole = combined([entry.request for entry in self.entries], holdings)
         return remaining(read_tombstones(self.run.folder).renamed(whole), holdings, self.run.head.gone)
 

@@ -166,6 +166,40 @@ def test_the_site_sees_everything_that_it_was_asked(ease, world: World, local_jo
     assert ease("node", "--audit", "--folder", tmp_path / "none").code == 2
 
 
+def test_a_flood_of_questions_hides_none_of_those_before(
+    ease, world: World, local_job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may choose long names and ask often; what it asked first stays counted, and the list stays short."""
+    monkeypatch.setattr("ease.federation.question_log.LARGEST", 10_000)
+    node = node_of(world, 0, tmp_path / "node")
+    node.answer(task(local_job(), world.server.initial()))
+    flood = task(local_job(objective="x" * 100_000), world.server.initial())
+    for number in range(60):
+        node._nonces.clear()  # the same message again
+        assert refused(node, flood), number
+    assert (node.folder / "questions.jsonl").stat().st_size < 12_000
+    shown = json.loads(ease("node", "--audit", "--folder", node.folder, "--json").out)["asked"]
+    assert sum(each["times"] for each in shown) == 61
+    assert sum(each["times"] for each in shown if not each["refused"]) == 1
+    assert sum(each["bytes_out"] for each in shown if not each["refused"]) > 1000
+    assert "61 questions" in ease("node", "--audit", "--folder", node.folder).out
+
+
+def test_a_node_that_cannot_write_down_what_it_is_asked_answers_nothing(
+    world: World, local_job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it stays up: a full disk is no fault of the program."""
+    node = node_of(world, 0, tmp_path / "node")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ease.federation.question_log.QuestionLog.note", full)
+        assert "cannot write down" in refused(node, task(local_job(), world.server.initial()))
+    assert not refused(node, task(local_job(), world.server.initial()))
+
+
 def test_an_allowance_that_is_used_up_survives_a_damaged_count(node: Node) -> None:
     node.folder.mkdir(parents=True)
     write_json(node.folder / "questions.json", {"counts": {"groups": 120}})

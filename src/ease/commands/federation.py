@@ -151,6 +151,8 @@ class Question(Config):
     bytes_out: int
     refused: str
     """Why it was refused. Empty if it was answered."""
+    times: int = 1
+    """How many questions this stands for. More than one if the list grew too long and the older ones were added up."""
 
 
 class QuestionsSummary(Config):
@@ -160,9 +162,11 @@ class QuestionsSummary(Config):
     asked: tuple[Question, ...]
 
     def render(self) -> Iterator[RenderableType]:
-        counts = Counter((each.kind, each.objective, "refused" if each.refused else "answered") for each in self.asked)
+        counts = Counter[tuple[str, str, str]]()
+        for each in self.asked:
+            counts[each.kind, each.objective, "refused" if each.refused else "answered"] += each.times
         rows = [[*what, str(times)] for what, times in sorted(counts.items())]
-        title = f"{len(self.asked)} questions in {self.path}"
+        title = f"{counts.total()} questions in {self.path}"
         yield table(title, ["kind", "objective", "", "times"], rows, text_columns=3)
 
 

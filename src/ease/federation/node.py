@@ -199,8 +199,13 @@ class Node:
     def respond(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:
         """The same once the message is known to be one."""
         reply = self._reply(ask, job, parts)
-        if ask.kind != "hello":
+        if ask.kind == "hello":
+            return reply
+        try:
             question_log(self.folder).note(ask, job, parts, reply, self._last_refusal)
+        except (OSError, UserError) as error:  # the disk is full, or the list is damaged
+            self._say(f"questions.jsonl: {error}")
+            return self.refusal("it cannot write down what it is asked; its log says more", ask.nonce)
         return reply
 
     def _reply(self, ask: Ask, job: bytes, parts: dict[str, bytes]) -> bytes:

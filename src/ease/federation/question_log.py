@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from ease.federation.wire import Ask
 from ease.storage import write_atomic
 
 LARGEST = 1 << 24
-"""Bytes of the list; the older half goes when it is longer."""
+"""Bytes of the list; when it is longer, its older half is replaced by totals."""
+LONGEST_TEXT = 300
+"""Characters of a reason or a name: the server chooses how long they are."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,35 @@ class QuestionLog:
             "cohort": ask.cohort,
             "bytes_in": len(job) + sum(map(len, parts.values())),
             "bytes_out": len(reply),
-            "refused": refused,
+            "refused": refused[:LONGEST_TEXT],
             **_of_job(job),
             **({} if ask.search is None else {"words": ask.search.words}),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_file() and self.path.stat().st_size > LARGEST:
-            lines = self.path.read_text().splitlines(keepends=True)
-            self.path.write_text("".join(lines[len(lines) // 2 :]))
+            self._shorten()
         with self.path.open("a") as file:
             file.write(json.dumps(line, sort_keys=True) + "\n")
+
+    def _shorten(self) -> None:
+        """Replace the older half by totals, so that no flood of questions hides the ones before it."""
+        lines = self.lines()
+        older, newer = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+        totals = dict[tuple[str, bool], dict[str, Any]]()
+        for each in older:
+            key = each["kind"], bool(each["refused"])
+            if key not in totals:
+                refused = "refused for several reasons" if each["refused"] else ""
+                totals[key] = {**each, "refused": refused, "times": 0, "bytes_in": 0, "bytes_out": 0, "run": ""}
+                for name in ("objective", "words", "words_mark", "round", "data", "replays", "named_pairs"):
+                    totals[key].pop(name, None)
+            total = totals[key]
+            total["times"] += each.get("times", 1)
+            total["bytes_in"] += each["bytes_in"]
+            total["bytes_out"] += each["bytes_out"]
+            total["cohort"] = min(total["cohort"], each["cohort"])
+        kept = [*totals.values(), *newer]
+        write_atomic(self.path, "".join(json.dumps(each, sort_keys=True) + "\n" for each in kept).encode())
 
     def mark_words(self, run: str, mark: Callable[[str], str]) -> int:
         """Put marks in place of the words that were searched for in a run; returns the number of changed lines."""
@@ -65,11 +85,6 @@ class QuestionLog:
         except ValueError as error:
             raise UserError(f"{self.path}: damaged ({str(error)[:100]}); move it away to begin a new one") from error
 
-    def counts(self) -> dict[tuple[str, str, bool], int]:
-        """How often each kind of question came: (kind, objective, whether it was refused) -> times."""
-        found = Counter((each["kind"], each.get("objective", ""), bool(each["refused"])) for each in self.lines())
-        return dict(sorted(found.items()))
-
 
 def question_log(folder: Path) -> QuestionLog:
     return QuestionLog(folder / "questions.jsonl")
@@ -86,7 +101,8 @@ def _of_job(job: bytes) -> dict[str, Any]:
         return {}
     named = header["request"]
     return {
-        **{name: header[name] for name in ("objective", "round", "data")},
+        **{name: header[name] for name in ("round", "data")},
+        "objective": header["objective"][:LONGEST_TEXT],
         "replays": len(header["replays"]),
         "named_pairs": len(named["ids"]) if named is not None and named["scope"] == "sample" else None,
     }

@@ -365,9 +365,9 @@ def test_what_is_not_approved_as_the_policy_asks_is_held(ease, run: Path, policy
     add(ease, run, "--client", 2, id="r")
     with (run / "policy.toml").open("a") as file:
         file.write(f"[approval]\n{policy}\n")
-    (finished,) = told(ease, "work", run)["finished"]
+    (finished,) = run_json(ease, "work", run)["finished"]
     assert finished["state"] == "held" and missing in finished["why"]
-    assert not Run.load(run).head.gone and told(ease, "work", run)["finished"] == []
+    assert not Run.load(run).head.gone and run_json(ease, "work", run)["finished"] == []
 
 
 def test_a_plan_for_another_client_is_dropped(ease, run: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_plan_for_another_client_is_dropped(ease, run: Path) -> None:
     ledger = Ledger(run)
     ledger.claim("worker", together=False)
     ledger.plan(["r"], RequestPlan(request=ClientRequest(clients=(3,)), method={"method": "ease"}))
-    (finished,) = told(ease, "work", run)["finished"]
+    (finished,) = run_json(ease, "work", run)["finished"]
     assert finished["state"] == "pending" and "names 14 pairs or clients" in finished["why"]
-    assert told(ease, "work", run)["finished"][0]["state"] == "done"
+    assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
     assert Run.load(run).head.gone == (ClientRequest(clients=(2,)),)

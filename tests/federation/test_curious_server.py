@@ -31,10 +31,12 @@ from ease.federation.wire import (
     numbers_in,
     numbers_of,
 )
+from ease.model.closed_form import Sums, on_grid
 from ease.requests.request import SampleRequest
 from ease.runs.run import Run
 from ease.runs.world import World
 from ease.storage import write_json
+from ease.trainers.sums import SUMS as FEATURE_SUMS
 
 DEAL = Deal(classes=2, class_seed=0, seed=0, validation_share=0.3)
 
@@ -117,6 +119,59 @@ def test_the_update_of_many_pairs_has_no_small_rank(world: World, local_job, tmp
     change = decode_update(encoded).change
     weights = [t for name, t in change.tensors.items() if "projector.0.weight" in name]
     assert weights and all(int(torch.linalg.matrix_rank(each)) > 2 for each in weights)
+
+
+def test_two_updates_that_differ_in_one_pair_do_not_simply_show_it(world: World, local_job, tmp_path: Path) -> None:
+    """No policy forbids both, since recovery trains without a few pairs. Their difference has the gradient of the pair
+    that was left out, and what its absence and other captions change in the gradients of all the others."""
+    node = node_of(world, 0, tmp_path / "node", Policy(fewest_pairs=16))
+    places, ids = world.shards[0].train, world.shards[0].train_ids
+    pictures = torch.tensor(world.evaluator.activations.pooled_image[places]).double()
+    centred = torch.nn.functional.normalize(pictures - pictures.mean(0), dim=1)
+
+    def weights(**changes: object) -> torch.Tensor:
+        message = task(local_job(batch_size=64, **changes), world.server.initial())  # one step over all pairs
+        _, encoded = decode_answer(node.answer(message))
+        assert encoded is not None
+        return decode_update(encoded).change["image.projector.0.weight"].double()
+
+    found, tried = 0, 0
+    for temperature in (0.07, 1e3):  # at the second one the loss is nearly linear
+        whole = weights(temperature=temperature)
+        for number in range(0, len(ids), 4):
+            left_out = SampleRequest(ids=ids[number : number + 1])
+            rest = weights(data="retain", request=left_out, temperature=temperature)
+            _, _, right = torch.linalg.svd(len(ids) * whole - (len(ids) - 1) * rest)
+            close = (centred @ right[:2].T).norm(dim=1)
+            found, tried = found + int(close.argmax() == number), tried + 1
+    assert tried >= 8 and found <= tried // 4
+
+
+def test_sums_over_one_named_pair_are_its_features_and_are_counted(
+    small_config, shared_cache, local_job, tmp_path: Path
+) -> None:
+    """A closed-form head asks for them whenever one pair is forgotten, so they are answered, up to a budget."""
+    world = World.open(small_config("model.projector=closed_form", "training.rounds=1"))
+    node = node_of(world, 0, tmp_path / "node", Policy(fewest_pairs=16, sums_of_few=2))
+    ids, state = world.shards[0].train_ids, world.server.initial()
+
+    def asked(data: str, *pairs: str) -> bytes:
+        return task(local_job(objective=FEATURE_SUMS, data=data, request=SampleRequest(ids=pairs)), state)
+
+    def sums(message: bytes) -> Sums:
+        _, encoded = decode_answer(node.answer(message))
+        assert encoded is not None
+        return Sums(decode_update(encoded).values[FEATURE_SUMS])
+
+    whole = sums(task(local_job(objective=FEATURE_SUMS), state))  # of many pairs: not counted
+    one, rest = sums(asked("forget", ids[0])), sums(asked("retain", ids[0]))
+    assert torch.equal((whole - rest).packed, one.packed)
+    own = torch.tensor(world.evaluator.activations.pooled_image[world.shards[0].train[0]])
+    read = one.matrix()[-1, : len(own)] / one.count
+    assert torch.equal(read, on_grid(own))
+    for data in ("forget", "retain"):
+        assert "are used up" in refused(node, asked(data, ids[1]))
+    assert sums(task(local_job(objective=FEATURE_SUMS), state)) is not None
 
 
 def test_a_search_for_an_axis_is_refused_and_answers_are_rounded(node: Node, sites: Sites) -> None:

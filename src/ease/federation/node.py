@@ -117,6 +117,9 @@ class Policy(Config):
     """Searches for common classes that the node answers in all, over all runs; a run takes 51 at most."""
     searches: int = Field(200, ge=0)
     """Searches for words that it answers in all, and as many for pictures."""
+    sums_of_few: int = Field(200, ge=0)
+    """Sums of features over fewer than `fewest_pairs` pairs, or over all but so few, that it answers in all: they give
+    those pairs away. A request to a closed-form head on so few pairs at this site needs one."""
     most_rounds: int = Field(10_000, ge=1)
     """Rounds of one run that the node keeps; larger round numbers are refused."""
     most_runs: int = Field(1000, ge=1)
@@ -126,7 +129,8 @@ class Policy(Config):
 
     def allowance(self, kind: str) -> int | None:
         """How many questions of a kind are answered in all; None: any number."""
-        return {"groups": self.group_questions, "search": self.searches, "find": self.searches}.get(kind)
+        limits = {"groups": self.group_questions, "sums": self.sums_of_few}
+        return {**limits, "search": self.searches, "find": self.searches}.get(kind)
 
     def objection(self, job: LocalJob, cohort: int, times: Collection[float], now: float) -> str:
         """Why a job is not done, or nothing; `times` are those of the jobs before it."""
@@ -464,10 +468,13 @@ class Node:
         write_json(path, Questions(counts={**counts, kind: counts.get(kind, 0) + 1}).model_dump(mode="json"))
 
     def _check_pairs(self, job: LocalJob, engine: Sequential) -> None:
-        """Refuse to train on so few pairs that their features could be read from the change."""
-        count = len(engine.data[self.shard.client].select(job))
-        if OBJECTIVES[job.objective].trains and 0 < count < self.policy.fewest_pairs:
-            raise UserError(f"its policy asks for {self.policy.fewest_pairs} pairs in a job, and this one has {count}")
+        """Refuse to train on so few pairs that their features could be read from the change; count sums over them."""
+        data, fewest = engine.data[self.shard.client], self.policy.fewest_pairs
+        count, asked = len(data.select(job)), OBJECTIVES[job.objective]
+        if asked.trains and 0 < count < fewest:
+            raise UserError(f"its policy asks for {fewest} pairs in a job, and this one has {count}")
+        if asked.adds_features and any(0 < few < fewest for few in (count, len(data.train) - count)):
+            self._spend("sums")
 
     def _check_query(self, words: str, rows: np.ndarray) -> None:
         """Refuse a search whose numbers are not those of its words: chosen ones would read activations out."""

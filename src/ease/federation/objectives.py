@@ -92,6 +92,8 @@ class Objective:
     """What an answer must contain."""
     all_forget: bool = False
     """Whether a job on forget pairs needs the answers of all clients that are asked, in one process too."""
+    adds_features: bool = False
+    """Whether the answer has exact sums of features: those of one pair are its features."""
     reads: frozenset[Pairs] = frozenset()
     """Pairs it looks at whatever the job's `data` says."""
     passes: float | Callable[[LocalJob], float] = 1.0

@@ -245,9 +245,14 @@ def pairs_expected(job: LocalJob, client: int, pair_count: int) -> int | None:
     return named if job.data == "forget" else pair_count - named
 
 
-register(SUMS, Measurement(measure=measure_sums, expects=sums_expected, all_forget=True, passes=0.0))
 register(
-    SECURE_SUMS, Measurement(measure=measure_masked_sums, expects=masked_sums_expected, all_forget=True, passes=0.0)
+    SUMS, Measurement(measure=measure_sums, expects=sums_expected, all_forget=True, adds_features=True, passes=0.0)
+)
+register(
+    SECURE_SUMS,
+    Measurement(
+        measure=measure_masked_sums, expects=masked_sums_expected, all_forget=True, adds_features=True, passes=0.0
+    ),
 )
 
 

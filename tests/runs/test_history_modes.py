@@ -25,7 +25,7 @@ from ease.federation.codec import encode_state, encode_update, job_length
 from ease.federation.container import content_hash
 from ease.federation.history import UPDATES, History
 from ease.federation.meter import Metered
-from ease.federation.protocol import LocalJob, Update
+from ease.federation.protocol import Federation, LocalJob, Update
 from ease.methods import make_method
 from ease.methods.base import Trained
 from ease.methods.ease.contribution import ForgetContribution, contribution_of
@@ -441,23 +441,37 @@ def test_the_server_remembers_norm_and_hash_of_each_update_that_it_does_not_keep
     assert made.server.history.longest_sum(client, factors) is None  # there the updates themselves are read
 
 
-def test_a_sum_longer_than_the_updates_that_were_sent_is_refused(both: Callable[[str], Both]) -> None:
-    """A leaving client that scales its sum would make the others forget as well."""
+class Lying:
+    """A federation whose clients report multiples of their sums, or also of their single updates."""
+
+    def __init__(self, inner: Federation, factor: float, always: bool) -> None:
+        self.inner, self.factor, self.always = inner, factor, always
+        self.clients, self.members = inner.clients, inner.members
+        self.asked: list[int] = []
+
+    def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
+        for update in self.inner.run(params, job, clients):
+            if job.objective == OWN_UPDATES:
+                self.asked.append(len(job.replays))
+                factor = self.factor if len(job.replays) > 1 or self.always else 1.0
+                update = replace(update, values={name: factor * tensor for name, tensor in update.values.items()})
+            yield update
+
+
+@pytest.mark.parametrize("factor", [100.0, -1.0, 1.01 * 2])
+def test_a_false_sum_of_a_leaving_client_is_replaced_by_the_updates_that_it_sent(
+    both: Callable[[str], Both], factor: float
+) -> None:
+    """A hundred times as long, the others would forget as well; reversed, nothing would be forgotten."""
     made = both("all")
-    engine = made.client.hosted(made.world).federation
-
-    class Scaled:
-        clients, members = engine.clients, engine.members
-
-        def __init__(self, factor: float) -> None:
-            self.factor = factor
-
-        def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-            for update in engine.run(params, job, clients):
-                scaled = {name: self.factor * tensor for name, tensor in update.values.items()}
-                yield replace(update, values=scaled) if job.objective == OWN_UPDATES else update
-
-    request = made.requests()["client"]
-    contribution_of(trained_of(made.client), request, Scaled(1.0))
-    with pytest.raises(UserError, match=r"client \d+: its sum of updates has norm .*add up to at most .*ask it again"):
-        contribution_of(trained_of(made.client), request, Scaled(100.0))
+    engine, trained = made.client.hosted(made.world).federation, trained_of(made.client)
+    request, rounds = made.requests()["client"], made.client.history.rounds()
+    honest = Lying(engine, 1.0, always=False)
+    expected = contribution_of(trained, request, honest)
+    assert honest.asked == [rounds]  # no honest sum is asked for again
+    liar = Lying(engine, factor, always=False)
+    found = contribution_of(trained, request, liar)
+    assert liar.asked == [rounds] + [1] * rounds
+    assert (found.total - expected.total).norm() <= 4 * rounds * UNIT * expected.own_updates.norm()
+    with pytest.raises(UserError, match=r"client \d+: its sum of updates does not fit .* its update of round 1"):
+        contribution_of(trained, request, Lying(engine, factor, always=True))

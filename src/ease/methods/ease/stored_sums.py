@@ -30,6 +30,7 @@ from ease.params import Params
 from ease.requests.request import ClientRequest, Request, leaving_clients
 
 OWN_UPDATES = "sum of own updates"
+AGAIN = "delete the journal folder of the answer and run the same command to ask it again, or use --method retrain"
 ROUNDING = 1e-4
 """Relative difference that single precision may leave between a sum and its parts."""
 Source = Literal["leaving", "remaining"]
@@ -188,12 +189,14 @@ def _reported(
     total, here = zeros(trained), set(federation.clients)
     questions: list[Replay] = []
     weights: dict[int, dict[int, float]] = {}
+    towards: dict[int, Params] = {}
     for each in rounds:
         stored = round_weights(trained, each.round)
         differ = _differences(stored, each)
         from_mean = len(differ) < len(stored) and differ.keys() <= here and not (source == "remaining" and differ)
+        moved = trained.history.moved(each.round)
         if from_mean:
-            total = total + (each.scale * sum(stored.values())) * trained.history.moved(each.round)
+            total = total + (each.scale * sum(stored.values())) * moved
         asked = differ if from_mean else each.weights
         if asked:
             start = start_of(trained, each.round)
@@ -201,7 +204,8 @@ def _reported(
             factors = {c: asked[c] * each.scale * clipped.get(c, 1.0) for c in asked}
             questions += [Replay(each.round, start, factors[c], 0, (c,)) for c in asked]
             for client in asked:
-                weights.setdefault(client, {})[each.round] = asked[client] * each.scale
+                weights.setdefault(client, {})[each.round] = factor = asked[client] * each.scale
+                towards[client] = towards.get(client, zeros(trained)) + factor * moved
     clients = sorted({client for each in questions for client in each.clients})
     absent = [client for client in clients if client not in here]
     if absent:
@@ -219,13 +223,44 @@ def _reported(
                 "or use --method retrain"
             )
         for client, answer in sorted(answers.items()):
-            longest = trained.history.longest_sum(client, weights[client])
-            total = total + _sum_of(answer, trained.start, longest)
+            reported, longest = _sum_of(answer, trained.start), trained.history.longest_sum(client, weights[client])
+            if longest is not None and not _fits(reported, longest, towards[client]):
+                reported = _piece_by_piece(trained, request, federation, client, weights[client])
+            total = total + reported
     return total
 
 
-def _sum_of(answer: Update, like: Params, longest: float | None) -> Params:
-    """A client's reported sum, refused if tensors are missing or not finite, or if it is longer than its updates."""
+def _fits(reported: Params, longest: float, towards: Params) -> bool:
+    """Whether a sum may be one of a client's own updates: not longer than they are together, and not against the way
+    that the same rounds went, of which they are a part.
+
+    An honest sum may be refused by the second rule. It then costs messages and nothing else.
+    """
+    return reported.norm() <= longest * (1 + ROUNDING) and reported.dot(towards) >= 0
+
+
+def _piece_by_piece(
+    trained: Trained, request: Request, federation: Federation, client: int, factors: Mapping[int, float]
+) -> Params:
+    """The same sum from the client's updates, one by one: each must be bit-identical to the one that it sent."""
+    total, history = zeros(trained), trained.history
+    for number, factor in factors.items():
+        replay = Replay(number, start_of(trained, number), 1.0, 0, (client,))
+        job = trained.training_job(0, request=request, objective=OWN_UPDATES, replays=(replay,))
+        answers = [each for each in federation.run(trained.start, job, [client]) if each.client == client]
+        change = _sum_of(answers[0], trained.start).map(torch.Tensor.float) if answers else None
+        if change is None or not history.is_sent(number, client, change):
+            raise UserError(
+                f"client {client}: its sum of updates does not fit what it sent, and neither does its update of round "
+                f"{number}; {AGAIN}"
+            )
+        clipped = history.record(number).clipped.get(client, 1.0)  # clients keep unclipped updates
+        total = total + (factor * clipped) * change.map(torch.Tensor.double)
+    return total
+
+
+def _sum_of(answer: Update, like: Params) -> Params:
+    """A client's reported sum in double precision, refused if tensors are missing or not finite."""
     sums = {
         name: tensor.double()
         for name, like_tensor in like.tensors.items()
@@ -235,13 +270,6 @@ def _sum_of(answer: Update, like: Params, longest: float | None) -> Params:
     }
     if len(sums) < len(like.tensors):
         raise UserError(
-            f"client {answer.client}: its sum of updates lacks tensors of the model, or values are not finite; ask it "
-            "again, or use --method retrain"
+            f"client {answer.client}: its sum of updates lacks tensors of the model, or values are not finite; {AGAIN}"
         )
-    total = Params(sums, like.blocks)
-    if longest is not None and total.norm() > longest * (1 + ROUNDING):
-        raise UserError(
-            f"client {answer.client}: its sum of updates has norm {total.norm():.3g}, and the updates that it sent add "
-            f"up to at most {longest:.3g}; ask it again, or use --method retrain"
-        )
-    return total
+    return Params(sums, like.blocks)

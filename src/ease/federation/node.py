@@ -208,7 +208,7 @@ class Node:
         try:
             question_log(self.folder).note(ask, job, parts, reply, self._last_refusal)
         except (OSError, UserError) as error:  # the disk is full, or the list is damaged
-            self._say(f"questions.jsonl: {error}")
+            self._log(f"questions.jsonl: {error}")
             return self.refusal("it cannot write down what it is asked; its log says more", ask.nonce)
         return reply
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from recipes.directions import cell, collect, table
 
-from ease.methods import make_method
 from ease.methods.ease_paper import EasePaper
 from ease.requests.request import ClassRequest, ClientRequest
 from ease.runs.forget import forget
@@ -34,10 +33,9 @@ def test_a_cell_by_hand() -> None:
     assert shown[2:] == ["| image.projector.0 |  | 0.25 to 0.25, 1 of 1 |  |"]
 
 
-def test_the_answers_of_a_run_are_counted_once(small_config, tmp_path: Path) -> None:
+def test_the_answers_of_a_run_are_counted_once(world: World, tmp_path: Path) -> None:
     """Variants that decompose alike count once, other probes and readings not at all."""
-    config = small_config("training.rounds=2")
-    run, world = Run.create(tmp_path / "runs" / "one", config), World.open(config)
+    run = Run.create(tmp_path / "runs" / "one", world.config)
     list(run.train(world))
     client, pairs = ClientRequest(clients=(1,)), ClassRequest(classes=(1,))
     repaired = EasePaper(reference="initial")
@@ -47,10 +45,9 @@ def test_the_answers_of_a_run_are_counted_once(small_config, tmp_path: Path) -> 
         (client, EasePaper(reference="initial", alpha=0.0)),
         (pairs, EasePaper(reference="initial", probe_round=1)),
         (pairs, repaired),
-        (client, make_method("finetune")),
     ):
         list(forget(run, world, request, method, observe=False))
     ((name, (seeds, found)),) = collect(tmp_path, probe=1).items()
-    assert name == "scenes" and seeds == {config.seed}
+    assert name == "scenes" and seeds == {world.config.seed}
     assert {scope for _, scope in found} == {"client", "class"}
     assert {len(each) for each in found.values()} == {1} and len(found) == 2 * len(world.server.initial().blocks)

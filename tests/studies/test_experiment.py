@@ -7,6 +7,7 @@ import pytest
 from ease.errors import UserError
 from ease.methods import METHODS
 from ease.studies.experiment import Experiment, load_experiment, load_tuned, plan
+from ease.studies.records import Varied
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
 
@@ -137,8 +138,9 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ('vary = { "training.epoch" = [1] }', "training.epoch: unknown key"),
         ("vary = { seed = [1] }", "vary: seed: write it as `seeds`"),
         (
-            'vary = { "training.rounds" = [1] }\nmethods = [{ method = "ease_paper", vary = { delta = [1] } }]',
-            "vary one setting",
+            'kind = "curves"\nvary = { "training.rounds" = [1] }\n'
+            'methods = [{ method = "ease_paper", vary = { delta = [1] } }]',
+            "draws one varied setting",
         ),
     ],
 )
@@ -168,6 +170,24 @@ def test_a_varied_run_setting_makes_a_run_for_each_value(small_experiment, tmp_p
     assert sorted((job.config.partition.clients, job.config.partition.scheme) for job in jobs) == [
         (2, "iid"), (2, "uniform"), (3, "iid"), (3, "uniform")
     ]  # fmt: skip
+
+
+def test_several_varied_settings_make_a_grid(small_experiment, tmp_path) -> None:
+    """Of the run and of methods at once; labels name the methods' values, points those of the run."""
+    changes = [
+        'vary={"partition.clients" = [2, 3], "training.rounds" = [1, 2]}',
+        "seeds=[0]",
+        'scenarios=["client"]',
+        'methods=[{method = "ease_paper", vary = {delta = [0.3, 0.6], energy = [0.8]}}]',
+    ]
+    cells = [cell for job in plan(load_experiment(small_experiment, changes), tmp_path) for cell in job.cells]
+    found = {(cell.config.partition.clients, cell.config.training.rounds): cell for cell in cells}
+    assert set(found) == {(2, 1), (2, 2), (3, 1), (3, 2)} and len(cells) == 4
+    assert found[2, 1].at == ("partition.clients, training.rounds", (2, 1))
+    labels = [entrant.label for entrant in found[2, 1].entrants]
+    assert labels == ["EASE (paper), delta = 0.3, energy = 0.8", "EASE (paper), delta = 0.6, energy = 0.8"]
+    words = Varied(name="partition.clients, training.rounds", value=[2, 1]).words
+    assert words == "partition.clients = 2, training.rounds = 1"
 
 
 def test_tuned_settings_are_used_and_marked(small_experiment, tmp_path) -> None:

@@ -144,7 +144,7 @@ TUNED = "† settings chosen by `ease sweep`, each method with the same budget; 
 def sheets(results: BenchResults) -> list[Sheet]:
     """Group the rows: over seeds into lines, and lines that share a retraining into sheets."""
     grouped: dict[tuple[str, str], dict[tuple[str, str, str], list[BenchRow]]] = {}
-    run_setting = next(iter(results.header.experiment.vary), None)
+    run_setting = results.run_setting
     for row in results.rows:
         of_run = row.at is not None and row.at.name == run_setting
         title = _title(row.at) if of_run else ""
@@ -163,7 +163,7 @@ def sheets(results: BenchResults) -> list[Sheet]:
 
 
 def _title(at: Varied | None) -> str:
-    return f"{at.name} = {at.value}" if at else ""
+    return at.words if at else ""
 
 
 def _line(scenario: str, role: str, label: str, rows: Sequence[BenchRow]) -> ModelRow:
@@ -253,7 +253,7 @@ def paired(results: BenchResults) -> dict[str, tuple[Difference, ...]]:
     reference = reference_of(results)
     if reference is None:
         return {}
-    setting = next(iter(results.header.experiment.vary), None)
+    setting = results.run_setting
     values: dict[str, dict[str, dict[Unit, float]]] = {name: {} for name, _ in COMPARED}
     retrained = {unit(row, setting): row.metrics for row in results.rows if row.role == "retrain"}
     for row in results.rows:
@@ -267,7 +267,7 @@ def paired(results: BenchResults) -> dict[str, tuple[Difference, ...]]:
 
 def reference_of(results: BenchResults) -> str | None:
     """The method that others are compared with: EASE, or else the first one."""
-    setting = next(iter(results.header.experiment.vary), None)
+    setting = results.run_setting
     labels = list(dict.fromkeys(row_label(row, setting) for row in results.rows if row.role == "method"))
     return next((label for label in labels if label == "EASE"), labels[0] if len(labels) > 1 else None)
 

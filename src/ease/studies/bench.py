@@ -83,7 +83,7 @@ def _fill(cell: Cell, run: Run, world: World) -> Iterator[str]:
     references = (retrain, *others)
     diverged: dict[Path, str] = {}
     for entrant in (*references, *cell.entrants):
-        value = f", {entrant.at[0]} = {entrant.at[1]}" if entrant.at else ""
+        value = f", {Varied(name=entrant.at[0], value=entrant.at[1]).words}" if entrant.at else ""
         try:
             for _ in forget(run, world, request, entrant.method, observe=False):
                 pass

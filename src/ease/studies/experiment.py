@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,10 @@ QUICK: dict[str, Any] = {
 """What `--quick` changes in every experiment, before the experiment's own `[quick]`."""
 
 
+Point = tuple[str, Any]
+"""A varied setting and its value; of several settings their names with commas and a tuple of values."""
+
+
 class Entry(Config):
     """A method of a grid."""
 
@@ -32,8 +37,8 @@ class Entry(Config):
     label: str = ""
     """Its name in tables and figures; by default its title."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
-    """One of its settings and the values that it takes in turn."""
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Settings of it and the values that they take in turn; of several, every combination."""
 
     @field_validator("method")
     @classmethod
@@ -61,8 +66,8 @@ class Experiment(Config):
     """Of training; figures are means over them."""
     methods: tuple[Entry, ...] = ()
     """Names, or tables with a name, a label, settings and a varied setting."""
-    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict, max_length=1)
-    """One setting of the run and the values that it takes in turn."""
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Settings of the run and the values that they take in turn; of several, every combination."""
     tuned: Path | None = None
     """Settings that `ease sweep` chose; those in `methods` come before them."""
     band_retrains: int = Field(2, ge=0)
@@ -89,9 +94,10 @@ class Experiment(Config):
         return vary
 
     @model_validator(mode="after")
-    def _one_varied(self) -> "Experiment":
-        if self.vary and any(entry.vary for entry in self.methods):
-            raise ValueError("vary one setting: of the run, or of methods")
+    def _one_axis(self) -> "Experiment":
+        of_methods = max((len(entry.vary) for entry in self.methods), default=0)
+        if self.kind in ("curves", "tradeoff") and len(self.vary) + of_methods > 1:
+            raise ValueError(f'kind = "{self.kind}" draws one varied setting; vary one, or choose kind = "table"')
         return self
 
     @field_validator("methods", mode="before")
@@ -120,8 +126,8 @@ class Entrant:
     label: str
     method: Unlearner
     tuned: bool = False
-    at: tuple[str, Any] | None = None
-    """The varied setting and its value."""
+    at: Point | None = None
+    """The varied settings and their values."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +141,8 @@ class Cell:
     shadows: int
     pairs: bool
     """Keep pair similarities."""
-    at: tuple[str, Any] | None = None
-    """The varied setting of the run and its value."""
+    at: Point | None = None
+    """The varied settings of the run and their values."""
 
     def path(self, folder: Path) -> Path:
         """Where the rows are kept; anything else that is asked for has another place."""
@@ -255,19 +261,19 @@ def plan(experiment: Experiment, folder: Path) -> list[Job]:
     """The grid as one job for each run directory, the longest first, so that processes end together."""
     tuned = load_tuned(experiment.tuned) if experiment.tuned else {}
     cells: dict[Path, list[Cell]] = {}
-    for at in _varied(experiment.vary):
+    for settings in varied(experiment.vary):
         for seed in experiment.seeds:
             for scenario in experiment.scenarios:
-                config = scenario_config(_run_config(experiment, at, seed), scenario)
+                config = scenario_config(_run_config(experiment, settings, seed), scenario)
                 first = seed == experiment.seeds[0]
                 cell = Cell(
                     config=config,
                     scenario=scenario,
-                    entrants=tuple(_entrants(experiment.methods, scenario, tuned)),
+                    entrants=tuple(_entrants(experiment.methods, scenario, tuned, named=bool(experiment.vary))),
                     band_retrains=experiment.band_retrains if first else 0,
                     shadows=experiment.shadows,
                     pairs=experiment.kind == "raincloud",
-                    at=at,
+                    at=point(settings),
                 )
                 cells.setdefault(run_folder(folder, config), []).append(cell)
     if experiment.kind == "subspaces":
@@ -276,21 +282,33 @@ def plan(experiment: Experiment, folder: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: -job.notes)
 
 
-def _varied(vary: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any] | None]:
-    return [(name, value) for name, values in vary.items() for value in values] or [None]
+def varied(vary: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of the values of some settings; one without any if nothing varies."""
+    return [dict(zip(vary, values, strict=True)) for values in product(*vary.values())]
 
 
-def _run_config(experiment: Experiment, at: tuple[str, Any] | None, seed: int) -> RunConfig:
-    changes = [f"seed={seed}"] + ([f"{at[0]}={json.dumps(at[1])}"] if at else [])
+def point(settings: Mapping[str, Any]) -> Point | None:
+    """A combination as tables and figures name it; None: nothing varies."""
+    if len(settings) > 1:
+        return ", ".join(settings), tuple(settings.values())
+    return next(iter(settings.items()), None)
+
+
+def _run_config(experiment: Experiment, settings: Mapping[str, Any], seed: int) -> RunConfig:
+    changes = [f"seed={seed}", *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
     return validate(RunConfig, override(experiment.run.model_dump(mode="json"), changes), "vary")
 
 
 def _entrants(
-    entries: Sequence[Entry], scenario: Scenario, tuned: Mapping[str, Mapping[str, Chosen]]
+    entries: Sequence[Entry], scenario: Scenario, tuned: Mapping[str, Mapping[str, Chosen]], named: bool
 ) -> Iterator[Entrant]:
+    """Every method with each combination of its varied settings; `named`: in its label, as the run's own are varied."""
     for entry in entries:
         chosen = tuned.get(entry.method, {}).get(scenario)
-        for at in _varied(entry.vary):
-            settings = {**(chosen.settings if chosen else {}), **entry.settings, **(dict([at]) if at else {})}
+        for changed in varied(entry.vary):
+            settings = {**(chosen.settings if chosen else {}), **entry.settings, **changed}
             method = make_method(entry.method, table=settings)
-            yield Entrant(entry.label or method.title, method, chosen is not None, at)
+            label = entry.label or method.title
+            if named:
+                label = ", ".join([label, *(f"{name} = {value}" for name, value in changed.items())])
+            yield Entrant(label, method, chosen is not None, None if named else point(changed))

@@ -39,7 +39,7 @@ class Difference:
 def unit(row: BenchRow, run_setting: str | None = None) -> Unit:
     """The seed and the request that a row belongs to."""
     at = row.at if row.at is not None and row.at.name == run_setting else None
-    return row.seed, row.scenario if at is None else f"{row.scenario}, {at.name} = {at.value}"
+    return row.seed, row.scenario if at is None else f"{row.scenario}, {at.words}"
 
 
 def differences(values: Mapping[str, Mapping[Unit, float]], reference: str) -> tuple[Difference, ...]:

@@ -2,18 +2,36 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ease.audit.band import Band
 from ease.config import Config
 from ease.runs.records import MethodRecord, Metrics, Record
 
 
+def frozen(value: Any) -> Any:
+    """A value with tuples for lists, which can be a key."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
 class Varied(Config):
-    """A varied setting and the value that it has here."""
+    """A varied setting and the value that it has here; of several settings names with commas and a list of values."""
 
     name: str
     value: Any
+
+    @field_validator("value")
+    @classmethod
+    def _frozen(cls, value: Any) -> Any:
+        """Lists from JSON as tuples, so that equal points group together."""
+        return frozen(value)
+
+    @property
+    def words(self) -> str:
+        """`name = value` of each setting."""
+        names = self.name.split(", ")
+        values = self.value if len(names) > 1 else [self.value]
+        return ", ".join(f"{name} = {value}" for name, value in zip(names, values, strict=True))
 
 
 Role = Literal["trained", "method", "band", "retrain"]
@@ -119,6 +137,11 @@ class BenchResults(Record):
     @property
     def kind(self) -> str:
         return self.header.experiment.kind
+
+    @property
+    def run_setting(self) -> str | None:
+        """Name of the run's varied settings, as rows have it; None: nothing of the run varies."""
+        return ", ".join(self.header.experiment.vary) or None
 
     @property
     def seeds(self) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 import ease
 import ease.api
+import ease.api.studies
 from ease.audit.verdict import Reason
 from ease.commands.audit import AuditSummary
 from ease.runs.config import load_config
@@ -37,7 +38,7 @@ def test_a_quick_look_from_python(tmp_path: Path, small) -> None:
     answer = run.forget(client=1, method="finetune", quiet=True)
     check = answer.check(quiet=True)
     assert check.words == answer.summary.check.words and check.found == (not check.gap.contains(0))
-    assert check.words.split()[0] in repr(check) and "This is not a verdict" in repr(check)
+    assert check.words in repr(check) and "This is not a verdict" in str(check)
 
 
 def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> None:
@@ -72,9 +73,11 @@ def test_settings_change_a_configuration_value_too(tmp_path: Path, small, monkey
 
 
 def test_results_show_themselves(run: "ease.TrainedRun") -> None:
-    assert "Recall in percent" in repr(run)
+    assert "\n" not in repr(run) and str(run.folder) in repr(run)
+    assert "Recall in percent" in str(run)
     html = run._repr_html_()
-    assert html.startswith("<pre") and "Recall in percent" in html
+    assert html.startswith("<table") and "Recall in percent" in html and "<td" in html and "<pre" not in html
+    assert len(run.preview(client=1).ids) == run.clients["1"] and "\n" not in repr(run.preview(client=1))
 
 
 @pytest.mark.slow
@@ -85,7 +88,7 @@ def test_a_verdict_says_whether_it_passed_and_why(audited) -> None:
         verdict = ease.Verdict(summary)
         assert verdict.passed is passed and verdict.reason is Reason.KEPT and verdict.p_value <= 0.05
         assert verdict.measures == audited.records[name].verdict.measures
-        assert " ".join(verdict.words.split()[:8]) in repr(verdict)
+        assert " ".join(verdict.words.split()[:8]) in str(verdict) and "not passed" in repr(verdict)
 
 
 def test_import_alone_is_light() -> None:
@@ -163,8 +166,11 @@ def test_the_examples_of_the_docstrings_run(small, tmp_path: Path, monkeypatch) 
     config = load_config(None, (*small, "partition.validation_share=0.3"))
     names = {"small": config.model_dump(mode="json", exclude_defaults=True)}
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    found = [test for test in doctest.DocTestFinder().find(ease.api, "ease.api") if test.examples]
-    for test in sorted(found, key=lambda test: test.name != "ease.api"):  # the module's own makes what the others use
+    finder = doctest.DocTestFinder()
+    found = [test for test in finder.find(ease.api, "ease.api") if test.examples]
+    found += [test for test in finder.find(ease.api.studies, "ease.api.studies") if test.examples]
+    # A module's own makes what the others use.
+    for test in sorted(found, key=lambda test: test.name not in ("ease.api", "ease.api.studies")):
         test.globs = names
         reported = io.StringIO()
         assert runner.run(test, out=reported.write, clear_globs=False).failed == 0, reported.getvalue()

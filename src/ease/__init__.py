@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ease.api import Answer, TrainedRun, Verdict, open_run, train
+    from ease.api.studies import Results, bench, compare, leaderboard, open_results, sweep
     from ease.errors import UserError
     from ease.events import Event, tracking
     from ease.methods.base import Step, Trained, Unlearner
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ease.api": ("Answer", "TrainedRun", "Verdict", "open_run", "train"),
+    "ease.api.studies": ("Results", "bench", "compare", "leaderboard", "open_results", "sweep"),
     "ease.errors": ("UserError",),
     "ease.methods.base": ("Step", "Trained", "Unlearner"),
     "ease.runs.config": ("RunConfig", "load_config"),
@@ -24,6 +26,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Answer",
     "Event",
+    "Results",
     "RunConfig",
     "Step",
     "Trained",
@@ -32,8 +35,13 @@ __all__ = [
     "UserError",
     "Verdict",
     "__version__",
+    "bench",
+    "compare",
+    "leaderboard",
     "load_config",
+    "open_results",
     "open_run",
+    "sweep",
     "tracking",
     "train",
 ]

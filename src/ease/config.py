@@ -45,8 +45,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML ({error})") from error
 
 
-def override(table: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """The table after `section.key=value` assignments. Values are parsed as TOML, bare words as text."""
+def override(table: dict[str, Any], assignments: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The table after `section.key=value` assignments. Values are parsed as TOML, bare words as text.
+
+    A mapping from names to values is taken as it is.
+    """
+    if isinstance(assignments, Mapping):
+        return assign(table, assignments)
     changes = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")

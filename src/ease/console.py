@@ -239,12 +239,6 @@ def as_text(shown: Shown) -> str:
     return _recorded(shown).export_text().rstrip()
 
 
-def as_html(shown: Shown) -> str:
-    """A summary as HTML for a notebook, with fixed line breaks."""
-    form = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
-    return _recorded(shown).export_html(inline_styles=True, code_format=form)
-
-
 def _recorded(shown: Shown) -> Console:
     """A console that records a summary without printing it."""
     recorder = Screen(width=100, record=True, file=StringIO(), force_jupyter=False)

@@ -24,6 +24,7 @@ from ease.studies.sweep import (
     Search,
     choose,
     chosen_toml,
+    proposals,
     searches_for,
     searches_in,
     sweep,
@@ -242,3 +243,33 @@ def test_a_run_is_searched_for_the_scenarios_that_suit_it(small_config, tmp_path
         run = Run.create(tmp_path / scheme, small_config(f"partition.scheme={scheme}"))
         (found,) = searches_in(run.folder, TUNED, 3)
         assert found.scenarios == scenarios and found.config == run.config
+
+
+def answered(name: str, budget: int, score) -> list[Unlearner]:
+    """What Optuna proposes if every trial gets the score of a function."""
+    proposed, tried = proposals("optuna", name, budget), list[Unlearner]()
+    method = next(proposed, None)
+    while method is not None:
+        tried.append(method)
+        try:
+            method = proposed.send(score(method))
+        except StopIteration:
+            break
+    return tried
+
+
+def test_optuna_begins_with_the_defaults_and_repeats_nothing() -> None:
+    pytest.importorskip("optuna")
+    budget = math.prod(map(len, METHODS["finetune"].tuned.values()))
+    tried = answered("finetune", budget, lambda method: method.share)
+    assert tried[0] == make_method("finetune")
+    assert len({method.model_dump_json() for method in tried}) == len(tried) == budget
+    assert tried == answered("finetune", budget, lambda method: method.share)  # so that a search can be resumed
+
+
+def test_optuna_learns_from_scores_and_takes_settings_that_diverged() -> None:
+    pytest.importorskip("optuna")
+    low = answered("ferrari", 16, lambda method: float(METHODS["ferrari"].tuned["rate"].index(method.rate)))
+    high = answered("ferrari", 16, lambda method: -float(METHODS["ferrari"].tuned["rate"].index(method.rate)))
+    assert low[:3] == high[:3] and low != high
+    assert len(answered("ferrari", 8, lambda method: None)) == 8

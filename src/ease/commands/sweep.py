@@ -1,7 +1,8 @@
 """`ease sweep`: tries settings of every method with the same budget and writes the best as TOML."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -12,7 +13,7 @@ from ease.methods import METHODS
 from ease.runs.workers import default_processes
 from ease.storage import write_atomic
 from ease.studies.experiment import Chosen, load_experiment
-from ease.studies.sweep import FORMULA, Search, choose, chosen_toml, searches_for, searches_in, sweep
+from ease.studies.sweep import FORMULA, Sampler, Search, choose, chosen_toml, searches_for, searches_in, sweep
 
 RESULTS = Path("results")
 """Where `ease bench` keeps its runs too."""
@@ -49,13 +50,14 @@ def sweep_run(
     source: Path,
     out: Path,
     budget: int,
+    sampler: Sampler,
     work: Path | None,
     processes: int | None,
-    assignments: Sequence[str],
+    assignments: Sequence[str] | Mapping[str, Any],
     quiet: bool,
 ) -> SweepSummary:
     """Search on a run directory, or on the first seed of an experiment."""
-    searches = _searches(source, budget, work, assignments)
+    searches = _searches(source, budget, sampler, work, assignments)
     total = sum(search.notes for search in searches)
     with rounds_bar("sweep", total, quiet=quiet) as bar:
         for note in sweep(searches, processes or default_processes(searches[0].config.device)):
@@ -69,13 +71,16 @@ def sweep_run(
     return SweepSummary(file=out, chosen=chosen, diverged=tuple(lost))
 
 
-def _searches(source: Path, budget: int, work: Path | None, assignments: Sequence[str]) -> list[Search]:
+def _searches(
+    source: Path, budget: int, sampler: Sampler, work: Path | None, assignments: Sequence[str] | Mapping[str, Any]
+) -> list[Search]:
     if source.is_dir():
         if assignments or work is not None:
             option = "--set" if assignments else "--work"
             raise UserError(f"{option}: {source} is a run, which has its settings and its place; leave {option} out")
-        return searches_in(source, [name for name, kind in METHODS.items() if kind.tuned], budget)
+        return searches_in(source, [name for name, kind in METHODS.items() if kind.tuned], budget, sampler)
     experiment = load_experiment(source, assignments)
     named = dict.fromkeys(entry.method for entry in experiment.methods)
     config = experiment.run.model_copy(update={"seed": experiment.seeds[0]})
-    return searches_for(config, experiment.scenarios, [n for n in named if METHODS[n].tuned], budget, work or RESULTS)
+    tuned = [name for name in named if METHODS[name].tuned]
+    return searches_for(config, experiment.scenarios, tuned, budget, work or RESULTS, sampler)

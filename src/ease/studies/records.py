@@ -27,11 +27,15 @@ class Varied(Config):
         return frozen(value)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Each setting and its value."""
+        names = self.name.split(", ")
+        return dict(zip(names, self.value if len(names) > 1 else [self.value], strict=True))
+
+    @property
     def words(self) -> str:
         """`name = value` of each setting."""
-        names = self.name.split(", ")
-        values = self.value if len(names) > 1 else [self.value]
-        return ", ".join(f"{name} = {value}" for name, value in zip(names, values, strict=True))
+        return ", ".join(f"{name} = {value}" for name, value in self.settings.items())
 
 
 Role = Literal["trained", "method", "band", "retrain"]

@@ -11,11 +11,11 @@ Defaults that are beaten by no more than the standard error of g stay: the lucki
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tomli_w
@@ -39,12 +39,22 @@ from ease.studies.experiment import Chosen, run_folder
 from ease.studies.records import TrialRecord
 from ease.studies.scenarios import Scenario, scenario_config, validation_request
 
+REPEATS = 20
+"""Proposals in a row that were tried before, after which an untried point is taken."""
 FORMULA = "score = |membership gap| / |gap before| + max(0, 1 - validation recall / recall before); less is better"
+
+
+Sampler = Literal["halton", "optuna"]
+"""Who proposes settings: `halton` spreads them evenly, `optuna` learns from the scores so far (extra `tune`)."""
+Proposals = Generator[Unlearner, float | None]
+"""Settings to try; each is answered by its score, or None if it diverged."""
 
 
 @dataclass(frozen=True)
 class Search:
     """What one run directory has to try: every method's trials on the validation request of some scenarios."""
+
+    sampler: Sampler
 
     folder: Path
     config: RunConfig
@@ -90,22 +100,66 @@ def _walk(space: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def searches_in(folder: Path, methods: Sequence[str], budget: int) -> list[Search]:
+def proposals(sampler: Sampler, name: str, budget: int) -> Proposals:
+    """A method's settings to try, its defaults first. The same scores lead to the same proposals."""
+    return _by_optuna(name, budget) if sampler == "optuna" else (method for method in trials(name, budget))
+
+
+def _by_optuna(name: str, budget: int) -> Proposals:
+    """Proposals of a tree-structured Parzen estimator over the places of the values, no point twice."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError("--sampler optuna: not installed; run: pip install 'ease-unlearning[tune]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space, scores = METHODS[name].tuned, dict[str, float | None]()
+    spare = iter(trials(name, prod(map(len, space.values()))))  # in case that the estimator repeats itself
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=max(3, budget // 3)))
+    study.enqueue_trial({setting: _place(make_method(name), setting) for setting in space})
+    repeated = 0
+    while len(scores) < budget:
+        trial = study.ask()
+        places = {setting: trial.suggest_int(setting, 0, len(values) - 1) for setting, values in space.items()}
+        method = make_method(name, table={setting: space[setting][place] for setting, place in places.items()})
+        key = method.model_dump_json()
+        repeated = repeated + 1 if key in scores else 0
+        if key not in scores:
+            scores[key] = yield method
+        if scores[key] is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, scores[key])
+        if repeated >= REPEATS:
+            other = next(each for each in spare if each.model_dump_json() not in scores)
+            study.enqueue_trial({setting: _place(other, setting) for setting in space})
+
+
+def _place(method: Unlearner, setting: str) -> int:
+    """Where the value of a setting is in its space."""
+    return list(method.tuned[setting]).index(getattr(method, setting))
+
+
+def searches_in(folder: Path, methods: Sequence[str], budget: int, sampler: Sampler = "halton") -> list[Search]:
     """Search on a run that exists, for the scenarios that its clients' data suit."""
     run = Run.load(folder)
     suited: list[Scenario] = [s for s in ("client", "class", "sample") if scenario_config(run.config, s) == run.config]
-    return [Search(folder, run.config, tuple(suited), tuple(methods), budget)]
+    return [Search(sampler, folder, run.config, tuple(suited), tuple(methods), budget)]
 
 
 def searches_for(
-    config: RunConfig, scenarios: Sequence[Scenario], methods: Sequence[str], budget: int, work: Path
+    config: RunConfig,
+    scenarios: Sequence[Scenario],
+    methods: Sequence[str],
+    budget: int,
+    work: Path,
+    sampler: Sampler = "halton",
 ) -> list[Search]:
     """Search on the runs of an experiment, which `ease bench` then uses too."""
     grouped: dict[RunConfig, list[Scenario]] = {}
     for scenario in scenarios:
         grouped.setdefault(scenario_config(config, scenario), []).append(scenario)
     return [
-        Search(run_folder(work, each), each, tuple(found), tuple(methods), budget)
+        Search(sampler, run_folder(work, each), each, tuple(found), tuple(methods), budget)
         for each, found in sorted(grouped.items(), key=lambda item: -len(item[1]))
     ]
 
@@ -119,12 +173,25 @@ def finish_search(search: Search) -> Iterator[str]:
     for scenario in search.scenarios:
         judge: Judge | None = None
         for name in search.methods:
-            for number, method in enumerate(trials(name, search.budget)):
-                path = search.score_path(scenario, method)
+            for number, (method, path) in enumerate(_tried(search, scenario, name)):
                 if not path.is_file():
                     judge = judge or Judge.of(run, world, validation_request(world, scenario, run.config.seed))
                     write_record(path, judge.trial(method))
                 yield f"{scenario} request: {method.title}, trial {number + 1}"
+
+
+def _tried(search: Search, scenario: Scenario, name: str) -> Iterator[tuple[Unlearner, Path]]:
+    """A method's trials and where their scores are; each must be there before the next one is asked for."""
+    proposed = proposals(search.sampler, name, search.budget)
+    method = next(proposed, None)
+    while method is not None:
+        path = search.score_path(scenario, method)
+        yield method, path
+        score = read_record(TrialRecord, path).score
+        try:
+            method = proposed.send(score)
+        except StopIteration:
+            return
 
 
 @dataclass(frozen=True)
@@ -207,8 +274,8 @@ def choose(searches: Sequence[Search]) -> dict[str, dict[str, Chosen]]:
     for search in searches:
         for scenario in search.scenarios:
             for name in search.methods:
-                tried = trials(name, search.budget)
-                stored = [read_record(TrialRecord, search.score_path(scenario, method)) for method in tried]
+                found = [(method, read_record(TrialRecord, path)) for method, path in _tried(search, scenario, name)]
+                tried, stored = [method for method, _ in found], [record for _, record in found]
                 scores = [inf if trial.score is None else trial.score for trial in stored]
                 best = scores.index(min(scores))
                 if scores[best] == inf:

@@ -33,7 +33,6 @@ from ease.commands.preview import Preview, preview_run
 from ease.commands.report import report_run
 from ease.commands.train import TrainSummary, train_run
 from ease.config import assign, read_toml, validate
-from ease.console import Shown, as_html, as_text
 from ease.data.membership import Membership
 from ease.errors import UserError
 from ease.methods import make_method
@@ -46,18 +45,7 @@ from ease.runs.resolve import RequestOptions, find_clients, request_id
 from ease.runs.run import Run
 from ease.runs.using import Hit, Picture, Source, forgotten_ids
 from ease.runs.world import World
-
-
-class _Shows:
-    """Prints as the command does, in a terminal and, as HTML, in a notebook."""
-
-    summary: Shown
-
-    def __repr__(self) -> str:
-        return as_text(self.summary)
-
-    def _repr_html_(self) -> str:
-        return as_html(self.summary)
+from ease.show.notebook import Shows
 
 
 class _Uses:
@@ -110,11 +98,21 @@ class _Uses:
 
 
 @dataclass(frozen=True, repr=False)
-class TrainedRun(_Uses, _Shows):
-    """A finished training in its folder; shown, it is the table that `ease train` ends with."""
+class TrainedRun(_Uses, Shows):
+    """A finished training in its folder. `print` shows what `ease train` ends with, a notebook its tables."""
 
     folder: Path
     summary: TrainSummary = field(compare=False)
+
+    @property
+    def line(self) -> str:
+        """Folder, rounds and recall.
+
+        Examples:
+            >>> run
+            <TrainedRun runs/first: 2 rounds, test R@1 ...>
+        """
+        return f"{self.folder}: {self.summary.rounds} rounds, test R@1 {self.metrics['test/recall@1']:.1f}"
 
     @property
     def config(self) -> RunConfig:
@@ -228,7 +226,7 @@ class TrainedRun(_Uses, _Shows):
         method: str = "",
         settings: Mapping[str, Any] | None = None,
         quiet: bool = True,
-    ) -> Preview:
+    ) -> "DryRun":
         """What `forget` would forget: whose pairs, what almost fitted, what it would cost. Nothing is forgotten.
 
         Examples:
@@ -236,7 +234,7 @@ class TrainedRun(_Uses, _Shows):
             14
         """
         wanted = self._wanted(client, concept, samples, name, threshold, unless, class_)
-        return preview_run(self.folder, wanted, _unlearner(method, settings), quiet)
+        return DryRun(preview_run(self.folder, wanted, _unlearner(method, settings), quiet))
 
     def _wanted(
         self,
@@ -262,11 +260,40 @@ class TrainedRun(_Uses, _Shows):
 
 
 @dataclass(frozen=True, repr=False)
-class Answer(_Uses, _Shows):
-    """One method's answer to one request; shown, it is the table that `ease forget` ends with."""
+class DryRun(Shows):
+    """A request before anything is done for it. `print` shows what `ease forget --dry-run` prints."""
+
+    summary: Preview = field(compare=False)
+
+    @property
+    def line(self) -> str:
+        """Whose pairs would be forgotten, and the cost."""
+        return self.summary.line()
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the pairs that would be forgotten, as `forget(samples=...)` takes them."""
+        return self.summary.ids
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The list of ids and the sheet of pictures."""
+        return self.summary.files
+
+
+@dataclass(frozen=True, repr=False)
+class Answer(_Uses, Shows):
+    """One method's result for one request. `print` shows what `ease forget` ends with, a notebook its tables."""
 
     run: Path
     summary: ForgetSummary = field(compare=False)
+
+    @property
+    def line(self) -> str:
+        """Run, name and recall."""
+        recalls = [f"{part} {self.metrics[f'{part}/recall@1']:.1f}" for part in ("forget", "retain", "test")
+                   if f"{part}/recall@1" in self.metrics]
+        return f"{self.name} of {self.run}: R@1 {', '.join(recalls)}"
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
@@ -354,10 +381,15 @@ class Answer(_Uses, _Shows):
 
 
 @dataclass(frozen=True, repr=False)
-class Check(_Shows):
-    """What a quick look found: no verdict."""
+class Check(Shows):
+    """What a quick check found. This is not a verdict."""
 
     summary: QuickSummary = field(compare=False)
+
+    @property
+    def line(self) -> str:
+        """The result in one sentence."""
+        return self.words
 
     @property
     def found(self) -> bool:
@@ -375,10 +407,16 @@ class Check(_Shows):
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict(_Shows):
+class Verdict(Shows):
     """What an audit found."""
 
     summary: AuditSummary = field(compare=False)
+
+    @property
+    def line(self) -> str:
+        """Whether it passed, and why."""
+        passed = {True: "passed", False: "not passed", None: "cannot tell"}[self.passed]
+        return f"{self.summary.id}: {passed} ({self.reason.value})"
 
     @property
     def passed(self) -> bool | None:
@@ -446,7 +484,7 @@ def train(
         table, source = {}, "settings"
     else:
         table, source = anchor_paths(read_toml(Path(config)), Path(config).parent), str(config)
-    table = anchor_paths(assign(table, _settings(settings)), Path.cwd())
+    table = anchor_paths(assign(table, checked_settings(settings)), Path.cwd())
     config = validate(RunConfig, table, source)
     folder = Path(out) if out is not None else Path(mkdtemp(prefix="ease-")) / "run"
     return TrainedRun(folder, train_run(config, folder, quiet))
@@ -502,7 +540,7 @@ def _unlearner(method: object, settings: object) -> Unlearner | None:
     """A method by its name and settings; None: the usual one."""
     if not isinstance(method, str):
         raise UserError(f'method={method!r}: name a method, such as method="ease"; `ease methods` lists them')
-    return make_method(method or "ease", table=_settings(settings)) if method or settings else None
+    return make_method(method or "ease", table=checked_settings(settings)) if method or settings else None
 
 
 def _ids(given: object) -> Path | list[str]:
@@ -527,7 +565,8 @@ def _listed(name: str, given: object, example: str) -> list[Any]:
     return list(given)
 
 
-def _settings(given: object) -> dict[str, Any]:
+def checked_settings(given: object) -> dict[str, Any]:
+    """Settings by name as they were given; None: none."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

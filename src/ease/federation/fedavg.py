@@ -14,6 +14,7 @@ from ease.federation.aggregation import Aggregation, aggregated, clipped
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
+from ease.federation.strategies import StrategyName, strategy_of
 from ease.model.closed_form import Ridge
 from ease.params import Params
 from ease.requests.request import Request
@@ -58,6 +59,13 @@ class TrainingConfig(Config):
     deadline: float | None = Field(None, gt=0)
     """Seconds to wait for a client's answer; absent: as long as it takes."""
 
+    strategy: StrategyName = "fedavg"
+    """Training rule: `fedavg`; `fedprox` holds clients near the state they were sent; `fedadam` lets the server make
+    Adam's steps, for methods that read no stored updates."""
+    proximal: float = Field(0.01, gt=0)
+    """FedProx: weight of the squared distance to the start of the round, times one half."""
+    server_learning_rate: float = Field(0.01, gt=0, le=LARGEST_RATE)
+    """FedAdam: step size of the server."""
     secure: bool = False
     """The server sees the total of the clients' sums only (secure aggregation); for `model.projector = "closed_form"`,
     with `history = "client"`."""
@@ -74,6 +82,15 @@ class TrainingConfig(Config):
             raise ValueError(
                 "training.secure = true hides each client's sums from the server, so that it cannot store them; leave "
                 "out training.history"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adam_is_resumed_from_updates(self) -> "TrainingConfig":
+        if self.strategy == "fedadam" and (self.history == "client" or self.thinned):
+            raise ValueError(
+                'training.strategy = "fedadam" resumes from the stored updates of all rounds; leave out '
+                "training.history and training.history_every"
             )
         return self
 
@@ -120,6 +137,7 @@ class TrainingConfig(Config):
             "epochs": self.local_epochs,
             "batch_size": self.batch_size,
             "temperature": temperature,
+            "proximal": strategy_of(self).proximal,
         }
         return LocalJob(**{**fields, **changes})
 
@@ -250,17 +268,24 @@ def fedavg(
     stream: str = "train",
     locks: Sequence[ServerLock] = (),
     keep: bool = False,
+    past: Iterable[Params] = (),
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round.
 
-    What is `locks` is taken back to its place after every round. With `keep` clients keep what they are sent and send.
+    `past` are the mean updates of earlier rounds, from which a strategy with a state resumes. What is `locks` is taken back to its place after every round. With `keep` clients keep what they are sent and send.
     """
     everyone = sorted(federation.clients if clients is None else clients)
+    rule = strategy_of(config)
+    for mean in past:
+        rule.step(mean)
     for number in range(first_round, config.rounds + 1):
         data = "all" if request is None else "retain"
         job = config.job(number, seed, temperature, stream, request=request, data=data, keep=keep)
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
+        if not rule.averages:
+            change = rule.step(finished.state - params)
+            finished = replace(finished, state=params + change, moved=change.norm())
         for each in locks:
             finished = replace(finished, state=each.apply(finished.state), averaged=finished.averaged or finished.state)
         params = finished.state

@@ -80,6 +80,8 @@ class LocalJob:
     """Largest norm of a step's gradient."""
     radius: float | None = None
     """How far local training may go from where it starts; beyond, it is projected back."""
+    proximal: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared distance to where local training starts, times one half, in its loss."""
     sparse: Sparse | None = None
     """If set, the state and the returned change are an adapter over this frozen base."""
     replays: tuple[Replay, ...] = ()
@@ -118,7 +120,7 @@ class LocalJob:
     def plain(self) -> bool:
         """Whether a step is the gradient of its batch, times the step size, and nothing else."""
         changes = (self.lock, self.clip, self.radius, self.sparse)
-        return self.optimiser.kind == "sgd" and all(each is None for each in changes)
+        return self.optimiser.kind == "sgd" and not self.proximal and all(each is None for each in changes)
 
     def batch_count(self, pairs: int) -> int:
         """Number of batches in an epoch; none has a single pair, which would have no negatives."""

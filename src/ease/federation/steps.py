@@ -29,7 +29,7 @@ def learning_rates(optimiser: Optimiser, params: Params) -> dict[str, float]:
 
 
 class StepRule:
-    """Lock, clipping, optimiser and ball of a job, with the optimiser's state of every training.
+    """Distance to the start, lock, clipping, optimiser and ball of a job, with the optimiser's state of every training.
 
     `start` holds what all trainings start from [trainings, ...]. Trainings that are done leave the stack at its end, so
     the tensors of a step are leading slices of those before it.
@@ -57,6 +57,10 @@ class StepRule:
             name: (each.product() if isinstance(each, Factors) else each).to(tensors[name].dtype)
             for name, each in gradients.items()
         }
+        if self.job.proximal:
+            for name, gradient in whole.items():
+                away = tensors[name] - self.start[name][: len(gradient)]
+                whole[name] = gradient.add(away, alpha=self.job.proximal)
         if self.lock is not None:
             whole |= add_lock_gradient(tensors, whole, self.lock)
         if self.job.clip is not None:

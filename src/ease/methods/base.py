@@ -11,6 +11,7 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
 from ease.federation.history import THINNED, History
 from ease.federation.protocol import Federation, LocalJob
+from ease.federation.strategies import strategy_of
 from ease.methods.unlearning_base import ClientReport, UnlearningBase
 from ease.params import Params
 from ease.requests.request import ClientRequest, Request, leaving_clients
@@ -125,8 +126,18 @@ class Unlearner(Config, ABC):
 
     def check(self, training: TrainingConfig) -> None:
         """Refuse settings that cannot work on such a training, before anything is read or computed."""
+        self.check_strategy(training)
         if "history" in self.needs and training.thinned:
             raise UserError(f"{self.name}: {THINNED}")
+
+    def check_strategy(self, training: TrainingConfig) -> None:
+        """Refuse to read stored updates as steps of a model that a server's optimiser moved."""
+        if "history" in self.needs and not strategy_of(training).averages:
+            raise UserError(
+                f'{self.name}: training.strategy = "{training.strategy}" does not move the model by the mean of the '
+                "stored updates, which this method subtracts or repeats; use a method that needs no history, such as "
+                "finetune or retrain"
+            )
 
     def reads_updates_of(self, request: Request, training: TrainingConfig, clients: int) -> frozenset[int] | None:
         """Whose stored updates it reads, where so many clients took part in every round; None: anyone's."""

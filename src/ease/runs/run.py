@@ -38,7 +38,8 @@ from ease.storage import (
     write_tensors,
 )
 from ease.subspace import Basis, ServerLock, load_bases
-from ease.trainers import train
+from ease.federation.strategies import strategy_of
+from ease.trainers import means_of, train
 
 PURGING = ".purge"
 """Folder of a purge's new files. If it contains a plan, the purge was interrupted."""
@@ -314,6 +315,7 @@ class Run:
             first_round=done + 1,
             locks=() if held is None else (held,),
             keep=config.training.history == "client",
+            past=() if strategy_of(config.training).averages else means_of(history, config.training),
         ):
             cost = federation.cost
             finished = replace(finished, rejected=federation.left_out() | finished.rejected)

@@ -1,9 +1,9 @@
 """How a run is trained: by rounds of federated averaging, or in one round of exact sums. It is decided here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from ease.federation.fedavg import Round, TrainingConfig, fedavg
+from ease.federation.fedavg import Round, TrainingConfig, average, fedavg
 from ease.federation.history import History
 from ease.federation.protocol import Federation
 from ease.model.closed_form import solves
@@ -34,6 +34,7 @@ def train(
     locks: Sequence[ServerLock] = (),
     keep: bool = False,
     again: History | None = None,
+    past: Iterable[Params] = (),
 ) -> Iterator[Round]:
     """Yield every finished round of a training from `params`; with a request, on retained pairs only.
 
@@ -44,4 +45,14 @@ def train(
         if first_round == 1:
             yield sum_and_solve(params, federation, config, seed, temperature, everyone, request, again)
         return
-    yield from fedavg(params, federation, config, seed, temperature, clients, first_round, request, stream, locks, keep)
+    yield from fedavg(
+        params, federation, config, seed, temperature, clients, first_round, request, stream, locks, keep, past
+    )
+
+
+def means_of(history: History, config: TrainingConfig) -> Iterator[Params]:
+    """The mean updates of all stored rounds, for a strategy that resumes from them."""
+    for number in range(1, history.rounds() + 1):
+        start = history.start(number)
+        updates = [history.update(number, client) for client in history.clients(number)]
+        yield average(start, updates, config, number, clip=False).state - start

@@ -147,6 +147,7 @@ class Ease(Unlearner):
 
     def check(self, training: TrainingConfig) -> None:
         """Thinned histories are supported: clients repeat what is not stored."""
+        self.check_strategy(training)
 
     def _chosen(self, change: Params) -> Params:
         """The change of the chosen branches; zero elsewhere."""

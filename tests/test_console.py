@@ -12,7 +12,6 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ease import console
-from ease.show.notebook import as_html
 from ease.console import (
     as_text,
     labelled,
@@ -25,6 +24,7 @@ from ease.console import (
     with_progress,
 )
 from ease.errors import UserError
+from ease.show.notebook import as_html
 
 
 @pytest.fixture(params=[True, False], ids=["terminal", "log file"])

@@ -291,8 +291,11 @@ class Answer(_Uses, Shows):
     @property
     def line(self) -> str:
         """Run, name and recall."""
-        recalls = [f"{part} {self.metrics[f'{part}/recall@1']:.1f}" for part in ("forget", "retain", "test")
-                   if f"{part}/recall@1" in self.metrics]
+        recalls = [
+            f"{part} {self.metrics[f'{part}/recall@1']:.1f}"
+            for part in ("forget", "retain", "test")
+            if f"{part}/recall@1" in self.metrics
+        ]
         return f"{self.name} of {self.run}: R@1 {', '.join(recalls)}"
 
     @property

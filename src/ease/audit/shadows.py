@@ -16,16 +16,18 @@ from ease.audit.subjects import Candidates
 from ease.data.examples import examples_at
 from ease.data.features import Activations
 from ease.data.partition import MINIMUM_PAIRS, Shard
-from ease.federation.fedavg import Round, TrainingConfig, average, participants
+from ease.federation.fedavg import Round, TrainingConfig, average, moved_by, participants
 from ease.federation.history import History
 from ease.federation.microbatching import GroupSize, train_in_groups
 from ease.federation.protocol import Federation, Update
 from ease.federation.stacked import LocalTraining, training_of
+from ease.federation.strategies import strategy_of
 from ease.methods.base import Trained, Unlearner
 from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 from ease.requests.request import Request, SampleRequest, forget_mask
 from ease.seeding import generator
+from ease.trainers.shards import merged, split
 
 Done = TypeVar("Done")
 AssignedTraining = tuple[int, Shard, LocalTraining]
@@ -72,10 +74,14 @@ def train_federations(
     temperature: float,
 ) -> Iterator[list[Round]]:
     """FedAvg of several federations at once, equal to training each by itself; yields one round of all."""
+    if training.shards > 1:
+        together = model, activations, device
+        yield from _in_shards(together, federations, streams, start, training, seed, temperature)
+        return
     positions = np.unique(np.concatenate([shard.train for shards in federations for shard in shards]))
     examples = examples_at(activations, positions, device)
     captions, group_size = examples.captions, GroupSize.on(device)
-    states = [start] * len(federations)
+    states, rules = [start] * len(federations), [strategy_of(training) for _ in federations]
     for number in range(1, training.rounds + 1):
         trainings: list[AssignedTraining] = []
         for index, (shards, stream) in enumerate(zip(federations, streams, strict=True)):
@@ -94,8 +100,34 @@ def train_federations(
                 updates[index].append(Update(shard.client, len(shard.train), result.delta, {"loss": result.loss}))
         averaged = partial(average, config=training, number=number)
         rounds = on_all_cores(averaged, zip(states, updates, strict=True), device)
+        rounds = [moved_by(*each) for each in zip(rules, states, rounds, strict=True)]
         states = [finished.state for finished in rounds]
         yield rounds
+
+
+def _in_shards(
+    together: tuple[DualEncoder, Activations, torch.device],
+    federations: Sequence[tuple[Shard, ...]],
+    streams: Sequence[str],
+    start: Params,
+    training: TrainingConfig,
+    seed: int,
+    temperature: float,
+) -> Iterator[list[Round]]:
+    """The same of federations whose clients train in shards: every shard is a federation of its own."""
+    whole = training.model_copy(update={"shards": 1})
+    groups = [split([shard.client for shard in shards], training.shards) for shards in federations]
+    parts = [
+        (index, shard, tuple(each for each in shards if each.client in own), stream)
+        for index, (shards, stream) in enumerate(zip(federations, streams, strict=True))
+        for shard, own in groups[index].items()
+    ]
+    each, named = [part for _, _, part, _ in parts], [stream for *_, stream in parts]
+    for rounds in train_federations(*together, each, named, start, whole, seed, temperature):
+        found: list[dict[int, Round]] = [{} for _ in federations]
+        for (index, shard, *_), finished in zip(parts, rounds, strict=True):
+            found[index][shard] = finished
+        yield [merged(one) for one in found]
 
 
 def on_all_cores(work: Callable[..., Done], each: Iterable[tuple[Any, ...]], device: torch.device) -> list[Done]:

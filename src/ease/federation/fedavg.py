@@ -14,7 +14,7 @@ from ease.federation.aggregation import Aggregation, aggregated, clipped
 from ease.federation.codec import encode_state
 from ease.federation.container import content_hash
 from ease.federation.protocol import Federation, LocalJob, Optimiser, Update, reject_reason
-from ease.federation.strategies import StrategyName, strategy_of
+from ease.federation.strategies import Strategy, StrategyName, strategy_of
 from ease.model.closed_form import Ridge
 from ease.params import Params
 from ease.requests.request import Request
@@ -59,6 +59,8 @@ class TrainingConfig(Config):
     deadline: float | None = Field(None, gt=0)
     """Seconds to wait for a client's answer; absent: as long as it takes."""
 
+    shards: int = Field(1, ge=1)
+    """Groups of clients that train models of their own; the release is their mean. Forgetting retrains one group."""
     strategy: StrategyName = "fedavg"
     """Training rule: `fedavg`; `fedprox` holds clients near the state they were sent; `fedadam` lets the server make
     Adam's steps, for methods that read no stored updates."""
@@ -92,6 +94,21 @@ class TrainingConfig(Config):
                 'training.strategy = "fedadam" resumes from the stored updates of all rounds; leave out '
                 "training.history and training.history_every"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_are_kept(self) -> "TrainingConfig":
+        if self.shards == 1:
+            return self
+        usual = TrainingConfig()
+        for name in ("history", "history_every", "history_precision", "participation"):
+            if getattr(self, name) != getattr(usual, name):
+                raise ValueError(
+                    f"training.{name}: with training.shards the models of shards are computed from all stored updates; "
+                    f"leave it at {getattr(usual, name)}"
+                )
+        if not strategy_of(self).averages:
+            raise ValueError(f'training.strategy = "{self.strategy}": not with training.shards; leave out one of them')
         return self
 
     @model_validator(mode="after")
@@ -247,6 +264,14 @@ def _sent(update: Update, norm: float) -> SentUpdate:
     return SentUpdate(norm=norm, sha256=content_hash(encode_state(update.change)))
 
 
+def moved_by(rule: Strategy, params: Params, finished: Round) -> Round:
+    """The round with the state to which a strategy moves the model."""
+    if rule.averages:
+        return finished
+    change = rule.step(finished.state - params)
+    return replace(finished, state=params + change, moved=change.norm())
+
+
 def participants(clients: Sequence[int], config: TrainingConfig, seed: int, number: int) -> list[int]:
     """The clients drawn for a round, ascending."""
     count = max(1, round(config.participation * len(clients)))
@@ -272,7 +297,8 @@ def fedavg(
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round.
 
-    `past` are the mean updates of earlier rounds, from which a strategy with a state resumes. What is `locks` is taken back to its place after every round. With `keep` clients keep what they are sent and send.
+    `past` are the mean updates of earlier rounds, from which a strategy with a state resumes. What is `locks` is taken
+    back to its place after every round. With `keep` clients keep what they are sent and send.
     """
     everyone = sorted(federation.clients if clients is None else clients)
     rule = strategy_of(config)
@@ -283,9 +309,7 @@ def fedavg(
         job = config.job(number, seed, temperature, stream, request=request, data=data, keep=keep)
         drawn = participants(everyone, config, seed, number)
         finished = average(params, federation.run(params, job, drawn), config, number)
-        if not rule.averages:
-            change = rule.step(finished.state - params)
-            finished = replace(finished, state=params + change, moved=change.norm())
+        finished = moved_by(rule, params, finished)
         for each in locks:
             finished = replace(finished, state=each.apply(finished.state), averaged=finished.averaged or finished.state)
         params = finished.state

@@ -39,6 +39,7 @@ BUILT_IN = {
     "pgd": "pgd:Pgd",
     "retrain": "retrain:Retrain",
     "rollback": "rollback:Rollback",
+    "sharded": "sharded:Sharded",
     "sifu": "sifu:Sifu",
     "soul": "soul:Soul",
 }

@@ -20,7 +20,7 @@ class Retrain(Unlearner):
     name: ClassVar[str] = "retrain"
     title: ClassVar[str] = "Retrain"
     source: ClassVar[str] = "the reference: training again without the forget data"
-    trainers: ClassVar[frozenset[TrainerName]] = frozenset({"fedavg", "sums"})
+    trainers: ClassVar[frozenset[TrainerName]] = frozenset({"fedavg", "sums", "shards"})
     method: Literal["retrain"] = "retrain"
     order: int = Field(0, ge=0)
     """Another number gives another order of the data: several of them make the retrain band."""

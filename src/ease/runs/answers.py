@@ -168,12 +168,19 @@ def trained_of(run: Run, request: Request | None = None) -> Trained:
 
 def check_method(run: Run, method: Unlearner) -> None:
     """Refuse a method, or settings of it, that cannot answer requests of this run."""
-    trainer = trainer_of(run.config.model)
+    trainer = trainer_of(run.config.model, run.config.training)
     if trainer not in method.trainers and trainer == "sums":
         raise UserError(
             f"--method {method.name}: this run has a closed-form head, and forgets exactly by subtracting sums; leave "
             "out --method"
         )
+    if trainer not in method.trainers and trainer == "shards":
+        raise UserError(
+            f"--method {method.name}: this run was trained in shards, and its model is their mean; choose sharded "
+            "or retrain"
+        )
+    if method.trainers == {"shards"}:
+        method.check(run.config.training)
     if trainer not in method.trainers:
         raise UserError(
             f"--method {method.name}: only for runs with a closed-form head; leave out --method, or train with "
@@ -184,7 +191,8 @@ def check_method(run: Run, method: Unlearner) -> None:
 
 def default_method(run: Run) -> Unlearner:
     """The default method for requests of a run."""
-    return make_method("exact" if trainer_of(run.config.model) == "sums" else "ease")
+    names = {"fedavg": "ease", "sums": "exact", "shards": "sharded"}
+    return make_method(names[trainer_of(run.config.model, run.config.training)])
 
 
 def start_hash(run: Run, request: Request | None = None) -> str:

@@ -17,6 +17,7 @@ from ease.errors import UserError
 from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
 from ease.federation.middleware import Guarded
+from ease.federation.strategies import strategy_of
 from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params
@@ -38,7 +39,6 @@ from ease.storage import (
     write_tensors,
 )
 from ease.subspace import Basis, ServerLock, load_bases
-from ease.federation.strategies import strategy_of
 from ease.trainers import means_of, train
 
 PURGING = ".purge"
@@ -315,6 +315,7 @@ class Run:
             first_round=done + 1,
             locks=() if held is None else (held,),
             keep=config.training.history == "client",
+            again=history if done else None,
             past=() if strategy_of(config.training).averages else means_of(history, config.training),
         ):
             cost = federation.cost

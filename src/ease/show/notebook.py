@@ -36,7 +36,9 @@ def _table(table: Table) -> str:
         for style, column in zip(aligned, table.columns, strict=True)
     )
     rows = "".join(
-        "<tr>" + "".join(f'<td style="{s}">{_words(cell)}</td>' for s, cell in zip(aligned, cells, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(f'<td style="{s}">{_words(cell)}</td>' for s, cell in zip(aligned, cells, strict=True))
+        + "</tr>"
         for cells in zip(*(column.cells for column in table.columns), strict=True)
     )
     title = f'<caption style="caption-side:top;{LEFT}"><strong>{_markup(table.title)}</strong></caption>'

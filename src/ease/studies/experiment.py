@@ -184,9 +184,7 @@ class Job:
         return 0 if self.done else 1 + sum(cell.answers for cell in self.missing)
 
 
-def load_experiment(
-    path: Path, assignments: Sequence[str] | Mapping[str, Any] = (), quick: bool = False
-) -> Experiment:
+def load_experiment(path: Path, assignments: Sequence[str] | Mapping[str, Any] = (), quick: bool = False) -> Experiment:
     """Read an experiment; `--quick` shrinks it first, then `--set` has the last word."""
     table = _with_bases(path)
     if quick:

@@ -102,7 +102,12 @@ def _walk(space: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 def proposals(sampler: Sampler, name: str, budget: int) -> Proposals:
     """A method's settings to try, its defaults first. The same scores lead to the same proposals."""
-    return _by_optuna(name, budget) if sampler == "optuna" else (method for method in trials(name, budget))
+    return _by_optuna(name, budget) if sampler == "optuna" else _in_turn(trials(name, budget))
+
+
+def _in_turn(methods: Sequence[Unlearner]) -> Proposals:
+    for method in methods:
+        yield method  # noqa: UP028 (scores are sent, which a list cannot take)
 
 
 def _by_optuna(name: str, budget: int) -> Proposals:

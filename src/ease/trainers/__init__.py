@@ -11,14 +11,17 @@ from ease.model.dual_encoder import ModelConfig
 from ease.params import Params
 from ease.requests.request import Request
 from ease.subspace import ServerLock
+from ease.trainers.shards import merged, stored_rounds, train_shards
 from ease.trainers.sums import sum_and_solve
 
-TrainerName = Literal["fedavg", "sums"]
+TrainerName = Literal["fedavg", "sums", "shards"]
 
 
-def trainer_of(model: ModelConfig) -> TrainerName:
-    """Which training a model goes through."""
-    return "sums" if model.projector == "closed_form" else "fedavg"
+def trainer_of(model: ModelConfig, training: TrainingConfig | None = None) -> TrainerName:
+    """Which training a model goes through; without a recipe, shards count as federated averaging."""
+    if model.projector == "closed_form":
+        return "sums"
+    return "shards" if training is not None and training.shards > 1 else "fedavg"
 
 
 def train(
@@ -38,12 +41,22 @@ def train(
 ) -> Iterator[Round]:
     """Yield every finished round of a training from `params`; with a request, on retained pairs only.
 
-    `again` is the history of the training that is repeated: a closed-form head keeps its clients and ridge strengths.
+    `again` is the history of the training that is repeated or resumed: a closed-form head keeps its clients and ridge
+    strengths, and shards continue from their own models.
     """
     if solves(params):
         everyone = federation.clients if clients is None else clients
         if first_round == 1:
             yield sum_and_solve(params, federation, config, seed, temperature, everyone, request, again)
+        return
+    if config.shards > 1:
+        everyone = federation.clients if clients is None else clients
+        starts = dict.fromkeys(range(config.shards), params)
+        if first_round > 1 and again is not None:
+            *_, last = stored_rounds(again, config, range(config.shards))
+            starts = {shard: finished.state for shard, finished in last.items()}
+        recipe = federation, config, seed, temperature, everyone, first_round, request, stream
+        yield from map(merged, train_shards(starts, *recipe))
         return
     yield from fedavg(
         params, federation, config, seed, temperature, clients, first_round, request, stream, locks, keep, past

@@ -6,7 +6,7 @@ A new one is a file with a `Strategy`, a line in `STRATEGIES` and its name in `S
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from ease.federation.strategies.base import Strategy
+from ease.federation.strategies.base import Strategy as Strategy
 from ease.federation.strategies.fedadam import FedAdam
 from ease.federation.strategies.fedavg import FedAvg
 from ease.federation.strategies.fedprox import FedProx

@@ -106,8 +106,8 @@ def proposals(sampler: Sampler, name: str, budget: int) -> Proposals:
 
 
 def _in_turn(methods: Sequence[Unlearner]) -> Proposals:
-    for method in methods:
-        yield method  # noqa: UP028 (scores are sent, which a list cannot take)
+    for method in methods:  # noqa: UP028 (scores are sent, which a list cannot take)
+        yield method
 
 
 def _by_optuna(name: str, budget: int) -> Proposals:

@@ -120,6 +120,28 @@ def test_a_table_keeps_its_rows() -> None:
         assert part in made.file.getvalue()
 
 
+def test_a_table_that_is_too_wide_breaks_text_and_cuts_nothing() -> None:
+    """Every character of every cell is there, numbers are whole, and an id that has room is too."""
+    ids, words, band = "sample-f1af89b203/ease", "rank of retained pairs, " * 4, "1.124..3.314"
+    for columns, row, count in (
+        (["", "before", "answer", "retrain", "band", ""], [words, "0.7", "0.9", "2.1", band, "outside"], 1),
+        (["request", "state", "result", "retain R@1 before", "after"], ["bo", "held", ids, band, "x" * 60], 3),
+        (["id", "why"], [ids, "y" * 200], 2),
+    ):
+        made = Console(file=io.StringIO(), width=80)
+        made.print(table("Title", columns, [row], text_columns=count))
+        assert isinstance(made.file, io.StringIO)
+        lines = made.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80 and "…" not in made.file.getvalue()
+        body = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+        shown = ["".join(line[place].strip() for line in body) for place in range(len(row))]
+        assert shown == [cell.replace(" ", "") if cell == words else cell for cell in row] or [
+            each.replace(" ", "") for each in shown
+        ] == [cell.replace(" ", "") for cell in row]
+        assert any(row[0] in line or row[0] == words for line in lines)
+        assert any(band in line for line in lines) or band not in row
+
+
 def test_brackets_are_shown_as_they_are_and_styles_stay() -> None:
     """`[ours]` would be taken for a style, and `[/x]` for the end of one."""
     made = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")

@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from io import StringIO, TextIOBase
 from itertools import count
+from textwrap import fill
 from typing import Any, Protocol, TextIO, TypeVar
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -34,6 +36,8 @@ ESTIMATE_SECONDS = 3600.0
 
 NARROW = 100
 """Columns below which a full progress line does not fit."""
+LEAST_TEXT = 10
+"""Characters that a column of text gets before numbers are broken."""
 
 STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, line separators, direction marks and lone surrogates."""
@@ -185,29 +189,58 @@ def with_progress(items: Iterable[Item], total: int, label: str) -> Iterator[Ite
             bar.stop()
 
 
+class Folding(Table):
+    """A table that breaks text where it is too wide, and cuts nothing: numbers stay whole as long as text has room."""
+
+    text_columns = 1
+    """How many columns, from the left, hold text."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self._fit(options.max_width)
+        return super().__rich_console__(console, options)
+
+    def _fit(self, width: int) -> None:
+        """Decide what is broken; a table that fits stays as it is."""
+        cells = [[_longest(str(cell)) for cell in (column.header, *column.cells)] for column in self.columns]
+        room = width - 3 * len(self.columns) - 1
+        if sum(max(each) for each in cells) <= room:
+            return
+        for place, column in enumerate(self.columns):
+            column.no_wrap = place >= self.text_columns
+            if column.no_wrap:  # words of the heading go below each other, so that it is no wider than the numbers
+                words = str(column.header).split()
+                widest = max([*cells[place][1:], *map(len, words), 1])
+                column.header = fill(str(column.header), widest, break_long_words=False, break_on_hyphens=False)
+                room -= widest
+        if room < LEAST_TEXT * self.text_columns:
+            for column in self.columns:
+                column.no_wrap = False
+        elif self.text_columns > 1 and max(cells[0]) <= room // 2:
+            self.columns[0].no_wrap = True  # an id that can be copied
+
+
+def _longest(text: str) -> int:
+    """Cells of the longest line."""
+    return max(map(cell_len, text.splitlines()), default=0)
+
+
 def table(
     title: str,
     columns: Iterable[str],
     rows: Iterable[Iterable[str | Text]],
     caption: str | None = None,
     text_columns: int = 1,
-    fold: bool = False,
 ) -> Table:
     """A table with text in the first columns and numbers in the others.
 
-    Where it is too wide, text is broken; with `fold` the first column is, and numbers stay whole.
     Strings are shown as they are, brackets too: labels and paths are the user's. What has a style is a Text.
     """
-    result = Table(
+    result = Folding(
         title=escape(plain(title)), title_justify="left", caption=escape(caption or ""), caption_justify="left"
     )
+    result.text_columns = text_columns
     for index, column in enumerate(columns):
-        result.add_column(
-            escape(plain(column)),
-            justify="left" if index < text_columns else "right",
-            no_wrap=(index >= text_columns) if fold else index == 0,
-            overflow="fold" if fold and index == 0 else "ellipsis",
-        )
+        result.add_column(escape(plain(column)), justify="left" if index < text_columns else "right", overflow="fold")
     for row in rows:
         result.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in row))
     return result

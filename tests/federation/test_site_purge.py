@@ -216,6 +216,11 @@ def test_a_site_that_is_gone_for_good_is_recorded_and_blocks_no_purge(ease, site
         words = ("--reason", "burnt down", "--by", "dpo")
         purged = ease("purge", apart.folder, "--lost-site", 2, *words, "--quiet")
         assert purged.code == 0, purged.err
+        assert "client 2 is gone for good: burnt down" in purged.out
+        socket.touch()  # as a machine that lost power leaves it
+        status = ease("status", sites.folder / "fed", "--run", apart.folder, "--exit-code", "--json")
+        assert status.code == 0 and json.loads(status.out)["nodes"][2]["state"] == "gone for good"
+        socket.unlink()
         stayed = [line for line in read_purges(apart.folder).passes[0].stayed if line.what.startswith("client 2: ")]
         assert [line.why for line in stayed] == [f"the site is gone for good (burnt down; dpo, {today()})"]
         # It can repeat nothing, so the rounds that it had a part in are made again without it.

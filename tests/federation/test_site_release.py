@@ -35,7 +35,8 @@ def test_a_fall_of_retained_recall_at_the_sites_holds_the_model(ease, sites: Sit
     add(ease, run, "--samples", listed(tmp_path, ids_of(run, 0, 2)), id="s")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "retained_recalls", lambda *_: (80.0, 60.0))
-        (held,) = run_json(ease, "work", run, "--no-audit", "--set", "retrain.forgotten_fraction=1")["finished"]
+        settings = ("--no-audit", "--set", "retrain.forgotten_fraction=1")
+        (held,) = run_json(ease, "work", run, *settings, code=4)["finished"]
     assert held["state"] == "held" and held["why"].startswith("recall@1 of retained pairs fell by 20.0 points")
     run_json(ease, "request", "approve", run, "s")
     (done,) = run_json(ease, "work", run, "--no-audit", "--set", "retrain.forgotten_fraction=1")["finished"]

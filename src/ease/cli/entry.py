@@ -27,7 +27,8 @@ EXIT_CODES = {
     USER_ERROR: "A user error in the command, its settings or its files, or too little disk or memory. One line says "
     "what is wrong and what to do.",
     3: "`audit --exit-code`: undecided.",
-    4: "`request due`: something is due soon. `status --exit-code`: a request waits.",
+    4: "`request due`: something is due soon. `status --exit-code`: a request waits. `work`: a "
+    "request is held or pending.",
     5: "`request due` and `status --exit-code`: something is overdue.",
     INTERRUPTED: "Stopped by Ctrl-C. Run the same command again to resume.",
 }

@@ -27,6 +27,8 @@ def work(
     once; --audit then makes a smaller audit. If the policy says so, released requests are purged. Settings
     are those of policy.toml, such as release, hold.retain_points and purge.after_days.
 
+    Exit code 4 if a request that was worked on is held for a person or could not be answered now.
+
     Example: `ease work runs/first --audit --set hold.retain_points=1`
     """
     from ease.commands.requests import work_run
@@ -35,4 +37,5 @@ def work(
 
     if log_format is Log.json:
         log_as_json()
-    return work_run(run, load_policy(run, tuple(settings or ())), by, together, audit, quiet)
+    summary = work_run(run, load_policy(run, tuple(settings or ())), by, together, audit, quiet)
+    return summary, summary.exit_code

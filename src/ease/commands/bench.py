@@ -99,7 +99,7 @@ def _paired_table(results: BenchResults) -> Iterator[RenderableType]:
 
 
 def _table(title: str, shown: Mapping[str, Sequence[str | Text]], caption: str) -> RenderableType:
-    return table(title, shown, zip(*shown.values(), strict=True), caption=caption, fold=True)
+    return table(title, shown, zip(*shown.values(), strict=True), caption=caption)
 
 
 def _with_gap(figure: Figure | None) -> str | Text:
@@ -145,7 +145,7 @@ class LeaderboardSummary(Config):
             rows = [
                 [f"{each.method} ({each.experiment})", *(cell(each, column) for column in columns)] for each in here
             ]
-            yield table(f"{request.capitalize()} request", ["", "rank", "sum", "forget", "FLOPs"], rows, fold=True)
+            yield table(f"{request.capitalize()} request", ["", "rank", "sum", "forget", "FLOPs"], rows)
         yield f"written: {', '.join(map(str, self.files))}"
 
 

@@ -20,7 +20,7 @@ from rich.console import RenderableType
 
 import ease.audit.site_measures  # noqa: F401 - registers its objective
 from ease import __version__
-from ease.commands.register import OVERDUE, PENDING
+from ease.commands.requests import OVERDUE, PENDING
 from ease.config import Config, read_toml, validate
 from ease.console import labelled, megabytes, table
 from ease.data.config import load_pairs
@@ -50,6 +50,7 @@ from ease.model.dual_encoder import DualEncoder, check_fits
 from ease.operations.ledger.records import now
 from ease.operations.ledger.states import OPEN
 from ease.operations.ledger.store import Ledger
+from ease.operations.lost_sites import read_lost_sites
 from ease.runs.config import RunConfig, choose_device
 from ease.runs.run import Run
 from ease.runs.workers import default_processes
@@ -387,12 +388,16 @@ def _tell(line: str, quiet: bool) -> None:
 # --- status ---
 
 
+HERE, LOST = ("ready", "working"), "gone for good"
+"""States of a node that answers, and of one that nobody waits for any more."""
+
+
 class NodeStatus(Config):
     """One client's node."""
 
     client: int
     state: str
-    """`ready`, `working`, or why it does not answer."""
+    """`ready`, `working`, `gone for good` if the run records that, or why it does not answer."""
     jobs: int = 0
     refused: int = 0
     last: float | None = None
@@ -436,7 +441,7 @@ class FederationStatus(Config):
     def exit_code(self) -> int:
         """1 if a node is silent or the certificate has ended, 5 if a request is overdue, 4 if one waits."""
         expired = self.certificate_until is not None and self.certificate_until <= now().date().isoformat()
-        if expired or any(each.state not in ("ready", "working") for each in self.nodes):
+        if expired or any(each.state not in (*HERE, LOST) for each in self.nodes):
             return 1
         if self.run is None or not self.run.queue:
             return 0
@@ -523,7 +528,13 @@ def _certificate_until(folder: Path) -> str | None:
 
 def federation_status(folder: Path, run: Path | None) -> FederationStatus:
     """Who is there, what they did, what waits, and until when the server's certificate holds."""
-    return _status(folder, run).model_copy(update={"certificate_until": _certificate_until(folder)})
+    found = _status(folder, run)
+    lost = frozenset() if run is None else read_lost_sites(run).clients
+    nodes = tuple(
+        each.model_copy(update={"state": LOST}) if each.client in lost and each.state not in HERE else each
+        for each in found.nodes
+    )
+    return found.model_copy(update={"nodes": nodes, "certificate_until": _certificate_until(folder)})
 
 
 def _status(folder: Path, run: Path | None) -> FederationStatus:

@@ -17,7 +17,7 @@ from ease.events import emit_artefact, emit_metrics, emit_round, emit_start
 from ease.methods.base import Unlearner
 from ease.methods.retrain import Retrain
 from ease.operations.evidence import attest
-from ease.operations.ledger.names import answer_name
+from ease.operations.ledger.names import answer_name, check_decided
 from ease.requests.request import ClientRequest, Request, in_words
 from ease.runs.answers import (
     Snapshot,
@@ -235,7 +235,9 @@ class ReleaseSummary(Release):
 def release_run(folder: Path, name: str) -> ReleaseSummary:
     """Close a request with its result, from which the run then continues."""
     run = Run.load(folder)
-    made = release(run, answer_name(folder, name))
+    answer = answer_name(folder, name)
+    check_decided(folder, answer)
+    made = release(run, answer)
     attest(run)
     return ReleaseSummary(**dict(made))
 

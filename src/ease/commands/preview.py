@@ -69,7 +69,7 @@ class Preview(Config):
         """The preview in one line, printed before the work begins."""
         if self.answered:
             return f"answered already, {self.answered}: {self.meaning}; nothing is computed again"
-        outside = untrained_words(self.impact)
+        outside = self.impact.untrained_words
         if not self.impact.to_forget and outside:
             return f"erasing {outside}, {self.meaning}; no model was trained on them"
         if not self.impact.to_forget:
@@ -113,13 +113,6 @@ class Preview(Config):
             listed, pictures = self.files
             yield labelled("pictures", f"{pictures} (private)")
             yield labelled("ids", f"{listed}; edit the list and use it: ease forget {self.run} --samples {listed}")
-
-
-def untrained_words(impact: Impact) -> str:
-    """Pairs outside training that a request erases, such as "1 test and 2 held-out pairs"; empty without any."""
-    parts = [f"{count} {split.replace('_', '-')}" for split, count in impact.untrained.items()]
-    total = sum(impact.untrained.values())
-    return f"{' and '.join(parts)} pair{'' if total == 1 else 's'}" if parts else ""
 
 
 def shortened(caption: str) -> str:

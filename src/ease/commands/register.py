@@ -7,7 +7,7 @@ from typing import Literal
 from rich.console import RenderableType
 from rich.text import Text
 
-from ease.commands.requests import EntrySummary, shown_entry, someone
+from ease.commands.requests import OVERDUE, PENDING, EntrySummary, shown_entry, someone
 from ease.config import Config
 from ease.console import labelled, table
 from ease.errors import UserError
@@ -20,11 +20,10 @@ from ease.operations.ledger.register import write_register
 from ease.operations.ledger.reminders import check_address, remind
 from ease.operations.ledger.store import Ledger
 from ease.operations.recipients import read_recipients, to_notify
+from ease.requests.request import named_in
 from ease.runs.run import Run
 from ease.storage import write_atomic
 
-PENDING, OVERDUE = 4, 5
-"""Exit codes of `ease request due` and `ease status --exit-code`: something is due soon, or overdue."""
 COLOURS = {"overdue": "red", "soon": "yellow", "later": "green"}
 
 
@@ -94,15 +93,15 @@ class LetterSummary(Config):
     """The file of the letter. Null if it was only printed."""
 
     def render(self) -> Iterator[RenderableType]:
-        yield self.text.rstrip() if self.path is None else f"letter in {self.path}"
+        yield from self.text.rstrip().split("\n") if self.path is None else [f"letter in {self.path}"]
 
 
 def write_letter(folder: Path, id: str, kind: str | None, out: Path | None) -> LetterSummary:
     """Write the letter to whoever asked, by default to the screen."""
-    Run.load(folder)
-    ledger, policy = Ledger(folder), load_policy(folder)
+    ledger, policy, known = Ledger(folder), load_policy(folder), Run.load(folder).known()
     entry = ledger.entry(id)
-    text = letter(entry, ledger.events(id), policy, entry.notified, kind)
+    trained = known is None or bool(named_in(entry.request, known[0].clients))
+    text = letter(entry, ledger.events(id), policy, entry.notified, kind, trained)
     if out is not None:
         write_atomic(out, text.encode())
     return LetterSummary(id=id, kind=kind_of(entry, kind), text=text, path=out)

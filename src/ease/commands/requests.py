@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from ease.commands.forget import recalled
-from ease.commands.preview import untrained_words
 from ease.commands.train import warn_about_threads, warn_if_unfinished
 from ease.config import Config
 from ease.console import labelled, print_left_out, rounds_bar, status, table
@@ -23,6 +22,7 @@ from ease.operations.ledger.retention import Override, purge_released, redact_cl
 from ease.operations.ledger.states import IN_WORK, OPEN
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import Finished, Steps, work
+from ease.operations.lost_sites import LostSite, read_lost_sites
 from ease.operations.purge import PurgePass
 from ease.operations.recipients import read_recipients, to_notify
 from ease.requests.request import Request, in_words
@@ -30,6 +30,9 @@ from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import check_method, check_named, default_method, open_world
 from ease.runs.resolve import RequestOptions, check_options, find_clients, parse_request, request_id
 from ease.runs.run import Run
+
+PENDING, OVERDUE = 4, 5
+"""Exit codes of `ease work`, `ease request due` and `ease status --exit-code`: a request waits, or one is overdue."""
 
 
 class ListedEntry(Entry):
@@ -109,7 +112,7 @@ def _impact(impact: Impact, names: Mapping[int, str]) -> Iterator[RenderableType
     before = f", {impact.already_forgotten} more were forgotten before" if impact.already_forgotten else ""
     yield labelled("touches", f"{impact.to_forget} of {impact.remaining} training pairs{before}")
     if impact.untrained:
-        yield labelled("erases", f"{untrained_words(impact)}, on which no model was trained")
+        yield labelled("erases", f"{impact.untrained_words}, on which no model was trained")
     if not impact.to_forget:
         return
     yield labelled("forgotten then", f"{impact.forgotten_fraction:.0%} of what the model was trained on")
@@ -155,6 +158,11 @@ class WorkSummary(Config):
     to_notify: dict[str, tuple[str, ...]]
     """Request -> recipients of exported models who have to be told that their model contains forgotten pairs."""
 
+    @property
+    def exit_code(self) -> int:
+        """4 if a request that was worked on still waits, for a person or for another try."""
+        return PENDING if any(each.state in OPEN for each in self.finished) else 0
+
     def render(self) -> Iterator[RenderableType]:
         if not self.finished:
             yield "Nothing waits: approve submitted requests with ease request approve"
@@ -163,30 +171,36 @@ class WorkSummary(Config):
             [
                 ", ".join(each.ids),
                 each.state,
-                each.why or _answer(each.outcome),
-                _figure(each.outcome.retain_before),
-                _figure(each.outcome.retain_after),
+                _answer(each.outcome),
+                f"{_figure(each.outcome.retain_before)} → {_figure(each.outcome.retain_after)}",
                 _figure(each.outcome.seconds),
             ]
             for each in self.finished
         ]
-        columns = ["request", "state", "", "retain R@1 before", "after", "seconds"]
-        yield table("Worked on", columns, rows, text_columns=3)
+        yield table("Worked on", ["request", "state", "result", "retain R@1", "seconds"], rows, text_columns=3)
+        for each in self.finished:
+            name = ", ".join(each.ids)
+            if each.why:
+                yield labelled(f"{name} is {each.state}", each.why, "dim" if each.state == "done" else "yellow")
+            if each.outcome.verdict:
+                yield labelled(f"verdict on {name}", each.outcome.verdict)
         for id, names in self.to_notify.items():
             yield labelled(f"{id}: to be told (ease request notify)", ", ".join(names), "yellow")
-        for each in self.finished:
-            if each.state == "done" and each.outcome.verdict:
-                yield labelled(f"verdict on {', '.join(each.ids)}", each.outcome.verdict)
         if self.purged:
-            yield from PurgeSummary(purged=self.purged).render()
+            yield from PurgeSummary(purged=self.purged, lost_sites=()).render()
 
 
 class PurgeSummary(Config):
     """`ease purge`: what was deleted, what was computed again, and what stayed."""
 
     purged: tuple[PurgePass, ...]
+    lost_sites: tuple[LostSite, ...]
+    """Sites that are gone for good, whose copies no purge has reached."""
 
     def render(self) -> Iterator[RenderableType]:
+        for site in self.lost_sites:
+            when = f"{_day(site.time)} by {site.by}"
+            yield labelled(f"client {site.client} is gone for good", f"{site.why} (recorded {when})", "yellow")
         if not self.purged:
             yield "Nothing to purge: no request was released, or not long enough ago"
         for each in self.purged:
@@ -347,4 +361,4 @@ def purge_run(
     with status("purging", quiet):
         passes = tuple(purge_released(folder, older_than_days, override))
     _retain(folder, load_policy(folder))
-    return PurgeSummary(purged=passes)
+    return PurgeSummary(purged=passes, lost_sites=read_lost_sites(folder).sites)

@@ -17,6 +17,7 @@ from ease.events import emit_artefact, emit_metrics, emit_round, emit_start
 from ease.federation.fedavg import Round
 from ease.measures.evaluate import recalls
 from ease.measures.retrieval import GalleryRecall
+from ease.operations.ledger.names import check_accepted
 from ease.params import Params
 from ease.runs.answers import open_world, release_only_result
 from ease.runs.config import RunConfig
@@ -94,6 +95,9 @@ FROZEN = (
 def train_run(config: RunConfig, out: Path, quiet: bool) -> TrainSummary:
     """Train in a run directory, continuing what is there, and measure the result."""
     run = Run.plan(out, config)
+    if (out / "run.json").is_file() and run.history.rounds() < config.training.rounds:
+        for name in run.unreleased():
+            check_accepted(out, name)
     released = release_only_result(run)
     if released and not quiet:
         errors.print(

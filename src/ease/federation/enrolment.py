@@ -61,8 +61,8 @@ def _check_backbones(remote: Remote) -> None:
 
 def _refuse(reasons: Mapping[int, str]) -> None:
     if reasons:
-        reported = each_reason(reasons)
-        raise UserError(f"pairs lie apart: all who begin or join must be there, and some are not ready ({reported})")
+        told = each_reason(reasons)
+        raise UserError(f"every site must be there when a run begins or a site joins, and some are not ready ({told})")
 
 
 def _asked(

@@ -19,6 +19,7 @@ from ease.federation.engines import remote_engine
 from ease.federation.enrolment import check_distinct, enrolled_later
 from ease.federation.wire import Deal
 from ease.operations.evidence import attest
+from ease.operations.ledger.names import check_accepted
 from ease.operations.ledger.records import Consent, check_text, now, stamp
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import worker_lock
@@ -94,6 +95,7 @@ def _ready(run: Run) -> Membership:
     if begun:
         raise UserError(f"{begun[0]}: is not finished; run the same `ease forget` again, or delete the folder")
     if names := run.unreleased():
+        check_accepted(run.folder, names[0])
         raise UserError(
             f"{run.folder}: {names[0]} was answered and is not what the run goes on from; first say so with "
             f"`ease release {run.folder} --request {names[0]}`, or delete its folder"

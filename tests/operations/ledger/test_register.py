@@ -201,12 +201,37 @@ def test_a_letter_says_what_happened_in_plain_words(ledger: Ledger) -> None:
 
 def test_a_granted_letter_names_who_was_told_and_claims_no_proof(ledger: Ledger) -> None:
     ledger.add(draft(id="r"))
-    entry = put(ledger, "r", state="done", outcome=Outcome(answer="client-1/ease", release=1))
+    passed = Outcome(answer="client-1/ease", release=1, passed=True, verdict="Evidence of approximate erasure")
+    entry = put(ledger, "r", state="done", outcome=passed)
     text = letter(entry, ledger.events("r"), OFFICE, notified=["Clinic 5"])
     assert "We have done what you asked" in text and "Clinic 5" in text and "does not prove" in text
     nothing = entry.model_copy(update={"outcome": Outcome()})
     assert "Nothing had to be done" in letter(nothing, [], OFFICE)
     assert "[name of the controller]" in letter(entry, [], Policy())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        ({"passed": False, "verdict": "Not enough evidence"}, "Differences were found, and a person decided"),
+        ({"passed": None, "verdict": "Too few pairs to tell"}, "could not tell"),
+        ({"passed": None, "verdict": "No audit: too few pairs."}, "was not measured"),
+        ({"passed": None, "verdict": ""}, "was not measured"),
+        ({"trained_again": True}, "trained from the start without your data"),
+    ],
+)
+def test_a_granted_letter_says_only_what_was_measured(ledger: Ledger, outcome: dict, says: str) -> None:
+    ledger.add(draft(id="r"))
+    entry = put(ledger, "r", state="done", outcome=Outcome(answer="client-1/ease", release=1, **outcome))
+    text = letter(entry, ledger.events("r"), OFFICE)
+    assert says in text and "No difference was found" not in text
+
+
+def test_a_letter_on_pairs_outside_training_claims_no_change_of_the_model(ledger: Ledger) -> None:
+    ledger.add(draft(id="r"))
+    entry = put(ledger, "r", state="done", outcome=Outcome(answer="sample-0/ease", release=1))
+    text = letter(entry, ledger.events("r"), OFFICE, trained=False)
+    assert "No model was trained on your data" in text and "replaced" not in text and "measured by" not in text
 
 
 # --- recipients ---

@@ -21,7 +21,8 @@ def test_a_request_is_extended_and_refused_with_letters(ease, run: Path, tmp_pat
     before = run_json(ease, "request", "show", run, "c")["deadline"]
     extended = run_json(ease, "request", "extend", run, "c", "--days", 30, "--reason", "many pairs")
     assert extended["deadline"] > before and extended["first_deadline"] == before
-    assert "many pairs" in ease("request", "letter", run, "c").out
+    shown = ease("request", "letter", run, "c").out
+    assert "many pairs" in shown and "\\n" not in shown and "Our reference: c" in shown.splitlines()
     assert ease("request", "extend", run, "c", "--days", 5, "--reason", "again").code == 2
     assert ease("request", "refuse", run, "c").code == 2
     assert run_json(ease, "request", "refuse", run, "c", "--reason", "nothing is held")["state"] == "refused"

@@ -92,9 +92,9 @@ def test_at_once_releases_without_an_audit(ease, exact: Path) -> None:
 
 def test_without_a_passed_verdict_a_person_decides(ease, run: Path, tmp_path: Path, few_shadows) -> None:
     add(ease, run, "--client", 1, id="c")
-    (held,) = run_json(ease, "work", run, "--audit")["finished"]
+    (held,) = run_json(ease, "work", run, "--audit", code=4)["finished"]
     assert held["state"] == "held" and held["outcome"]["passed"] is None and not Run.load(run).head.gone
-    assert held["why"].startswith(held["outcome"]["verdict"])
+    assert held["why"].startswith("its audit cannot tell; read the verdict") and held["outcome"]["verdict"]
     audit = run / "requests" / "client-1" / "ease" / "audit.json"
     written = audit.stat().st_mtime_ns
     assert run_json(ease, "work", run, "--audit")["finished"] == []  # it waits for a person
@@ -105,14 +105,29 @@ def test_without_a_passed_verdict_a_person_decides(ease, run: Path, tmp_path: Pa
     assert certified(ease, run, "client-1/ease", tmp_path / "c.json")["verdict"] == {"passed": None, "words": words}
 
 
+def test_nobody_goes_on_from_a_result_that_is_held_or_was_refused(ease, run: Path, few_shadows) -> None:
+    """Neither by hand nor by further training, which continues from the only result there is."""
+    add(ease, run, "--client", 1, id="c")
+    run_json(ease, "work", run, "--audit", code=4)
+    for command in (("release", run, "--request", "c"), ("train", "--resume", run, "--until", 3)):
+        refused = ease(*command)
+        assert refused.code == 2 and "answers c, which is held; decide with `ease request approve" in refused.err
+    run_json(ease, "request", "refuse", run, "c", "--reason", "the site takes it back")
+    refused = ease("train", "--resume", run, "--until", 3)
+    assert refused.code == 2 and "was refused; delete" in refused.err and not Run.load(run).head.gone
+    shutil.rmtree(run / "requests" / "client-1")
+    assert ease("train", "--resume", run, "--until", 3, "--quiet").code == 0 and not Run.load(run).head.gone
+
+
 def test_an_audit_that_is_asked_for_and_impossible_holds_the_answer(ease, run: Path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise judging.UserError("no pool")
 
     monkeypatch.setattr(judging, "check_possible", refuse)
     add(ease, run, "--client", 1, id="c")
-    (held,) = run_json(ease, "work", run, "--audit")["finished"]
-    assert held["state"] == "held" and held["why"].startswith("No audit: no pool.")
+    (held,) = run_json(ease, "work", run, "--audit", code=4)["finished"]
+    assert held["state"] == "held" and held["outcome"]["verdict"] == "No audit: no pool."
+    assert held["why"].startswith("it could not be audited; ")
 
 
 def test_what_nobody_trained_on_needs_no_audit(ease, run: Path, tmp_path: Path) -> None:

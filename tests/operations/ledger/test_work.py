@@ -48,9 +48,9 @@ def run(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "run"))
 
 
-def run_json(ease, *arguments: object) -> dict:
+def run_json(ease, *arguments: object, code: int = 0) -> dict:
     result = ease(*arguments, "--json")
-    assert result.code == 0, result.err
+    assert result.code == code, result.err
     return json.loads(result.out)
 
 
@@ -210,7 +210,7 @@ def perfect_before(monkeypatch) -> None:
 def test_a_model_that_costs_too_much_is_held_for_a_person(ease, run: Path, perfect_before) -> None:
     add(ease, run, "--client", 1, id="c")
     (run / "policy.toml").unlink()
-    finished = run_json(ease, "work", run, "--set", "hold.retain_points=0")["finished"]
+    finished = run_json(ease, "work", run, "--set", "hold.retain_points=0", code=4)["finished"]
     fell = 100 - finished[0]["outcome"]["retain_after"]
     assert f"fell by {fell:.1f} points" in finished[0]["why"]
     assert finished[0]["state"] == "held" and not Run.load(run).head.gone
@@ -225,7 +225,7 @@ def test_a_model_that_costs_too_much_is_held_for_a_person(ease, run: Path, perfe
 
 def test_a_held_model_that_others_overtook_is_made_again_from_the_head(ease, run: Path, perfect_before) -> None:
     add(ease, run, "--client", 1, id="held")
-    run_json(ease, "work", run, "--set", "hold.retain_points=0")
+    run_json(ease, "work", run, "--set", "hold.retain_points=0", code=4)
     add(ease, run, "--client", 2, id="other")
     assert run_json(ease, "work", run, "--set", "hold.retain_points=100")["finished"][0]["state"] == "done"
     run_json(ease, "request", "approve", run, "held")
@@ -246,7 +246,7 @@ def test_missing_clients_leave_a_request_pending_and_the_next_call_goes_on(ease,
         raise UserError("round 1, align: 1 of 3 clients gave a sound answer and 2 are needed")
 
     monkeypatch.setattr(module, "forget", silent)
-    finished = run_json(ease, "work", run)["finished"]
+    finished = run_json(ease, "work", run, code=4)["finished"]
     assert finished[0]["state"] == "pending" and "2 are needed" in finished[0]["why"]
     monkeypatch.setattr(module, "forget", whole)
     assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
@@ -365,7 +365,7 @@ def test_what_is_not_approved_as_the_policy_asks_is_held(ease, run: Path, policy
     add(ease, run, "--client", 2, id="r")
     with (run / "policy.toml").open("a") as file:
         file.write(f"[approval]\n{policy}\n")
-    (finished,) = run_json(ease, "work", run)["finished"]
+    (finished,) = run_json(ease, "work", run, code=4)["finished"]
     assert finished["state"] == "held" and missing in finished["why"]
     assert not Run.load(run).head.gone and run_json(ease, "work", run)["finished"] == []
 
@@ -376,7 +376,7 @@ def test_a_plan_for_another_client_is_dropped(ease, run: Path) -> None:
     ledger = Ledger(run)
     ledger.claim("worker", together=False)
     ledger.plan(["r"], RequestPlan(request=ClientRequest(clients=(3,)), method={"method": "ease"}))
-    (finished,) = run_json(ease, "work", run)["finished"]
+    (finished,) = run_json(ease, "work", run, code=4)["finished"]
     assert finished["state"] == "pending" and "names 14 pairs or clients" in finished["why"]
     assert run_json(ease, "work", run)["finished"][0]["state"] == "done"
     assert Run.load(run).head.gone == (ClientRequest(clients=(2,)),)

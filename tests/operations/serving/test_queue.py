@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from tests.operations.ledger.test_work import add, kept, run, run_json
+from tests.operations.ledger.test_work import add, kept, listed, run, run_json
 from tests.operations.serving.test_serving import Got
 
 from ease.operations.ledger.people import Person
@@ -17,6 +17,7 @@ from ease.operations.ledger.store import Ledger
 from ease.operations.serving.queue import Queue
 from ease.operations.serving.served import open_served
 from ease.operations.serving.server import Server
+from ease.runs.run import Run
 
 __all__ = ["kept", "run"]  # fixtures
 KEY = "a-key-of-this-test"
@@ -93,13 +94,28 @@ def test_a_request_shows_impact_steps_answer_and_certificate(serve: Serve, fille
     desk = serve(filled)
     still_open, done = desk.text("/queue/later-3"), desk.text("/queue/done-1")
     assert "training pairs" in still_open and "moved away" in still_open and "read-only" in still_open
-    assert "<form" not in still_open and "not audited" in done and "/queue/done-1/certificate" in done
+    assert "<form" not in still_open and "No audit: " in done and "/queue/done-1/certificate" in done
     certificate = desk.ask("/queue/done-1/certificate")
     assert certificate.status == 200 and b"Is this certificate unchanged?" in certificate.content
     assert "sha256-" in certificate.headers["Content-Security-Policy"]
     assert "script" not in desk.ask("/queue").headers["Content-Security-Policy"]
     assert desk.ask("/queue/later-3/certificate").status == 400
     assert desk.ask("/queue/nothing").status == 400
+
+
+def test_pairs_outside_training_and_how_far_a_held_request_is_are_shown(
+    ease, serve: Serve, filled: Path, tmp_path: Path
+) -> None:
+    known = Run.load(filled).known()
+    assert known is not None
+    add(ease, filled, "--samples", listed(tmp_path, [known[0].test[0]]), id="test-pair", approve=False)
+    desk = serve(filled)
+    page = desk.text("/queue/test-pair")
+    assert "0 of" in page and "1 test pair, on which no model was trained" in page and "rounds</dd>" not in page
+    Ledger(filled).approve("later-3", "bo")
+    Ledger(filled).claim("w", together=False)
+    Ledger(filled).finish(["later-3"], "held", "w", "its audit did not pass")
+    assert desk.text("/queue/later-3").count('class="reached"') == 3
 
 
 def test_nobody_decides_on_a_page_that_is_read_only(serve: Serve, filled: Path) -> None:

@@ -31,6 +31,7 @@ from ease.operations.evidence.salted import redacted, salt_path
 from ease.operations.evidence.statement import Certificate, asked
 from ease.params import Params
 from ease.requests.request import listed_ids
+from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import StoredAnswer, check_current, open_world
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import evaluation_sets, measure
@@ -333,7 +334,7 @@ def _marked(run: Run, stored: StoredAnswer) -> Iterator[Check]:
     """Says so where marks stand for ids of pairs that were purged."""
     known = run.known()
     ids = [] if known is None else named_ids(known[0], stored.record().request)
-    purged = [] if known is None else [each for each in ids if each not in known[0].digests]
+    purged = [each for each in ids if each in read_tombstones(run.folder).ids]
     if purged:
         share = f"{len(purged)} of {len(ids)}"
         yield Check("pairs", None, f"{share} were purged, and without their ids the hash of all cannot be made again")

@@ -65,6 +65,13 @@ class Impact(Config):
         return self.named - self.already_forgotten
 
     @property
+    def untrained_words(self) -> str:
+        """Pairs outside training that are erased, such as "1 test and 2 held-out pairs"; empty without any."""
+        parts = [f"{count} {split.replace('_', '-')}" for split, count in self.untrained.items()]
+        total = sum(self.untrained.values())
+        return f"{' and '.join(parts)} pair{'' if total == 1 else 's'}" if parts else ""
+
+    @property
     def refusal(self) -> str:
         """Why the request cannot be answered; empty if it can."""
         if self.unknown:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from ease.errors import UserError
 from ease.operations.ledger.deadlines import day_in
 from ease.operations.ledger.policy import Policy
-from ease.operations.ledger.records import Entry, Event, now, stamp
+from ease.operations.ledger.records import NO_AUDIT, Entry, Event, now, stamp
 
 Kind = Literal["received", "extended", "granted", "refused"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -33,9 +33,17 @@ def kind_of(entry: Entry, kind: str | None = None) -> Kind:
 
 
 def letter(
-    entry: Entry, steps: Sequence[Event], policy: Policy, notified: Sequence[str] = (), kind: str | None = None
+    entry: Entry,
+    steps: Sequence[Event],
+    policy: Policy,
+    notified: Sequence[str] = (),
+    kind: str | None = None,
+    trained: bool = True,
 ) -> str:
-    """Return the letter as text; what the policy does not name is left to be filled in."""
+    """Return the letter as text; what the policy does not name is left to be filled in.
+
+    `trained` says whether the model was trained on what the request names.
+    """
     zone, office = policy.time_zone, policy.office
     chosen = kind_of(entry, kind)
     contact = office.contact or "[contact of the data protection officer]"
@@ -46,13 +54,15 @@ def letter(
         day_in(stamp(now()), zone),
         f"To: {entry.asked_by or '[name]'}\nOur reference: {entry.id}",
         f"Your request of {received} to have data forgotten",
-        *_body(chosen, entry, steps, zone, notified),
+        *_body(chosen, entry, steps, zone, notified, trained),
         *([rights] if chosen in ("refused", "extended") else [f"If you have questions, write to {contact}."]),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _body(kind: Kind, entry: Entry, steps: Sequence[Event], zone: str, notified: Sequence[str]) -> list[str]:
+def _body(
+    kind: Kind, entry: Entry, steps: Sequence[Event], zone: str, notified: Sequence[str], trained: bool
+) -> list[str]:
     until = day_in(entry.deadline, zone)
     if kind == "received":
         first = entry.first_deadline or entry.deadline
@@ -82,10 +92,28 @@ def _body(kind: Kind, entry: Entry, steps: Sequence[Event], zone: str, notified:
         if notified
         else ""
     )
+    if not trained:
+        return [
+            f"We have done what you asked. No model was trained on your data. On {day_in(done, zone)} we removed them "
+            "from the data with which models are measured and searched."
+        ]
     return [
         f"We have done what you asked. On {day_in(done, zone)} the model that had learnt from your data was replaced "
         "by one from which they were removed, and your data are not used for training any more.",
-        "How well this worked was measured by comparing the model with models that never saw your data. "
-        "It does not prove that nothing can ever be found.",
+        _measured(entry),
         *([notice] if notice else []),
     ]
+
+
+def _measured(entry: Entry) -> str:
+    """How sure that is, by the verdict of the audit."""
+    if entry.outcome.trained_again:
+        return "The new model was trained from the start without your data."
+    measured = "How well this worked was measured by comparing the model with models that never saw your data. "
+    if entry.outcome.passed:
+        return measured + "No difference was found. This does not prove that nothing can ever be found."
+    if entry.outcome.passed is False:
+        return measured + "Differences were found, and a person decided that the model may be used."
+    if entry.outcome.verdict.startswith(NO_AUDIT) or not entry.outcome.verdict:
+        return "How well this worked was not measured."
+    return measured + "The comparison could not tell whether something of your data is left."

@@ -24,6 +24,8 @@ from ease.show.template import render, source
 
 STAGES = ("submitted", "approved", "running", "done")
 """The way of a request that nothing stops."""
+REACHED = {"pending": 1, "held": 2, "released": 2}
+"""How far requests are that something stops, in `STAGES`."""
 STANDING = {True: "good", False: "bad", None: "unknown"}
 
 
@@ -109,7 +111,7 @@ def detail(run: Run, id: str) -> Detail:
             }
             for each in events
         ),
-        stage=STAGES.index(entry.state) if entry.state in STAGES else -1,
+        stage=STAGES.index(entry.state) if entry.state in STAGES else REACHED.get(entry.state, -1),
         answered_jobs=_answered_jobs(run, entry),
         verdict=_verdict(run, entry),
         certificate=certificate_path(run, entry),
@@ -133,7 +135,9 @@ def _answered_jobs(run: Run, entry: Entry) -> int | None:
 
 def _verdict(run: Run, entry: Entry) -> tuple[str, str] | None:
     verdict = verdict_of_answer(run, entry)
-    return None if verdict is None else (STANDING[verdict.passed], verdict.words)
+    if verdict is not None:
+        return STANDING[verdict.passed], verdict.words
+    return (STANDING[entry.outcome.passed], entry.outcome.verdict) if entry.outcome.verdict else None
 
 
 def certificate_path(run: Run, entry: Entry) -> Path | None:

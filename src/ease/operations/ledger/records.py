@@ -66,6 +66,8 @@ class Outcome(Config):
     """The verdict in words, or why there was no audit; empty before it was audited."""
 
 
+NO_AUDIT = "No audit"
+"""How the verdict of an answer that was not audited begins."""
 NOTHING = Outcome()
 """The outcome of a request that nobody has worked on."""
 

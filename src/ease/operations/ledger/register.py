@@ -116,7 +116,7 @@ def verdict_of_answer(run: Run, entry: Entry) -> Verdict | None:
 
 def _verdict_words(run: Run, entry: Entry) -> str:
     verdict = verdict_of_answer(run, entry)
-    return "" if verdict is None else verdict.words
+    return entry.outcome.verdict if verdict is None else verdict.words
 
 
 def _closed(steps: Sequence[Event], zone: str) -> str:

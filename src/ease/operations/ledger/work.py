@@ -26,7 +26,7 @@ from ease.operations.ledger.impact import impact_of, method_for
 from ease.operations.ledger.judging import audit_answer, audit_settings
 from ease.operations.ledger.people import missing_approval
 from ease.operations.ledger.policy import Policy
-from ease.operations.ledger.records import NOTHING, Entry, Event, Outcome, RequestPlan
+from ease.operations.ledger.records import NO_AUDIT, NOTHING, Entry, Event, Outcome, RequestPlan
 from ease.operations.ledger.states import State
 from ease.operations.ledger.store import Ledger
 from ease.requests.request import Request, combined, leaving_clients, listed_ids, named_in, remaining
@@ -43,6 +43,8 @@ LOCK = ".work.lock"
 RETRY_SECONDS = 0.1
 """Time before a busy lock is tried again."""
 RETAINED = "retain/recall@1"
+AUDITS = {False: "its audit did not pass", None: "its audit cannot tell"}
+"""Why an answer is held, by the verdict on it."""
 
 Steps = Iterator[tuple[Step, Metrics]]
 Follow = Callable[[Steps, Request, Unlearner], None]
@@ -229,7 +231,7 @@ def _answered(
     if closed is None and fall > policy.hold.retain_points and model not in waived:
         why = (
             f"recall@1 of retained pairs fell by {fall:.1f} points, and {policy.hold.retain_points:g} are allowed; "
-            "look at the model, then approve or cancel the request"
+            "look at the model, then approve, refuse or cancel the request"
         )
         return "held", why, outcome
     wanted = policy.release == "after_audit" if audited is None else audited
@@ -238,7 +240,8 @@ def _answered(
     if closed is None and auditable:
         outcome = _audited(run, world, stored, request, method, follow, outcome, bool(audited))
         if outcome.passed is not True and (audited or stored.audit_path.is_file()) and model not in waived:
-            return "held", f"{outcome.verdict} Read the audit, then approve or cancel the request", outcome
+            audit = "it could not be audited" if outcome.verdict.startswith(NO_AUDIT) else AUDITS[outcome.passed]
+            return "held", f"{audit}; read the verdict, then approve, refuse or cancel the request", outcome
     release(run, name)  # has no effect on one that is released
     attest(run)
     place, made = next(
@@ -269,7 +272,7 @@ def _retained(
 
 
 def _no_audit(why: str) -> str:
-    return f"No audit: {why}."
+    return f"{NO_AUDIT}: {why}."
 
 
 def _audited(

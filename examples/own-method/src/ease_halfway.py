@@ -47,10 +47,8 @@ class Halfway(Unlearner):
         state = trained.start + self.back * (trained.initial - trained.start)
         clients = retained_clients(request, federation)
         for number in range(1, self.rounds(trained.training, request) + 1):
-            job = trained.training.job(
+            job = trained.job(
                 number,
-                trained.seed,
-                trained.temperature,
                 self.name,
                 request=request,
                 data="retain",

@@ -231,9 +231,7 @@ def measure_scores(
     trained: Trained, state: Params, request: Request, federation: Federation, clients: Sequence[int]
 ) -> Scores:
     """Ask clients for their scores under a state. The same pairs are compared each time."""
-    job = trained.training.job(
-        0, trained.seed, trained.temperature, MEMBERSHIP_SCORES, request=request, objective=MEMBERSHIP_SCORES
-    )
+    job = trained.job(0, MEMBERSHIP_SCORES, request=request, objective=MEMBERSHIP_SCORES)
     answers = federation.run(state, job, clients)
     return {answer.client: answer.values for answer in sorted(answers, key=lambda answer: answer.client)}
 

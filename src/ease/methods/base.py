@@ -76,6 +76,10 @@ class Trained:
     def order(self) -> Order:
         return self.trained_with or Order(self.seed)
 
+    def job(self, round: int, stream: str, rate: float = 1.0, **changes: Any) -> LocalJob:
+        """A job of a method, with random numbers of its own, and with some fields changed."""
+        return self.training.job(round, self.seed, self.temperature, stream, rate, **changes)
+
     def training_job(self, round: int, **changes: Any) -> LocalJob:
         """The job that a round of the training gave to its clients, with some fields changed."""
         return self.training.job(round, self.order.seed, self.temperature, self.order.stream, **changes)
@@ -183,15 +187,21 @@ def share_of(training: TrainingConfig, share: float) -> int:
 
 
 def fine_tuning(
-    trained: Trained, state: Params, request: Request, federation: Federation, rounds: int, stream: str
+    trained: Trained,
+    state: Params,
+    request: Request,
+    federation: Federation,
+    rounds: int,
+    stream: str,
+    first: int = 1,
+    phase: str = "finetune",
 ) -> Iterator[Step]:
-    """Plain training on retained data, with which most methods end."""
+    """Plain training on retained data from round `first` up to `rounds`, with which most methods end."""
     recipe = trained.training.model_copy(update={"rounds": rounds})
     clients = retained_clients(request, federation)
-    for finished in fedavg(
-        state, federation, recipe, trained.seed, trained.temperature, clients, request=request, stream=stream
-    ):
-        yield step_of(finished, "finetune")
+    numbers = trained.seed, trained.temperature
+    for finished in fedavg(state, federation, recipe, *numbers, clients, first, request=request, stream=stream):
+        yield step_of(finished, phase)
 
 
 def forget_then_finetune(

@@ -79,9 +79,7 @@ class EasePaper(Unlearner):
             if phase == "excision":  # Eq. (10), in every excision round, before the broadcast
                 state, residuals = excise(state, reference, bases)
                 notes |= {"residuals": residuals} if residuals else {}
-            job = training.job(
-                number, trained.seed, trained.temperature, self.name, request=request, data="retain", lock=lock
-            )
+            job = trained.job(number, self.name, request=request, data="retain", lock=lock)
             drawn = participants(clients, training, trained.seed, number)
             finished = average(state, federation.run(state, job, drawn), training, number)
             state = finished.state  # line 30
@@ -128,9 +126,7 @@ class EasePaper(Unlearner):
         state = trained.start if self.probe_round is None else trained.history.state(self.probe_round)
         columns, rejected = dict[str, Sequence[UpdateColumn]](), dict[int, str]()
         for data in ("forget", "retain"):
-            job = trained.training.job(
-                0, trained.seed, trained.temperature, f"{self.name}-{data}", request=request, data=data, epochs=1
-            )
+            job = trained.job(0, f"{self.name}-{data}", request=request, data=data, epochs=1)
             asked = average(state, federation.run(state, job, federation.clients), trained.training, 0, clip=False)
             columns[data] = [Change(state, update.change) for update in asked.updates]
             rejected |= asked.rejected

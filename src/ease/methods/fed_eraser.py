@@ -52,15 +52,7 @@ class FedEraser(Unlearner):
                 finished = average(state, (history.update(number, client) for client in clients), training, number)
                 yield step_of(finished, "replay")
             else:
-                job = training.job(
-                    number,
-                    trained.seed,
-                    trained.temperature,
-                    "fed_eraser",
-                    request=request,
-                    data="retain",
-                    epochs=epochs,
-                )
+                job = trained.job(number, "fed_eraser", request=request, data="retain", epochs=epochs)
                 answers = federation.run(state, job, clients)
                 calibrated = (
                     answer

@@ -58,9 +58,7 @@ class FedOsd(Unlearner):
         holders, clients = forget_clients(request, federation), retained_clients(request, federation)
         for number in range(1, self.rounds(training, request) + 1):
             forgetting = number <= share_of(training, self.forget_share)
-            job = training.job(
-                number, trained.seed, trained.temperature, self.name, self.rate if forgetting else 1.0, request=request
-            )
+            job = trained.job(number, self.name, self.rate if forgetting else 1.0, request=request)
             drawn = participants(clients, training, trained.seed, number)
             finished = average(state, federation.run(state, replace(job, data="retain"), drawn), training, number)
             changes = [update.delta for update in finished.updates if update.delta is not None]

@@ -79,9 +79,7 @@ def retained_shares(
     if isinstance(request, ClientRequest):
         shares = dict.fromkeys(retained_clients(request, federation), 1.0) | dict.fromkeys(request.clients, 0.0)
         return Round(0, trained.start, ()), shares
-    job = trained.training.job(
-        1, trained.seed, trained.temperature, f"{stream}-ask", request=request, data="retain", epochs=1
-    )
+    job = trained.job(1, f"{stream}-ask", request=request, data="retain", epochs=1)
     answers = list(federation.run(trained.start, job, federation.clients))
     asked = average(trained.start, answers, trained.training, 1)
     nothing_left = {answer.client for answer in answers} - asked.rejected.keys()

@@ -95,10 +95,8 @@ class Ferrari(Unlearner):
     """Rounds of fine-tuning, as a share of the training rounds; 0: none."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        job = trained.training.job(
+        job = trained.job(
             1,
-            trained.seed,
-            trained.temperature,
             f"{self.name}-forget",
             self.rate,
             epochs=1,

@@ -46,16 +46,7 @@ class Ffmu(Unlearner):
         clients = retained_clients(request, federation)
         settings = {"threshold": self.threshold, "noise": self.noise}
         for number in range(1, self.rounds(training, request) + 1):
-            job = training.job(
-                number,
-                trained.seed,
-                trained.temperature,
-                "ffmu",
-                request=request,
-                data="retain",
-                objective="ternary",
-                settings=settings,
-            )
+            job = trained.job(number, "ffmu", request=request, data="retain", objective="ternary", settings=settings)
             answers = federation.run(state, job, participants(clients, training, trained.seed, number))
             finished = average(state, [decode(answer, state) for answer in answers], training, number)
             state = state + (finished.state - state).map(self._bounded)

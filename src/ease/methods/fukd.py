@@ -75,10 +75,8 @@ class Fukd(Unlearner):
         state = asked.state - self.subtraction * contribution(trained, kept)
         yield Step(state, "subtraction", asked.loss, exclusions(asked))
         for number in range(1, share_of(training, self.share) + 1):
-            job = training.job(
+            job = trained.job(
                 number,
-                trained.seed,
-                trained.temperature,
                 self.name,
                 request=request,
                 data="retain",

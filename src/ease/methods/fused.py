@@ -39,7 +39,7 @@ class Fused(Unlearner):
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         training, base = trained.training, trained.start
         clients = retained_clients(request, federation)
-        job = training.job(0, trained.seed, trained.temperature, "fused", request=request, data="retain")
+        job = trained.job(0, "fused", request=request, data="retain")
 
         drawn = participants(clients, training, trained.seed, 0)
         probed = average(base, federation.run(base, job, drawn), training, 0)

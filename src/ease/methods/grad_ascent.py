@@ -40,10 +40,8 @@ class GradAscent(Unlearner):
     """Rounds of fine-tuning, as a share of the training rounds; 0 shows what ascent alone destroys."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        job = trained.training.job(
+        job = trained.job(
             1,
-            trained.seed,
-            trained.temperature,
             f"{self.name}-forget",
             self.rate,
             epochs=1,

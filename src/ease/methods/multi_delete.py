@@ -72,10 +72,8 @@ class MultiDelete(Unlearner):
     """Client requests: rounds after which the client that withdraws is gone."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        job = trained.training.job(
+        job = trained.job(
             0,
-            trained.seed,
-            trained.temperature,
             self.name,
             request=request,
             objective="decouple",

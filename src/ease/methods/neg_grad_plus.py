@@ -59,10 +59,8 @@ class NegGradPlus(Unlearner):
     """Largest norm of a gradient."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
-        job = trained.training.job(
+        job = trained.job(
             0,
-            trained.seed,
-            trained.temperature,
             self.name,
             request=request,
             objective=DIFFERENCE,

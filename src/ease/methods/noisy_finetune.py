@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Step, Trained, Unlearner, fine_tuning, retained_clients, share_of, step_of
+from ease.methods.base import Step, Trained, Unlearner, fine_tuning, share_of
 from ease.methods.certified import certificate, clipped, largest_ratio, noisy
 from ease.requests.request import Request
 
@@ -49,23 +49,11 @@ class NoisyFinetune(Unlearner):
         count = share_of(trained.training, self.noisy_share)
         sigma, centre = self.sigma(count), trained.initial
         found = certificate(self.epsilon, self.delta, sigma, ASSUMPTIONS, rounds=count, radius=self.radius)
-        state, clients = trained.start, retained_clients(request, federation)
+        state = trained.start
         for number in range(1, count + 1):
-            one = trained.training.model_copy(update={"rounds": number})
-            (finished,) = fedavg(
-                state,
-                federation,
-                one,
-                trained.seed,
-                trained.temperature,
-                clients,
-                first_round=number,
-                request=request,
-                stream=self.name,
-            )
-            state = noisy(clipped(finished.state, centre, self.radius), sigma, trained.seed, self.name, number)
-            step = replace(step_of(finished, "noisy rounds"), state=state)
-            yield replace(step, notes={**step.notes, **found}) if number == count else step
+            (step,) = fine_tuning(trained, state, request, federation, number, self.name, number, "noisy rounds")
+            state = noisy(clipped(step.state, centre, self.radius), sigma, trained.seed, self.name, number)
+            yield replace(step, state=state, notes={**step.notes, **(found if number == count else {})})
         rounds = share_of(trained.training, self.share)
         yield from fine_tuning(trained, state, request, federation, rounds, "noisy finetune, repair")
 

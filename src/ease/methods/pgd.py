@@ -41,10 +41,8 @@ class Pgd(Unlearner):
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         centre = without_clients(trained, request.clients) if isinstance(request, ClientRequest) else trained.start
-        job = trained.training.job(
+        job = trained.job(
             1,
-            trained.seed,
-            trained.temperature,
             f"{self.name}-forget",
             self.rate,
             epochs=self.epochs,

@@ -35,17 +35,8 @@ class Retrain(Unlearner):
         recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
         clients = retained_clients(request, federation)
         stream = "train" if self.keep else f"retrain-{self.order}"  # more rounds and replays go on with it
-        for finished in train(
-            trained.initial,
-            federation,
-            recipe,
-            trained.seed,
-            trained.temperature,
-            clients,
-            request=request,
-            stream=stream,
-            again=trained.history,
-        ):
+        given = trained.initial, federation, recipe, trained.seed, trained.temperature, clients
+        for finished in train(*given, request=request, stream=stream, again=trained.history):
             step = step_of(finished, "retrain")
             yield replace(step, round=finished) if self.keep or finished.sums is not None else step
 

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Space, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Need, Space, Step, Trained, Unlearner, fine_tuning, retained_clients
 from ease.methods.fed_recovery import residual
 from ease.requests.request import ClientRequest, Request
 
@@ -39,18 +39,8 @@ class Rollback(Unlearner):
         for number in range(1, last + 1):
             state = trained.history.state(number)
             yield Step(state, "kept")
-        for finished in fedavg(
-            state,
-            federation,
-            trained.training,
-            trained.seed,
-            trained.temperature,
-            retained,
-            first_round=last + 1,
-            request=request,
-            stream=self.name,
-        ):
-            yield step_of(finished, "retraining")
+        rounds = trained.training.rounds
+        yield from fine_tuning(trained, state, request, federation, rounds, self.name, last + 1, "retraining")
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
         return training.rounds

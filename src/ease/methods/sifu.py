@@ -1,13 +1,14 @@
 """SIFU: go back to the last state that leaving clients can have moved by little, hide that by noise, and train on."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ease.federation.fedavg import TrainingConfig, fedavg
+from ease.federation.fedavg import TrainingConfig
 from ease.federation.protocol import Federation
-from ease.methods.base import Need, Step, Trained, Unlearner, retained_clients, step_of
+from ease.methods.base import Need, Step, Trained, Unlearner, fine_tuning, retained_clients
 from ease.methods.certified import certificate, largest_ratio, noisy
 from ease.methods.rollback import influences
 from ease.requests.request import ClientRequest, Request
@@ -55,22 +56,10 @@ class Sifu(Unlearner):
             if number == last:
                 state = noisy(state, self.sigma, trained.seed, self.name)
             yield Step(state, "kept", notes=self._proof(last, found[last]) if number == last else {})
-        for finished in fedavg(
-            state,
-            federation,
-            trained.training,
-            trained.seed,
-            trained.temperature,
-            retained,
-            first_round=last + 1,
-            request=request,
-            stream=self.name,
-        ):
-            step = step_of(finished, "retraining")
-            first = finished.number == 1
-            yield (
-                step if not first else Step(step.state, step.phase, step.loss, {**step.notes, **self._proof(0, 0.0)})
-            )
+        rounds = trained.training.rounds
+        steps = fine_tuning(trained, state, request, federation, rounds, self.name, last + 1, "retraining")
+        for number, step in enumerate(steps, last + 1):
+            yield step if number > 1 else replace(step, notes={**step.notes, **self._proof(0, 0.0)})
 
     def _proof(self, last: int, sensitivity: float) -> dict[str, object]:
         if not last:  # from the start state: nothing of the forget data is left

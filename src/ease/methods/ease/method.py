@@ -89,7 +89,7 @@ class Ease(Unlearner):
         clients, training = retained_clients(request, federation), trained.training
         least, most = (each(training, request) - 1 for each in (self.rounds, self.most_rounds))
         for number in range(1, most + 1):
-            job = training.job(number, trained.seed, trained.temperature, self.name, request=request, data="retain")
+            job = trained.job(number, self.name, request=request, data="retain")
             drawn = participants(clients, training, trained.seed, number)
             # States travel in half precision. The returned changes are added to the full state.
             try:

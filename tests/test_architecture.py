@@ -1,13 +1,12 @@
 """The architecture holds: imports go one way, so that every layer can be read without those above it."""
 
 import ast
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
 import pytest
+from benchmarks.entered import Entered
 
 import ease
 from ease.methods import BUILT_IN
@@ -192,19 +191,9 @@ def test_a_request_enters_the_modules_in_the_order_that_is_drawn(ease, small, tm
     settings = [part for change in (*small, "model.lora=ffa") for part in ("--set", change)]
     assert ease("train", "--out", tmp_path / "run", *settings, "--quiet").code == 0
     drawn = block("The path of a request")
-    entered: list[str] = []
-
-    def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
-            file = Path(frame.f_code.co_filename)
-            name = f"{file.relative_to(ROOT).with_suffix('').as_posix()}.{frame.f_code.co_name}"
-            if name in drawn and name not in entered:
-                entered.append(name)
-
-    sys.setprofile(watch)
-    try:
+    seen = Entered()
+    with seen.watching():
         result = ease("forget", tmp_path / "run", "--client", 1, "--quiet")
-    finally:
-        sys.setprofile(None)
     assert result.code == 0, result.err
-    assert entered == drawn
+    assert [name for name in seen.functions if name in drawn] == drawn
+    assert len(seen.modules) <= 80 and seen.between <= 9, "a request takes a longer way through the code than it did"

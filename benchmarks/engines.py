@@ -1,6 +1,6 @@
 """Measures a round in one process, over sockets and over Flower, and the bytes that cross beside those accounted for.
 
-python benchmarks/engines.py --nodes 3 --engines loop nodes cold flower
+python benchmarks/engines.py --nodes 3 --engines sequential nodes cold flower
 python benchmarks/engines.py --nodes 3 --engines flower --hidden 1024      # states of megabytes, for the bytes
 
 Every engine trains the same small run; the hashes of all rounds must agree. `cold` is `nodes` without the warm worker:

@@ -52,14 +52,14 @@ SETTINGS = f"""# Settings
 
 {MADE}
 
-A setting stands in a TOML file under its section, on the command line as `--set section.key=value`, or in Python as
-`settings={{"section.key": value}}`. Values are written as in TOML; bare words are text. What is not known is refused,
-with the name that was perhaps meant."""
+Write a setting in a TOML file under its section, on the command line as `--set section.key=value`, or in Python as
+`settings={{"section.key": value}}`. Values are written as in TOML; bare words are text. Unknown names are refused,
+and the error suggests a similar name."""
 PLACES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "Runs",
-        "`ease train FILE --set ...`, `ease demo --set ...`, `ease.train(settings=...)`. Paths in a file are meant "
-        "from its folder, those of `--set` from where you stand.",
+        "`ease train FILE --set ...`, `ease demo --set ...`, `ease.train(settings=...)`. Paths in a file are "
+        "relative to its folder, those of `--set` to the current folder.",
         RunConfig,
     ),
     (
@@ -71,7 +71,7 @@ PLACES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "Experiments",
         "`ease bench FILE --set ...` and `ease sweep FILE --set ...`: [experiments.md](experiments.md). Settings of "
-        "training stand under `run`, such as `run.training.rounds`.",
+        "training are under `run`, such as `run.training.rounds`.",
         Experiment,
     ),
 )
@@ -86,9 +86,7 @@ def settings_page() -> str:
         rows = "\n".join(_row(name, field) for name, field in _settings(kind, kind is Experiment))
         parts.append(f"## {title}\n\n{about}\n\n| setting | default | may be | meaning |\n|---|---|---|---|\n{rows}")
     listed = ", ".join(f"[`{name}`](methods.md#{_anchor(name)})" for name in sorted(METHODS))
-    parts.append(
-        f"## Methods\n\n`ease forget RUN --method NAME --set key=value`; each has a table of its own: {listed}."
-    )
+    parts.append(f"## Methods\n\n`ease forget RUN --method NAME --set key=value`; settings: {listed}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -157,7 +155,7 @@ def _kind(annotation: Any) -> str:
 
 
 def commands_page() -> str:
-    parts = [f"# Commands\n\n{MADE} The same stands in `ease COMMAND --help`."]
+    parts = [f"# Commands\n\n{MADE} `ease COMMAND --help` prints the same."]
     for name, command in sorted(commands().items()):
         parts.append(f"## ease {name}\n\n{_prose(command.help or '')}")
         rows = [
@@ -218,13 +216,13 @@ def outputs_page() -> str:
     )
     stored = "\n".join(f"| `{path}` | {_linked(kind)} | {_first(kind)} |" for path, kind in FILES.items())
     parts = [
-        f"# Outputs\n\n{MADE} JSON Schemas (2020-12) lie in `docs/schemas/`.",
+        f"# Outputs\n\n{MADE} JSON Schemas (2020-12) are in `docs/schemas/`.",
         "With `--json` a command prints one object on one line to standard output, and nothing else there. Keys may be "
         "added in later versions; none changes its meaning while `format` stays. Recalls are in percent.",
         f"## Printed\n\n| command | schema |\n|---|---|\n{printed}",
         "## Stored in a run\n\nSealed files have a key `seal`: [reliability.md](reliability.md). `results.json` of an "
-        f"experiment is {_linked(ELSEWHERE[0])}; a certificate's payload is {_linked(ELSEWHERE[1])}. Tensors lie in "
-        f"safetensors files, the queue in `ledger.sqlite`.\n\n| file | schema | |\n|---|---|---|\n{stored}",
+        f"experiment is {_linked(ELSEWHERE[0])}; a certificate's payload is {_linked(ELSEWHERE[1])}. Tensors are in "
+        f"safetensors files, the queue is in `ledger.sqlite`.\n\n| file | schema | |\n|---|---|---|\n{stored}",
         "## Fields",
         *(_fields(kind) for kind in kinds()),
     ]
@@ -271,9 +269,9 @@ def exit_codes_page() -> str:
     rows = "\n".join(f"| {code} | {_cell(words)} |" for code, words in EXIT_CODES.items())
     return (
         f"# Exit codes\n\n{MADE}\n\n| code | when |\n|---|---|\n{rows}\n\n"
-        "A mistake is told on the error stream in one line that begins with `error: ` and names what to do. `--debug` "
-        "shows where it came from. A process that the system kills (128 and the signal's number, such as 137) goes on "
-        "with the same command.\n"
+        "A user error is one line on the error stream that begins with `error: ` and names what to do. Add `--debug` "
+        "to see its origin. If the system kills a process (128 and the signal's number, such as 137), run the same "
+        "command again to resume.\n"
     )
 
 

@@ -13,16 +13,16 @@ class AuditConfig(Config):
     shadows: int = Field(16, ge=4)
     """Shadow federations; an even number, since they come in complementary pairs."""
     retrains: int = Field(9, ge=1)
-    """Further retrainings, in other orders of the data: what one more retraining could be is judged by them."""
+    """Further retrainings, in other orders of the data, which show how much retrained models differ."""
     level: float = Field(0.05, gt=0, lt=1)
-    """How often the verdict may refuse what is in truth one more retraining."""
+    """How often the verdict may refuse a model that really was retrained."""
     pool: int | None = Field(None, ge=16)
     """Pairs, seen by no model, that every statistic is measured against; by default 512, or half of the validation and
     test pairs where there are fewer than 514."""
     fpr: float = Field(0.01, gt=0, lt=1)
-    """False positive rate at which the share of found members is told."""
+    """False positive rate at which the share of found members is reported."""
     attack: Literal["bavaria", "strongest"] = "bavaria"
-    """What forget pairs are judged by: BaVarIA, or whichever attack told members best before unlearning."""
+    """Attack on forget pairs: BaVarIA, or the attack that found members best before unlearning."""
     relearn_pairs: int = Field(16, ge=2)
     """Forget pairs that are shown again in the relearning test."""
     workers: int | None = Field(None, ge=1)

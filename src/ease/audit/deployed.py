@@ -68,13 +68,13 @@ class DeployedAudit(Record, WithComputedFields):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def found(self) -> tuple[Form, ...]:
-        """Forms in which memories came back."""
+        """Forms in which forget pairs gained more than unseen ones."""
         return tuple(each.form for each in self.forms if each.came_back.low > 0)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def words(self) -> str:
-        """What was found, in one line."""
+        """The finding in one line."""
         said = f"memories came back in: {', '.join(self.found)}" if self.found else "no form brings memories back"
         return f"{said} ({self.forget_pairs} forget pairs against {self.unseen_pairs} unseen ones; {RULE})"
 

@@ -70,11 +70,11 @@ class QuickCheck(MethodRecord, WithComputedFields):
     format: Literal[2] = 2
     request: Request
     model_sha256: str
-    """Of the model that was looked at."""
+    """Hash of the checked model."""
     forget_pairs: int
     held_out_pairs: int
-    """Of the clients that hold forget pairs: a leaving client compares its own pairs with its own held-out ones. Those
-    of clients that stay resemble what is still trained on, and stand higher after a retraining too."""
+    """Held-out pairs of the clients that hold forget pairs. A leaving client is compared with its own held-out pairs,
+    because those of other clients resemble retained pairs and have higher scores after retraining too."""
     compared_with: str
     """Which held-out pairs."""
     before: Level

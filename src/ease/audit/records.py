@@ -93,7 +93,7 @@ class AuditRecord(MethodRecord):
     format: Literal[2] = 2
     request: Request
     model_sha256: str
-    """Of the audited model; the verdict holds for no other."""
+    """Hash of the audited model. The verdict applies only to this model."""
     retrain_sha256: str
     settings: AuditConfig
     verdict: Verdict
@@ -103,11 +103,11 @@ class AuditRecord(MethodRecord):
     attacks: dict[str, dict[str, AttackRecord]]
     """Attack -> model -> what it says."""
     relearning: dict[str, dict[str, Curve]]
-    """What was taught -> model -> how the forgotten came back."""
+    """Pairs that were trained again -> model -> how much of the forget margin returned."""
     similarities: dict[str, tuple[float, ...]]
     """Model -> cosine of picture and caption of each forget pair."""
     pairs: tuple[PairRecord, ...] = ()
-    """Of a request of few pairs, each pair by itself."""
+    """Each pair of a request of few pairs."""
     relative: RelativeTest | None = None
     """Whether the result is closer to retrained models or to the trained one; None with too few models or no signal."""
     strata: tuple[Stratum, ...] = ()

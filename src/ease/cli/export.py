@@ -24,7 +24,7 @@ def export(
     form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.safetensors,
     out: Annotated[Path | None, typer.Option(help="Folder to write to. By default exports/ in the run.")] = None,
     recipient: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Record who gets it, to be told once pairs in it are forgotten.")
+        str | None, typer.Option(metavar="NAME", help="Record the recipient, to notify once pairs in it are forgotten.")
     ] = None,
     by: By = None,
     quiet: Quiet = False,

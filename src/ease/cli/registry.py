@@ -75,7 +75,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "cancel": "Cancel a request that is not being worked on.",
         "due": "List what is overdue or due soon.",
         "letter": "Write the letter to the person who asked.",
-        "notify": "Record that a recipient of an exported model was told.",
+        "notify": "Record that a recipient of an exported model was notified.",
         "export": "Write the register as CSV and as a page to print.",
     },
     "certificate": {

@@ -107,7 +107,7 @@ def find(
     """Find what a run holds on a person.
 
     Pairs are looked for in every split and at every site. Each is listed with the client that holds it and with the
-    closed requests that removed it. Sites are asked for a picture by its hash and find exact copies only.
+    closed requests that removed it. Sites receive only the hash of a picture and find exact copies.
 
     Example: `ease request find runs/first smith --image smith.jpg`
     """
@@ -152,7 +152,7 @@ def extend(
 ) -> Result:
     """Extend a deadline, once and by two months at most.
 
-    The person who asked has to be told before the first deadline: `ease request letter` writes the letter.
+    Inform the person who asked before the first deadline: `ease request letter` writes the letter.
 
     Example: `ease request extend runs/first client-3-1f2e3d --days 30 --reason "three sites have to answer"`
     """
@@ -225,12 +225,12 @@ def notify(
     run: Run,
     id: Id,
     recipient: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Who was told. Without it, list who has to be.")
+        str | None, typer.Option(metavar="NAME", help="The notified recipient. Without it, list recipients to notify.")
     ] = None,
     by: By = None,
     key: Key = None,
 ) -> Result:
-    """Record that a recipient of an exported model was told.
+    """Record that a recipient of an exported model was notified.
 
     Recipients are those of `ease export --recipient` whose model still contains what was forgotten.
 

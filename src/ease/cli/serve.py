@@ -33,7 +33,7 @@ def serve(
 ) -> None:
     """Serve a model and the queue of requests over HTTP.
 
-    It serves a page to search by words, /search, /encode, /health, /metrics and /openapi.json until Ctrl-C. Of a run
+    It serves a page to search by words, /search, /encode, /health, /metrics and /openapi.json until Ctrl-C. For a run
     on this machine it also serves /queue, which shows requests and, with --allow-decisions, decides on them.
 
     A run is served as its last release left it, so forgotten pairs are never found. The server listens on this machine

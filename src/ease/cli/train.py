@@ -31,7 +31,7 @@ def train(
 
     Continue a run with more rounds and with all clients that joined: `ease train --resume runs/first --until 25`
 
-    Test whether a forgotten client comes back: `ease train --resume runs/first --after client-3 --rounds 10 --no-lock`
+    Test whether a forgotten client returns: `ease train --resume runs/first --after client-3 --rounds 10 --no-lock`
     """
     if resume is not None or after is not None:
         if resume is None or config is not None or out is not None or settings:

@@ -22,7 +22,7 @@ def verify(
 ) -> Result:
     """Check a certificate, or the log and ledger of a run.
 
-    With --run, every hash and figure is computed again. Without it, only signatures are checked. Of a run directory,
+    With --run, every hash and figure is computed again. Without it, only signatures are checked. For a run directory,
     the log, the chain of the ledger's steps, their signatures and those of witnesses are checked.
 
     Exit code 0 if nothing contradicts the certificate or the run, 1 if something does, with each reason.

@@ -308,7 +308,7 @@ class DeployedSummary(DeployedAudit):
     id: str
     """REQUEST/METHOD, as `--request` takes it."""
     path: Path
-    """Where it is stored."""
+    """The stored file."""
 
     def render(self) -> Iterator[RenderableType]:
         rows = [

@@ -50,7 +50,7 @@ class CertificateSummary(Config):
 
     certificate: Path
     page: Path | None
-    """The page for people, if one was asked for."""
+    """The page for people, if one was requested."""
     sha256: str
     """Hash of the signed statement."""
     signatures: tuple[str, ...]
@@ -58,7 +58,7 @@ class CertificateSummary(Config):
     verdict: str
     """The verdict in words."""
     unchecked: tuple[str, ...] = ()
-    """What the signer could not check."""
+    """Parts that the signer could not check."""
 
     def render(self) -> Iterator[RenderableType]:
         yield self.verdict

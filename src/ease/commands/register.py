@@ -84,7 +84,7 @@ def due_requests(folder: Path, within: int | None, notify: bool) -> DueSummary:
 
 
 class LetterSummary(Config):
-    """`ease request letter`: a letter to whoever asked."""
+    """`ease request letter`: a letter to the person who asked."""
 
     id: str
     kind: Literal["received", "extended", "granted", "refused"]
@@ -112,9 +112,9 @@ class NotifySummary(Config):
 
     id: str
     notified: tuple[str, ...]
-    """Those who were told that their model contains forgotten pairs."""
+    """Recipients who were notified that their model contains forgotten pairs."""
     to_notify: tuple[str, ...]
-    """Those who still have to be told."""
+    """Recipients who must still be notified."""
 
     def render(self) -> Iterator[RenderableType]:
         yield labelled("told", ", ".join(self.notified) or "nobody yet")

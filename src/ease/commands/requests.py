@@ -51,7 +51,7 @@ class EntrySummary(ListedEntry):
     added: bool | None
     """Whether it was submitted by this command. Null if it was only shown or decided."""
     to_notify: tuple[str, ...]
-    """Recipients of exported models who have to be told that their model contains forgotten pairs."""
+    """Recipients of exported models to notify, because their model contains forgotten pairs."""
     impact: Impact | None
     """Null once the request is closed, and while it is being worked on."""
     events: tuple[Event, ...]
@@ -129,7 +129,7 @@ class LedgerSummary(Config):
 
     requests: tuple[ListedEntry, ...]
     consents: tuple[Consent, ...]
-    """Of clients that joined."""
+    """Consents of clients that joined."""
 
     def render(self) -> Iterator[RenderableType]:
         rows = [
@@ -156,7 +156,7 @@ class WorkSummary(Config):
     finished: tuple[Finished, ...]
     purged: tuple[PurgePass, ...]
     to_notify: dict[str, tuple[str, ...]]
-    """Request -> recipients of exported models who have to be told that their model contains forgotten pairs."""
+    """Request -> recipients of exported models to notify, because their model contains forgotten pairs."""
 
     @property
     def exit_code(self) -> int:

@@ -48,7 +48,7 @@ class Membership(Config):
     clients: tuple[Holding, ...]
     test: tuple[str, ...]
     validation: tuple[str, ...]
-    """Of no client."""
+    """Pairs that no client holds."""
     digests: dict[str, str]
     """Id -> hash of the pair's picture and captions."""
 

@@ -31,7 +31,7 @@ class TrainingConfig(Config):
     local_epochs: int = Field(2, ge=1)
     """Passes of a client over its pairs in a round."""
     batch_size: int = Field(32, ge=2)
-    """Pairs of a step; each is told from the others of its batch."""
+    """Pairs of a step; each is contrasted with the others of its batch."""
     optimiser: Literal["sgd", "adam"] = "sgd"
     """Local optimiser; Adam's state starts anew every round."""
     learning_rate: float = Field(1.0, gt=0, le=LARGEST_RATE)
@@ -55,7 +55,7 @@ class TrainingConfig(Config):
     clip_to_median: float = Field(3.0, ge=1)
     """Updates longer than so many times the round's median are shortened; other numbers of pairs may go further."""
     quorum: float = Field(0.5, gt=0, le=1)
-    """Share of the clients that must answer soundly for a round to go on without the others."""
+    """Share of the clients that must give valid answers for a round to continue without the others."""
     deadline: float | None = Field(None, gt=0)
     """Seconds to wait for a client's answer; absent: as long as it takes."""
 

@@ -79,7 +79,7 @@ class StoredRound(Config):
     pairs: dict[Client, Count]
     """Client -> number of its training pairs, of the clients whose updates were averaged."""
     rejected: dict[Client, str] = Field(default_factory=dict)
-    """Client -> why the round went on without it."""
+    """Client -> why the round continued without it."""
     sha256: dict[str, str]
     """Hashes of the round's safetensors files."""
     updates: dict[Client, StoredUpdate] = Field(default_factory=dict)

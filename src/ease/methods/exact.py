@@ -19,9 +19,9 @@ class Exact(Unlearner):
     """Subtract the sums of the forget pairs and solve again: the result is the retrained model, bit for bit.
 
     Sums are whole numbers, so that what is left is what the other pairs alone would have given. Clients that stay send
-    the sums of their forget pairs. Of a client that leaves, the server subtracts what it keeps; where it keeps the
-    total only (`training.history = "client"`), the others send their sums again, which is one round. With
-    `training.secure` it learns totals only, of forget pairs as well.
+    the sums of their forget pairs. The server subtracts the stored sums of a client that leaves. If it stores
+    only the total (`training.history = "client"`), the others send their sums again, which is one round. With
+    `training.secure` the server learns only totals, also of forget pairs.
     """
 
     name: ClassVar[str] = "exact"

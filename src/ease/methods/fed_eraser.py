@@ -21,8 +21,8 @@ LARGEST_GROWTH = 10.0
 
 
 class FedEraser(Unlearner):
-    """Rebuild the model from the start state: retained clients train briefly and only for a direction, and each
-    tensor's step gets the length that the client's stored update of that round had.
+    """Rebuild the model from the start state. Retained clients train briefly, only for a direction. Each tensor's
+    step gets the length that the client's stored update of that round had.
 
     Differs from the paper: lengths are taken by client and by tensor, and weights sum to one. A calibration step
     without length stays zero, as that of a LoRA factor whose partner is still zero. For class and sample requests every

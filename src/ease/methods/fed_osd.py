@@ -32,7 +32,7 @@ class FedOsd(Unlearner):
     """Orthogonal steepest descent, then training whose steps may not lead back to the trained model.
 
     Differs from the paper: probabilities are those of the right partner in a batch, both ways, and a client that has
-    forget and retained pairs plays both parts. Local changes stand for gradients, so the rate is in them already.
+    forget and retained pairs plays both parts. Local changes replace gradients, so they include the rate.
     Recovery trains at the full rate: the published one is so small that a fifth of the rounds would change nothing.
     """
 

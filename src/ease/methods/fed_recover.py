@@ -35,8 +35,8 @@ class FedRecover(Unlearner):
     updates turn with the state (L-BFGS). Clients are asked in the first rounds, then rarely, and where an estimate
     is abnormal.
 
-    Differs from the paper: an update of several local steps stands for its gradient; the more steps and the larger, the
-    less the correction can be trusted. Secants of too little curvature are left out, a client without any or with an
+    Differs from the paper: an update of several local steps replaces its gradient; the more steps and the larger, the
+    less accurate is the correction. Secants of too little curvature are left out, a client without any or with an
     overlong correction keeps its stored update, and overlong estimates are shortened. Asked clients take the data order
     of the stored round. For class and sample requests estimates start from updates that saw the forget pairs, which
     cannot be taken out: expect weak forgetting.

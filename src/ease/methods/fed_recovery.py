@@ -22,11 +22,11 @@ class FedRecovery(Unlearner):
     The residual D_t is the mean update of round t less that mean without the leaving clients. The weight p_t is the
     round's share of the squared norms of all rounds' mean updates. The server computes this without any client.
 
-    Differs from the paper: an update of several local steps stands for a gradient. The paper's weights add up to one,
-    so about one T-th of the sum of T residuals is subtracted. `weights = "sum"` subtracts the sum itself, and
+    Differs from the paper: an update of several local steps replaces a gradient. The paper's weights add up to one,
+    so about one T-th of the sum of T residuals is subtracted. With `weights = "sum"` the sum itself is subtracted, and
     `recovery_share` appends rounds of training on retained pairs. The paper's noise hides the remainder only if a
-    retrained model carries the same noise, and its size follows from constants that are unknown here, so there is
-    none by default. The paper defines no residual for class and sample requests. Ours: each client trains one epoch
+    retrained model carries the same noise. Its size follows from constants that are unknown here, so there is none by
+    default. The paper defines no residual for class and sample requests. Ours: each client trains one epoch
     on retained pairs and thereby reports how many it keeps. Its stored updates are weighted by that share, and the
     epoch's step is added. If all clients hold the same share of forget pairs, D_t is zero and only that step remains.
     """

@@ -20,7 +20,7 @@ register("ternary", replace(ALIGN, finish=lambda update, job: encode(update, job
 
 class Ffmu(Unlearner):
     """Retained clients send updates smoothed and quantised to three values, which are certified to stay the same
-    under small changes; the server bounds their mean value by value with a map of Lipschitz constant 1.
+    under small changes. The server bounds their mean value by value with a map of Lipschitz constant 1.
 
     Differs from the paper: there the whole training is done so, before any request, and nothing happens at the request.
     Here it is used afterwards, from the trained model and on retained data. The quantiser in closed form and tanh

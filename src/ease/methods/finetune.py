@@ -12,7 +12,7 @@ from ease.requests.request import Request
 
 
 class Finetune(Unlearner):
-    """A few more rounds of training from the trained model, on retained data alone."""
+    """Train the trained model for a few more rounds, on retained data only."""
 
     name: ClassVar[str] = "finetune"
     title: ClassVar[str] = "Fine-tune"

@@ -46,10 +46,10 @@ class Fukd(Unlearner):
     knowledge distillation from w_n.
 
     Differs from the paper: its server distils on unlabelled data of its own. There are none here, so retained clients
-    distil on their pairs and are averaged: a batch's similarities, of which none is marked as right, stand for class
-    scores. Its rounds are as many as those of plain fine-tuning. A class or sample
-    request subtracts of every client's updates the share of its pairs that goes, which is ours; each client tells it by
-    one epoch on retained pairs, and that step is added.
+    distil on their pairs and are averaged. A batch's similarities, without marking the right ones, replace class
+    scores. It takes as many rounds as plain fine-tuning. The paper has no class and sample requests. Ours: the share of
+    each client's forgotten pairs is subtracted from its updates. Each client reports the share by one epoch on
+    retained pairs, and that step is added.
     """
 
     name: ClassVar[str] = "fukd"

@@ -20,7 +20,7 @@ class Fused(Unlearner):
     alone travels, and dropping it brings the old model back.
 
     Differs from the paper: a leaving client is not asked in the first round. Layers are ranked by the mean change of
-    a value instead of the sum, which would choose the largest; a pair of LoRA factors counts as its product; each
+    a value instead of the sum, which would choose the largest. A pair of LoRA factors counts as its product. Each
     modality has at least one layer.
     """
 

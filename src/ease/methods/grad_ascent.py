@@ -16,8 +16,8 @@ class GradAscent(Unlearner):
     """Holders of forget pairs climb their loss, their mean is the new state; then fine-tuning on retained data.
 
     Differs from the paper: Thudi et al. add stored gradients back at the start weights. This is the ascent that later
-    work compares with under their name. It stops when a batch of forget pairs is told apart by chance alone, because
-    InfoNCE has no higher level that means anything.
+    work compares with under their name. It stops when a batch of forget pairs is matched at chance level, because
+    higher values of InfoNCE have no meaning.
     """
 
     name: ClassVar[str] = "grad_ascent"

@@ -54,7 +54,7 @@ class MultiDelete(Unlearner):
     """Modality decoupling, multimodal and unimodal knowledge retention, with the trained model as the teacher.
 
     Differs from the paper: it was made for one site. Here clients train locally and are averaged; a client that
-    withdraws has the first term alone. What the two modalities form together is the product of their embeddings,
+    withdraws has only the first term. The joint representation of both modalities is the product of their embeddings,
     because a dual encoder fuses them in no other way.
     """
 

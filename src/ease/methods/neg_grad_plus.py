@@ -40,7 +40,7 @@ class NegGradPlus(Unlearner):
     """Minimise balance · L_r - (1 - balance) · L_f on batches that hold both kinds of pairs.
 
     Differs from the paper: it was made for classifiers at one site. Here L is InfoNCE, L_f ends at chance, clients
-    train locally and are averaged; a client that withdraws has the second term alone.
+    train locally and are averaged; a client that withdraws has only the second term.
     """
 
     name: ClassVar[str] = "neg_grad_plus"

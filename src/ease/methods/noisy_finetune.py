@@ -31,9 +31,9 @@ class NoisyFinetune(Unlearner):
     source: ClassVar[str] = "Koloskova et al., ICML 2025"
     method: Literal["noisy_finetune"] = "noisy_finetune"
     epsilon: float = Field(8.0, gt=0)
-    """Of the guarantee."""
+    """Epsilon of the guarantee."""
     delta: float = Field(1e-5, gt=0, lt=1)
-    """Of the guarantee."""
+    """Delta of the guarantee."""
     radius: float = Field(1.0, gt=0)
     """Distance from the start state to which the model is clipped; smaller needs less noise and forgets more else."""
     noisy_share: float = Field(0.2, gt=0, le=1)

@@ -16,9 +16,9 @@ from ease.requests.request import ClientRequest, Request
 class Pgd(Unlearner):
     """Subtract the client's last model, climb its loss inside a ball around the rest, then fine-tune.
 
-    Differs from the paper: the ball's radius is a share of the length of training, where the paper measures random
-    models; ascent ends at chance, where the paper stops at a fixed distance from the client's own model; steps are
-    plain SGD. A class or sample request has no client whose model could be subtracted: its ball lies around the
+    Differs from the paper: the ball's radius is a share of the length of training, while the paper measures random
+    models. Ascent ends at chance, while the paper stops at a fixed distance from the client's own model. Steps are
+    plain SGD. A class or sample request has no client whose model could be subtracted. Its ball is around the
     trained model, and the ascents of all holders are averaged, which cannot leave the ball.
     """
 

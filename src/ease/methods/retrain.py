@@ -27,8 +27,8 @@ class Retrain(Unlearner):
     share: float = Field(1.0, gt=0, le=1)
     """Stop after this share of the rounds: a compute-matched reference."""
     keep: bool = False
-    """Keep every client's updates. Once released, later requests go on from this training and no more from the first
-    one, whose updates hold what is forgotten."""
+    """Store every client's updates. Once released, later requests continue from this training instead of the first
+    one, whose updates contain forgotten pairs."""
 
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:
         self.check(trained.training)

@@ -15,12 +15,12 @@ from ease.requests.request import ClientRequest, Request
 
 class Rollback(Unlearner):
     """Keep the first stored rounds, as long as the leaving clients' part of them is small, then repeat the others on
-    retained data. Where the clients joined late, nothing of theirs is left, at the cost of the rounds since then.
+    retained data. If the clients joined late, nothing of theirs is left, at the cost of the rounds since then.
 
-    Differs from the paper: this is the rollback of Crab alone. Its choice of rounds and clients to store is left out,
+    Differs from the paper: this is only the rollback of Crab. Its choice of rounds and clients to store is left out,
     and so is what it does with stored updates afterwards: repeated rounds are plain training. How much of a round is a
     client's is measured our way: by the norm of the mean update less that without the client. For class and sample
-    requests no one can tell, so the whole mean update counts.
+    requests it is unknown, so the whole mean update counts.
     """
 
     name: ClassVar[str] = "rollback"

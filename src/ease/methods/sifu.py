@@ -23,7 +23,7 @@ class Sifu(Unlearner):
     """The last round whose sensitivity is hidden by noise of deviation sigma at (epsilon, delta) is kept, with noise.
 
     Later rounds are repeated on retained data. The sensitivity after n rounds is the sum over rounds s of expansion **
-    (n - s) times the leaving clients' part of round s; those of requests that were closed before count too.
+    (n - s) times the leaving clients' part of round s. Clients of closed requests count too.
 
     Differs from the paper: delta is that of the exact Gaussian mechanism, which holds for every epsilon. Stored updates
     do not bound the part of single pairs or classes, so those requests go back to the start and are exact.
@@ -35,9 +35,9 @@ class Sifu(Unlearner):
     needs: ClassVar[frozenset[Need]] = frozenset({"history"})
     method: Literal["sifu"] = "sifu"
     epsilon: float = Field(8.0, gt=0)
-    """Of the guarantee."""
+    """Epsilon of the guarantee."""
     delta: float = Field(1e-5, gt=0, lt=1)
-    """Of the guarantee."""
+    """Delta of the guarantee."""
     sigma: float = Field(0.02, gt=0)
     """Deviation of the noise on every value; more keeps more rounds and spoils the kept state more."""
     expansion: float = Field(1.0, ge=0)

@@ -26,7 +26,7 @@ class ModelConfig(Config):
     adapter: Path | None = None
     """Folder of a PEFT LoRA adapter to start from; its layers and rank must be those of `lora_*`."""
     lora: Literal["ffa", "full", "off"] = "ffa"
-    """`ffa` trains B alone over a shared frozen A; `full` trains both factors; `off` trains the projectors alone."""
+    """`ffa` trains B alone over a shared frozen A; `full` trains both factors; `off` trains only the projectors."""
     lora_rank: int = Field(8, ge=1)
     """Rank of the adapters, at most the width of the layers that carry them."""
     lora_scale: float = Field(2.0, gt=0)
@@ -47,7 +47,7 @@ class ModelConfig(Config):
     embedding: int = Field(256, ge=2)
     """Dimensions of the projectors' shared space."""
     temperature: float = Field(0.07, gt=0)
-    """Of the contrastive loss: smaller tells near pairs apart more sharply."""
+    """Temperature of the contrastive loss; smaller separates near pairs more sharply."""
 
     @field_validator("lora_targets")
     @classmethod

@@ -24,7 +24,7 @@ class Tombstones(Config):
     ids: frozenset[str] = frozenset()
     contents: frozenset[str] = frozenset()
     words: frozenset[str] = frozenset()
-    """Of the words that purged requests searched for, which may be a person's name."""
+    """Marks of the words that purged requests searched for, which may be a person's name."""
 
     def mark(self, text: str) -> str:
         """The mark that replaces a purged id or content."""

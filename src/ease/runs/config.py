@@ -24,7 +24,7 @@ class RunConfig(Config):
     seed: int = Field(0, ge=0)
     """Seed of all random numbers except those of generated data."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where to compute; `auto` uses a GPU if there is one."""
+    """Device that computes; `auto` uses a GPU if there is one."""
     engine: EngineKind = "auto"
     """`sequential` trains one client after the other, `vectorized` all clients of a round in one pass; `auto`:
     `vectorized` on a GPU and for projectors without adapters, else `sequential`. `nodes`: clients are processes on

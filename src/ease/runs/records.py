@@ -159,7 +159,7 @@ class BegunAnswer(Config):
     trained_sha256: str
     """Hash of the model that it began from."""
     locked: bool | None = None
-    """Of further training: whether the directions are locked."""
+    """Whether the directions are locked in further training."""
 
 
 class AnswerRecord(MethodRecord):
@@ -169,11 +169,11 @@ class AnswerRecord(MethodRecord):
     format: Literal[2] = 2
     request: Request
     trained_sha256: str
-    """Of the model that it began from."""
+    """Hash of the model that it began from."""
     seed: int
     resumed: bool
     locked: bool | None = None
-    """Of further training: whether the directions were held."""
+    """Whether the directions were locked in further training."""
     files: dict[str, str] = Field(default_factory=dict)
     """The answer's other files and the hash of each: one that is missing is missed."""
     rounds: tuple[RoundRecord, ...] = Field(min_length=1)

@@ -52,7 +52,7 @@ class Experiment(Config):
     """A grid, and how it is drawn. Retraining is always part of it."""
 
     title: str
-    """Of its tables."""
+    """Title of its tables."""
     kind: Literal["table", "ablation", "curves", "grid", "baselines", "tradeoff", "bars", "raincloud", "subspaces"] = (
         "table"
     )
@@ -63,7 +63,7 @@ class Experiment(Config):
     scenarios: tuple[Scenario, ...] = Field(("client", "class", "sample"), min_length=1)
     """Kinds of requests; each is drawn from every seed."""
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1)
-    """Of training; figures are means over them."""
+    """Seeds of training; figures are means over them."""
     methods: tuple[Entry, ...] = ()
     """Names, or tables with a name, a label, settings and a varied setting."""
     vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)

@@ -45,10 +45,10 @@ class SharePrior(Config):
 class Ease(Unlearner):
     """Subtract what the forget pairs contributed to the model, then train a few rounds on retained pairs.
 
-    The contribution is FedRecovery's residual (Zhang et al., TIFS 2023), the mean update of a round less that mean
-    without the leaving client, summed over all rounds and scaled by a prior. EASE extends it by replay to classes
-    and single pairs. Plain FedAvg rounds recover, and later training is locked along the contribution's direction.
-    The algorithm of the EASE paper is `ease_paper`.
+    The contribution is FedRecovery's residual (Zhang et al., TIFS 2023), summed over all rounds and scaled by a
+    prior. The residual is the mean update of a round less that mean without the leaving client. EASE extends it by
+    replay to classes and single pairs. Plain FedAvg rounds recover, and later training is locked along the
+    contribution's direction. The algorithm of the EASE paper is `ease_paper`.
     """
 
     name: ClassVar[str] = "ease"

@@ -41,7 +41,7 @@ class ApprovalPolicy(Config):
 
 class RemindPolicy(Config):
     url: str = ""
-    """Where `ease request due --notify` posts what is due as JSON; https, or this machine."""
+    """Address to which `ease request due --notify` posts due requests as JSON; https, or this machine."""
     within_days: int = Field(7, ge=0, le=365)
     """How many days before its deadline a request is due soon."""
 
@@ -58,7 +58,7 @@ class OfficePolicy(Config):
     notice: str = ""
     """The address of the privacy notice that consents refer to."""
     purpose: str = "training an image-text model together with other sites"
-    """What the data are used for, in records of consent."""
+    """Purpose of the processing, in records of consent."""
 
 
 class RetentionPolicy(Config):

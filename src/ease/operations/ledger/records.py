@@ -101,7 +101,7 @@ class Entry(Config):
     first_deadline: str = ""
     """The deadline before it was extended; empty: it was not."""
     notified: tuple[str, ...] = ()
-    """Recipients of exported models who were told that the model they have contains forgotten pairs."""
+    """Recipients of exported models who were notified that their model contains forgotten pairs."""
 
     @property
     def is_open(self) -> bool:

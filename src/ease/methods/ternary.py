@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ease.federation.expected import Expected, Value
+from ease.federation.expected import ROUNDING, Expected, Value, contrasted
 from ease.federation.protocol import LocalJob, Update
 from ease.params import Params
 
 CERTAIN = 1e-6
 """Probabilities stay this far from 0 and 1, where the certified radius would be infinite."""
-LEAST_SCALE = 1e-8
+LEAST_SCALE, LARGEST_SCALE = 1e-8, 1e6
 MEANING = torch.tensor([-1.0, 0.0, 1.0, torch.nan])
 """What each 2-bit code stands for; the fourth is no number, which the check of updates refuses."""
 
@@ -60,9 +60,11 @@ def encode(update: Update, settings: Mapping[str, float]) -> Update:
 
 def encoded(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     """What an encoded update holds."""
-    values = {"loss": Value(), "radius": Value(least=0.0)}
+    largest = job.settings["noise"] * float(torch.special.ndtri(torch.tensor(1 - CERTAIN, dtype=torch.float64)))
+    values = {**contrasted(state, job, client, pair_count).values, "radius": Value(least=0.0, most=ROUNDING * largest)}
     for name, tensor in state.tensors.items():
-        values |= {name: Value((-(-tensor.numel() // 4),), torch.uint8), f"{name}:scale": Value(least=0.0)}
+        scale = Value(least=0.0, most=LARGEST_SCALE)
+        values |= {name: Value((-(-tensor.numel() // 4),), torch.uint8), f"{name}:scale": scale}
     return Expected(values=values)
 
 

@@ -15,7 +15,7 @@ from ease.requests.request import ClientRequest, SampleRequest, forget_mask, wit
 from ease.runs.answers import find_answer, open_world, release, start_hash, trained_of
 from ease.runs.config import load_config
 from ease.runs.run import Run
-from ease.storage import sha256
+from ease.storage import sha256, write_json
 
 PICTURES = 60
 FOLDER = ("data.name=folder", "partition.clients=3", "partition.validation_share=0.2", "data.held_out_share=0.3")
@@ -279,3 +279,25 @@ def test_shards_remember_where_their_pairs_stood(world) -> None:
     assert np.array_equal(kept.train, world.shards[0].train[~mask])
     again = kept.keep(np.arange(len(kept.train)) != 0)
     assert np.array_equal(again.places, kept.places[1:]) and again.dealt == len(mask)
+
+
+def test_a_lost_or_older_head_is_refused_since_it_would_bring_back_what_is_gone(
+    ease, one_forgotten: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(one_forgotten, tmp_path / "run"))
+    before = run / "head.json"
+    assert not before.exists() and ease("export", run, "--out", tmp_path / "first", "--quiet").code == 0
+    (name,) = Run.load(run).unreleased()
+    release(Run.load(run), name)
+    head = before.read_bytes()
+    for older in (None, '{"format": 1, "releases": []}'):
+        before.unlink()
+        if older is not None:
+            write_json(before, json.loads(older))
+        for command in (("export", run), ("train", "--resume", run, "--rounds", 1), ("request", "list", run)):
+            refused = ease(*command)
+            assert refused.code == 2 and "names 0 of 1 releases" in " ".join(refused.err.split())
+    before.write_bytes(head)
+    (run / "releases.json").unlink()  # of a process that was killed before it
+    release(Run.load(run), name)
+    assert (run / "releases.json").is_file() and Run.load(run).head.gone

@@ -34,7 +34,7 @@ from ease.operations.lost_sites import LostSites
 from ease.operations.purge import PurgeRecord
 from ease.operations.recipients import Recipients
 from ease.requests.tombstones import Tombstones
-from ease.runs.head import ReleaseChain
+from ease.runs.head import ReleaseChain, ReleaseCount
 from ease.runs.records import AnswerRecord, BegunAnswer
 from ease.runs.run import FrozenParts, RunFile
 from ease.studies.records import BenchResults, CellRecord, OverlapRecord, TrialRecord
@@ -94,6 +94,7 @@ FILES: dict[str, type[Config]] = {
     "membership.json": Membership,
     "summary.json": TrainSummary,
     "head.json": ReleaseChain,
+    "releases.json": ReleaseCount,
     "purge.json": PurgeRecord,
     "lost_sites.json": LostSites,
     "recipients.json": Recipients,

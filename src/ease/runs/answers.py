@@ -13,7 +13,7 @@ from ease.methods.unlearning_base import UnlearningBase
 from ease.params import Params
 from ease.requests.request import REQUESTS, Request, SampleRequest, every_id, in_words
 from ease.requests.tombstones import Tombstones, read_tombstones
-from ease.runs.head import Release, ReleaseChain, write_head
+from ease.runs.head import Release, ReleaseChain, count_releases, write_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.resolve import request_id
 from ease.runs.run import Run, check_answer_file, released_model
@@ -239,6 +239,7 @@ def release(run: Run, name: str) -> Release:
         remove_leftovers(run.folder)  # of a release that was killed while it wrote the head
         closed = next((each for each in run.head.releases if each.request == request), None)
         if closed is not None and closed.answer == answer:
+            count_releases(run.folder, run.head)  # a release that was killed may not have
             return closed
         if closed is not None:
             raise UserError(f"{name}: this request is closed already by {closed.answer}; the run continues from there")
@@ -257,7 +258,9 @@ def release(run: Run, name: str) -> Release:
             after_round=run.history.rounds(),
             rounds=again.place if stored.rounds_path.exists() else "",
         )
-        write_head(run.folder / "head.json", ReleaseChain(releases=(*run.head.releases, made)))
+        head = ReleaseChain(releases=(*run.head.releases, made))
+        write_head(run.folder / "head.json", head)
+        count_releases(run.folder, head)
     return made
 
 

@@ -7,9 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from ease.config import Config, validate
+from ease.errors import UserError
 from ease.federation.history import ROUNDS
 from ease.requests.request import Request
 from ease.storage import SMALL_JSON, identity, read_json, write_json
+
+NAME, COUNT = "head.json", "releases.json"
 
 
 class Release(Config):
@@ -69,3 +72,31 @@ def _read_head(path: Path, *identity: int) -> ReleaseChain:
 
 def write_head(path: Path, head: ReleaseChain) -> None:
     write_json(path, head.model_dump(mode="json"))
+
+
+class ReleaseCount(Config):
+    """How many releases a run has had. A lost or older `head.json` would bring back what was forgotten."""
+
+    format: Literal[1] = 1
+    releases: int = Field(ge=0)
+
+
+def count_releases(folder: Path, head: ReleaseChain) -> None:
+    """Store how many releases there are, once the head names them."""
+    counted = ReleaseCount(releases=len(head.releases)).model_dump(mode="json")
+    path = folder / COUNT
+    if not path.is_file() or read_json(path, most=SMALL_JSON) != counted:
+        write_json(path, counted)
+
+
+def check_head(folder: Path) -> None:
+    """Refuse a run whose head is missing, or older than its last release."""
+    path = folder / COUNT
+    if not path.is_file():
+        return
+    counted = validate(ReleaseCount, read_json(path, most=SMALL_JSON), str(path)).releases
+    if (found := len(read_head(folder / NAME).releases)) < counted:
+        raise UserError(
+            f"{folder / NAME}: names {found} of {counted} releases, so what was forgotten would come back; restore the "
+            "file from a backup"
+        )

@@ -22,7 +22,7 @@ from ease.model.backbones import Backbone
 from ease.model.peft import adapter_fingerprint
 from ease.params import Params
 from ease.runs.config import RunConfig
-from ease.runs.head import Release, ReleaseChain, read_head
+from ease.runs.head import Release, ReleaseChain, check_head, read_head
 from ease.runs.records import AnswerRecord, read_record
 from ease.runs.world import World
 from ease.storage import (
@@ -129,6 +129,7 @@ class Run:
         stored = read_json(marker, most=SMALL_JSON)
         if stored.get("format") != FORMAT or "config" not in stored:
             raise UserError(f"{marker}: not a run that this version knows; restore the file or train again elsewhere")
+        check_head(folder)
         return cls(folder, validate(RunConfig, stored["config"], str(marker)))
 
     def _write_config(self) -> None:

@@ -272,6 +272,9 @@ def release_only_result(run: Run) -> Release | None:
     """
     grows = (run.folder / "run.json").is_file() and run.history.rounds() < run.config.training.rounds
     answered = run.unreleased() if grows else []
+    if grows and run.head.releases:
+        with run.locked():
+            count_releases(run.folder, run.head)  # a process that was killed after it released may not have
     for name in answered:
         for record in sorted((run.folder / "requests" / name).glob("*/record.json")):
             check_current(Run.load(run.folder), StoredAnswer(record.parent))

@@ -97,6 +97,6 @@ def check_head(folder: Path) -> None:
     counted = validate(ReleaseCount, read_json(path, most=SMALL_JSON), str(path)).releases
     if (found := len(read_head(folder / NAME).releases)) < counted:
         raise UserError(
-            f"{folder / NAME}: names {found} of {counted} releases, so what was forgotten would come back; restore the "
-            "file from a backup"
+            f"{folder / NAME}: names {found} of {counted} releases, so forgotten pairs would be used again; restore "
+            "the file from a backup"
         )

@@ -29,20 +29,19 @@ from ease.operations.ledger.records import Draft
 from ease.operations.ledger.store import Ledger
 from ease.operations.ledger.work import work
 from ease.params import Params
-from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest, forget_mask, without
+from ease.requests.request import SampleRequest, without
 from ease.runs.answers import StoredAnswer, trained_of
 from ease.runs.config import RunConfig
 from ease.runs.evaluation import measure
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.seeding import generator
 from ease.show.figures import encode
 from ease.show.stream import StreamResults, stream_figure
 from ease.storage import write_json
 from ease.studies.experiment import load_experiment
+from ease.studies.streams import requests_in_turn, sets_of
 
 ROOT = Path(__file__).parents[1]
-TURNS = ("sample", "client", "sample", "class")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -101,7 +100,7 @@ def stream(
     policy = load_policy(
         run.folder, ["hold.retain_points=100", "release=at_once", *policy_settings]
     )  # falls are measured here, not judged
-    asked = requests_in_turn(world, count, wanted.share, config.seed)
+    asked = requests_in_turn(world, count, config.seed, wanted.share)
     for number in range(0, count, at_once):
         for place, request in enumerate(asked[number : number + at_once], start=number):
             entry, _ = ledger.add(Draft(request, method, asked_by="benchmark", id=f"{place:03d}"))
@@ -180,42 +179,6 @@ def retraining_of(run: Run, first: History, pairs: int, clients: int) -> Spent:
 def drain(steps: Any) -> None:
     for _ in steps:
         pass
-
-
-def requests_in_turn(world: World, count: int, share: float, seed: int) -> list[Request]:
-    """Requests one after the other, each drawn from what those before it leave."""
-    asked: list[Request] = []
-    for number in range(count):
-        asked.append(request_in_turn(world, asked, number, share, seed))
-    return asked
-
-
-def request_in_turn(world: World, gone: Sequence[Request], number: int, share: float, seed: int) -> Request:
-    """The next request, drawn from what is left; at least three clients and classes stay."""
-    here = [shard for shard in without(world.evaluator.shards, gone) if len(shard.train)]
-    rng = generator(seed, "stream", number)
-    kind = TURNS[number % len(TURNS)]
-    classes = sorted({int(label) for shard in here for label in shard.train_classes})
-    if kind == "client" and len(here) > 3:
-        return ClientRequest(clients=(int(rng.choice([shard.client for shard in here])),))
-    if kind == "class" and len(classes) > 3:
-        return ClassRequest(classes=(int(rng.choice(classes)),))
-    ids = sorted(here[int(rng.integers(len(here)))].train_ids)
-    total = sum(len(shard.train) for shard in world.evaluator.shards)
-    chosen = rng.choice(ids, min(max(1, round(share * total)), len(ids) // 2), replace=False)
-    return SampleRequest(ids=tuple(sorted(map(str, chosen))))
-
-
-def sets_of(world: World, gone: Sequence[Request]) -> dict[str, np.ndarray]:
-    """Pairs that each request took, those that are left at the end, and test pairs of classes that are left."""
-    sets, test = {}, world.evaluator.test
-    for number, request in enumerate(gone):
-        shards = without(world.evaluator.shards, gone[:number])
-        sets[f"forget/{number}"] = np.concatenate([shard.train[forget_mask(request, shard)] for shard in shards])
-        if isinstance(request, ClassRequest):
-            test = test[~np.isin(world.evaluator.classes_of(test), request.classes)]
-    left = without(world.evaluator.shards, gone)
-    return {**sets, "retain": np.concatenate([shard.train for shard in left]), "test": test}
 
 
 def retrain(run: Run, world: World, order: int) -> tuple[Params, float]:

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 from ease.api import checked_settings
 from ease.commands.bench import BenchSummary, LeaderboardSummary, bench_run, compare_results, write_tables
 from ease.commands.compare import CompareSummary, compare_run
+from ease.commands.streams import StreamSummary, stream_run
 from ease.commands.sweep import SweepSummary, sweep_run
 from ease.config import assign, validate
 from ease.errors import UserError
 from ease.runs.config import RunConfig, anchor_paths, load_config
 from ease.show.leaderboard import Standing
 from ease.show.notebook import Shows
+from ease.show.stream_board import StreamStanding
 from ease.studies.experiment import Chosen, Experiment, load_experiment
 from ease.studies.scenarios import Scenario
 from ease.studies.sweep import Sampler
@@ -94,6 +96,32 @@ class Leaderboard(Shows):
 
 
 @dataclass(frozen=True, repr=False)
+class Stream(Shows):
+    """Methods on the same stream of requests."""
+
+    summary: StreamSummary = field(compare=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where the leaderboard is."""
+        return self.summary.folder
+
+    @property
+    def line(self) -> str:
+        """Folder, methods and requests."""
+        return f"{self.folder}: {len(self.standings)} methods, {len(self.summary.reference.kinds)} requests"
+
+    @property
+    def standings(self) -> tuple[StreamStanding, ...]:
+        """Every method, the nearest to retraining first."""
+        return self.summary.standings
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row for each method."""
+        return _frame([each.model_dump(mode="json") for each in self.standings])
+
+
+@dataclass(frozen=True, repr=False)
 class Sweep(Shows):
     """The settings that a sweep chose."""
 
@@ -140,8 +168,10 @@ def bench(
     name: str = "",
     processes: int = 1,
     quiet: bool = False,
-) -> Results:
+) -> Results | Stream:
     """Run an experiment from its TOML file, or from a mapping of the same shape and a `name`.
+
+    An experiment with `requests` gives a `Stream`, any other `Results`.
 
     `settings` such as {"run.training.rounds": 5} change it. Finished cells are not computed again. One process by
     default, because more of them run a script without `if __name__ == "__main__"` once each.
@@ -159,6 +189,8 @@ def bench(
         name = name or Path(experiment).stem + ("-quick" if quick else "")
     else:
         raise UserError(f"experiment={experiment!r}: name a TOML file, or give a mapping of the same shape")
+    if found.requests:
+        return Stream(stream_run(found, name, Path(out), processes, quiet))
     return Results(bench_run(found, name, Path(out), processes, quiet))
 
 

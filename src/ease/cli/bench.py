@@ -33,7 +33,8 @@ def bench(
 ) -> Result:
     """Run an experiment: methods, requests and seeds in a grid.
 
-    It writes tables and figures next to those of retraining.
+    It writes tables and figures next to those of retraining. An experiment with `requests = 20` gives every method the
+    same stream of requests and writes a leaderboard.
 
     Examples: `ease bench experiments/main.toml --quick`, `ease bench experiments/main.toml --set seeds=[0]`,
     `ease bench --tables results/main`, `ease bench --compare results/main --compare results/mine --out results`
@@ -45,7 +46,12 @@ def bench(
         return compare_results([*compare, *([experiment] if experiment else [])], out)
     if experiment is not None and tables is None:
         name = experiment.stem + ("-quick" if quick else "")
-        return bench_run(load_experiment(experiment, tuple(settings or ()), quick), name, out, processes, quiet)
+        loaded = load_experiment(experiment, tuple(settings or ()), quick)
+        if loaded.requests:
+            from ease.commands.streams import stream_run
+
+            return stream_run(loaded, name, out, processes, quiet)
+        return bench_run(loaded, name, out, processes, quiet)
     if experiment is None and tables is not None:
         return write_tables(tables)
     raise UserError("name an experiment's TOML file, or a folder of results with --tables")

@@ -21,6 +21,7 @@ from ease.commands.report import ReportSummary
 from ease.commands.requests import EntrySummary, LedgerSummary, PurgeSummary, WorkSummary
 from ease.commands.search import SearchSummary
 from ease.commands.serve import ServeSummary
+from ease.commands.streams import StreamSummary
 from ease.commands.sweep import SweepSummary
 from ease.commands.train import TrainSummary
 from ease.config import Config
@@ -78,7 +79,7 @@ OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "export": (ExportSummary,),
     "demo": (DemoSummary,),
     "compare": (CompareSummary,),
-    "bench": (BenchSummary, LeaderboardSummary),
+    "bench": (BenchSummary, LeaderboardSummary, StreamSummary),
     "sweep": (SweepSummary,),
     "methods": (MethodsSummary,),
     "doctor": (DoctorSummary,),

@@ -89,17 +89,16 @@ def as_csv(standings: Sequence[Standing]) -> str:
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
-<title>Leaderboard</title>
+<title>%s</title>
 <style>
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%%; }
 th, td { border-bottom: 1px solid #8886; padding: .3rem .5rem; text-align: right; }
-th:nth-child(-n+4), td:nth-child(-n+4) { text-align: left; }
+th:nth-child(-n+%d), td:nth-child(-n+%d) { text-align: left; }
 </style>
-<h1>Leaderboard</h1>
-<p>Methods by the sum of their gaps to retraining at R@1 (forget, retained and test pairs; less is better). Compare only
-experiments of the same data and settings. Costs are shares of retraining's. %s</p>
+<h1>%s</h1>
+<p>%s</p>
 <table><thead><tr>%s</tr></thead>
 <tbody>
 %s
@@ -134,9 +133,21 @@ def cell(standing: Standing, column: str) -> str:
     return f"{value:.2f}" if column == "lira_gap" else f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
+INTRO = (
+    "Methods by the sum of their gaps to retraining at R@1 (forget, retained and test pairs; less is better). Compare "
+    "only experiments of the same data and settings. Costs are shares of retraining's."
+)
+
+
 def as_html(standings: Sequence[Standing]) -> str:
     """The leaderboard as a page of its own."""
-    heads = "".join(f'<th scope="col">{title}</th>' for title in COLUMNS.values())
-    rows = ["".join(f"<td>{escape(cell(each, column))}</td>" for column in COLUMNS) for each in standings]
-    few = "Some were made smaller by --quick and prove nothing." if any(each.reduced for each in standings) else ""
-    return PAGE % (few, heads, "\n".join(f"<tr>{row}</tr>" for row in rows))
+    few = " Some were made smaller by --quick and prove nothing." if any(each.reduced for each in standings) else ""
+    rows = [[cell(each, column) for column in COLUMNS] for each in standings]
+    return page("Leaderboard", INTRO + few, list(COLUMNS.values()), rows, left=4)
+
+
+def page(title: str, intro: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A page with one table, whose first columns are text."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    return PAGE % (escape(title), left, left, escape(title), escape(intro), head, body)

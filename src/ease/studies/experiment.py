@@ -70,6 +70,8 @@ class Experiment(Config):
     """Settings of the run and the values that they take in turn; of several, every combination."""
     tuned: Path | None = None
     """Settings that `ease sweep` chose; those in `methods` come before them."""
+    requests: int = Field(0, ge=0)
+    """Answer so many requests one after the other, each released before the next, on the first seed; 0: single ones."""
     band_retrains: int = Field(2, ge=0)
     """Further retrainings on the first seed: with the first they make the band."""
     shadows: int = Field(4, ge=0)
@@ -269,7 +271,7 @@ def plan(experiment: Experiment, folder: Path) -> list[Job]:
                 cell = Cell(
                     config=config,
                     scenario=scenario,
-                    entrants=tuple(_entrants(experiment.methods, scenario, tuned, named=bool(experiment.vary))),
+                    entrants=tuple(entrants(experiment.methods, scenario, tuned, named=bool(experiment.vary))),
                     band_retrains=experiment.band_retrains if first else 0,
                     shadows=experiment.shadows,
                     pairs=experiment.kind == "raincloud",
@@ -299,7 +301,7 @@ def _run_config(experiment: Experiment, settings: Mapping[str, Any], seed: int) 
     return validate(RunConfig, override(experiment.run.model_dump(mode="json"), changes), "vary")
 
 
-def _entrants(
+def entrants(
     entries: Sequence[Entry], scenario: Scenario, tuned: Mapping[str, Mapping[str, Chosen]], named: bool
 ) -> Iterator[Entrant]:
     """Every method with each combination of its varied settings; `named`: in its label, as the run's own are varied."""

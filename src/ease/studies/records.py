@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from ease.audit.band import Band
+from ease.audit.relative import RelativeTest
 from ease.config import Config
 from ease.runs.records import MethodRecord, Metrics, Record
 
@@ -150,6 +151,59 @@ class BenchResults(Record):
     @property
     def seeds(self) -> int:
         return len(self.header.experiment.seeds)
+
+
+class StreamStep(Config):
+    """One answered request of a stream."""
+
+    kind: str
+    """Kind of request: client, class or sample."""
+    metrics: Metrics
+    """Recall after it: `forget/0/`, `forget/1/` ... for the pairs of each request, `retain/` and `test/`."""
+    shares: dict[str, float]
+    """Cost so far as a share of retraining after each request: pairs passed, bytes and rounds."""
+
+
+class StreamRecord(Record):
+    """One method on a stream of requests."""
+
+    remedy: ClassVar[str] = "delete it and run `ease bench` again"
+    format: Literal[1] = 1
+    method: str
+    label: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    steps: tuple[StreamStep, ...]
+    stopped: str = ""
+    """Why it did not answer all requests. Empty if it did."""
+    relative: RelativeTest | None
+    """What the model is closer to after the last request. Null if it stopped or nothing can be seen."""
+
+
+class StreamReference(Record):
+    """What all methods on a stream are measured by."""
+
+    remedy: ClassVar[str] = "delete it and run `ease bench` again"
+    format: Literal[1] = 1
+    kinds: tuple[str, ...]
+    """Kind of each request."""
+    pairs: dict[str, int]
+    """Pairs of each request, and those that are left."""
+    trained: Metrics
+    """Recall before the first request."""
+    retrained: tuple[Metrics, ...]
+    """Recall of retrained models without the pairs of all requests."""
+
+
+class StreamResults(Record):
+    """Several methods on the same stream of requests."""
+
+    remedy: ClassVar[str] = "run `ease bench` again"
+    format: Literal[1] = 1
+    title: str
+    reduced: bool
+    """Whether `--quick` made it smaller."""
+    reference: StreamReference
+    streams: tuple[StreamRecord, ...]
 
 
 class TrialRecord(MethodRecord):

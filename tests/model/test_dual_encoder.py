@@ -13,6 +13,7 @@ from ease.model.lora import LoraLinear, check_rank
 from ease.model.losses import info_nce
 from ease.model.tiny import load_tiny
 from ease.params import Params
+from ease.runs.config import load_config
 
 SMALL = {"hidden": 16, "embedding": 8, "lora_rank": 4}
 
@@ -51,6 +52,28 @@ def test_new_adapters_leave_the_tower_as_it_was(inputs, modality: str, lora: str
     expected = stock(*stock.prefix(inputs[modality], first), first)
     tower = getattr(model, modality).tower
     assert torch.equal(tower(*states_of(model, inputs, modality), first), expected)
+
+
+def test_adapters_in_the_mlp_with_ranks_of_their_own(inputs) -> None:
+    """They start as nothing, learn when they are moved, and have the ranks that were asked for."""
+    settings = {"lora_targets": ("query", "up", "down"), "lora_ranks": {"up": 2, "down": 3}}
+    model, plain = model_of(**settings), model_of(lora_targets=("query",))
+    start = model.initial()
+    ranks = {name.split(".")[-2]: tensor.shape[1] for name, tensor in start.tensors.items() if name.endswith(".B")}
+    assert ranks == {"query": model.config.lora_rank, "0": 2, "2": 3}
+    for modality in ("image", "text"):
+        before = embed(model, start, inputs, modality)
+        assert torch.allclose(before, embed(plain, plain.initial(), inputs, modality), atol=1e-6)
+        up = {name: tensor + 0.5 for name, tensor in start.tensors.items() if name.endswith("mlp.0.B")}
+        assert len(up) == 2
+        assert not torch.allclose(before, embed(model, start.replace(start.tensors | up), inputs, modality), atol=1e-3)
+
+
+def test_layers_that_are_not_there_and_ranks_of_no_target_are_refused() -> None:
+    with pytest.raises(UserError, match=r"lora_ranks: up carries no adapter"):
+        load_config(None, ("model.lora_ranks={up = 2}",))
+    with pytest.raises(UserError, match=r"lora_rank = 1000: up of block"):
+        model_of(lora_targets=("up",), lora_ranks={"up": 1000})
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])

@@ -70,7 +70,7 @@ def test_frozen_and_always_in_evaluation_mode(backbone):
     assert len(list(backbone.parameters())) > 200 and not any(weight.requires_grad for weight in backbone.parameters())
     assert not any(module.training for module in torch.nn.Sequential(backbone).train()[0].modules())
     assert backbone.image.depth == backbone.text.depth == 0
-    assert backbone.image.attention(0) == backbone.text.attention(0) == {}
+    assert backbone.image.linears(0) == backbone.text.linears(0) == {}
 
 
 def test_a_damaged_copy_of_the_weights_is_made_again(backbone, tmp_path, monkeypatch):

@@ -98,8 +98,8 @@ def test_tokens(backbone) -> None:
 
 
 def test_attention_names_the_layers_to_adapt(backbone) -> None:
-    roles = backbone.text.attention(2)
-    assert list(roles) == ["query", "key", "value", "out"]
+    roles = backbone.text.linears(2)
+    assert list(roles) == ["query", "key", "value", "out", "up", "down"]
     for parent, attribute in roles.values():
         assert isinstance(getattr(parent, attribute), torch.nn.Linear)
 

@@ -31,8 +31,11 @@ class Tower(Protocol):
 
     def requires_grad_(self, requires_grad: bool) -> Any: ...
 
-    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
-        """Adaptable linear layers of a block: role (`query`, `key`, `value`, `out`) -> (parent module, attribute)."""
+    def linears(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+        """Adaptable linear layers of a block: role -> (parent module, attribute).
+
+        Roles are `query`, `key`, `value` and `out`, and `up` and `down` of its MLP.
+        """
         ...
 
 

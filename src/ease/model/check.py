@@ -59,7 +59,7 @@ def _check_tower(side: str, tower: Any, inputs: Tensor) -> None:
 
 def _check_layers(side: str, tower: Tower, block: int) -> None:
     """Adaptable layers are linear and where they are said to be."""
-    layers = tower.attention(block)
+    layers = tower.linears(block)
     _require(f"{side} layers", set(ROLES) <= set(layers), f"block {block} lacks one of {', '.join(ROLES)}")
     for role, (parent, attribute) in layers.items():
         layer = getattr(parent, attribute, None)

@@ -19,6 +19,9 @@ from ease.model.peft import load_adapter, read_adapter
 from ease.params import Block, Kind, Modality, Params
 from ease.seeding import torch_generator
 
+Role = Literal["query", "key", "value", "out", "up", "down"]
+"""A linear layer of a transformer block."""
+
 
 class ModelConfig(Config):
     backbone: str = "tiny"
@@ -31,10 +34,12 @@ class ModelConfig(Config):
     """Rank of the adapters, at most the width of the layers that carry them."""
     lora_scale: float = Field(2.0, gt=0)
     """Factor before the product B·A."""
-    lora_targets: tuple[Literal["query", "key", "value", "out"], ...] = ("query", "value")
-    """Layers of an attention block that carry adapters."""
+    lora_targets: tuple[Role, ...] = ("query", "value")
+    """Layers of a block that carry adapters: of its attention, and `up` and `down` of its MLP."""
+    lora_ranks: dict[Role, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Ranks of single layers, such as `{ up = 4 }`; the others have `lora_rank`."""
     lora_blocks: Annotated[int, Field(ge=1)] | Literal["all"] = 1
-    """How many of the last attention blocks of each tower carry adapters; earlier ones are computed once and cached."""
+    """How many of the last blocks of each tower carry adapters; earlier ones are computed once and cached."""
     projector: Literal["mlp", "none", "closed_form"] = "mlp"
     """`mlp` learns a shared space; `none` keeps the one in which a checkpoint such as CLIP is aligned already;
     `closed_form` solves it from sums over pairs, so that forgetting is exact (frozen towers only)."""
@@ -55,6 +60,17 @@ class ModelConfig(Config):
         if not roles or len(set(roles)) < len(roles):
             raise ValueError('name at least one layer, and each once; or set model.lora = "off"')
         return roles
+
+    @model_validator(mode="after")
+    def _ranks_of_targets(self) -> "ModelConfig":
+        others = set(self.lora_ranks) - set(self.lora_targets)
+        if others:
+            raise ValueError(f"lora_ranks: {min(others)} carries no adapter; add it to lora_targets or leave it out")
+        return self
+
+    def rank(self, role: Role) -> int:
+        """Rank of the adapter of a layer."""
+        return self.lora_ranks.get(role, self.lora_rank)
 
     @model_validator(mode="after")
     def _trains_something(self) -> "ModelConfig":
@@ -242,9 +258,15 @@ def first_adapted(tower: Tower, config: ModelConfig) -> int:
         raise UserError(f'model.lora_blocks = {blocks}: the tower has {tower.depth} blocks; give fewer, or "all"')
     first = tower.depth - blocks
     for index in range(first, tower.depth):
-        for role, (parent, attribute) in tower.attention(index).items():
-            if role in config.lora_targets:
-                check_rank(config.lora_rank, getattr(parent, attribute), f"{role} of block {index}")
+        layers = tower.linears(index)
+        for role in config.lora_targets:
+            if role not in layers:
+                raise UserError(
+                    f"model.lora_targets: block {index} of {config.backbone} has no {role}; choose from "
+                    f"{', '.join(layers)}"
+                )
+            parent, attribute = layers[role]
+            check_rank(config.rank(role), getattr(parent, attribute), f"{role} of block {index}")
     return first
 
 
@@ -258,13 +280,13 @@ def _set_up(tower: Tower, first: int, config: ModelConfig) -> None:
 
 def _add_adapters(tower: Tower, first: int, config: ModelConfig, modality: str, seed: int) -> None:
     for index in range(first, tower.depth):
-        layers = tower.attention(index)
+        layers = tower.linears(index)
         for role in config.lora_targets:
             parent, attribute = layers[role]
             layer = getattr(parent, attribute)
             rng = torch_generator(seed, "lora", modality, index, role)
             setattr(
-                parent, attribute, LoraLinear(layer, config.lora_rank, config.lora_scale, config.lora == "full", rng)
+                parent, attribute, LoraLinear(layer, config.rank(role), config.lora_scale, config.lora == "full", rng)
             )
 
 

@@ -19,6 +19,7 @@ from ease.model.backbones import checkpoint_of
 from ease.storage import SMALL_JSON, digest, read_json, sha256
 
 LAYERS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+MLP_LAYERS = {"up": "fc1", "down": "fc2"}
 MODEL_FILES = (".safetensors", ".json", ".txt", ".model")
 """What decides a checkpoint's embeddings: weights, configuration and vocabulary."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -77,9 +78,10 @@ class HubTower(nn.Module):
         with self._autocast(states.device):
             return self.pool(self._through(self.blocks[first:], states), mask).float()
 
-    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
-        parent = self.blocks[block].get_submodule("self_attn")
-        return {role: (parent, attribute) for role, attribute in LAYERS.items()}
+    def linears(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+        attention, mlp = (self.blocks[block].get_submodule(name) for name in ("self_attn", "mlp"))
+        found = {role: (attention, attribute) for role, attribute in LAYERS.items()}
+        return found | {role: (mlp, attribute) for role, attribute in MLP_LAYERS.items()}
 
     def compile_blocks(self, first: int) -> None:
         """Fuse the operations of each block from `first` on; all blocks share the compiled code."""

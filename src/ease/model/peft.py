@@ -63,9 +63,12 @@ def write_adapter(folder: Path, adapter: Adapter, checkpoint: str) -> list[Path]
     tensors: dict[str, Tensor] = {}
     for layer, (a, b) in adapter.factors.items():
         tensors |= {f"{PREFIX}{layer}{A}": a, f"{PREFIX}{layer}{B}": b}
-    rank = len(next(iter(adapter.factors.values()))[0])
+    ranks = {layer: len(a) for layer, (a, _) in adapter.factors.items()}
+    rank = max(ranks.values())
     settings = {
         **PLAIN,
+        "rank_pattern": {layer: own for layer, own in ranks.items() if own != rank},
+        "alpha_pattern": {layer: adapter.scale * own for layer, own in ranks.items() if own != rank},
         "base_model_name_or_path": checkpoint,
         "inference_mode": True,
         "lora_alpha": adapter.scale * rank,

@@ -46,7 +46,7 @@ class FixedTower(nn.Module):
     def forward(self, states: Tensor, mask: Tensor | None, first: int) -> Tensor:
         return states
 
-    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+    def linears(self, block: int) -> dict[str, tuple[nn.Module, str]]:
         return {}
 
 

@@ -131,9 +131,12 @@ class AdaptableTower(nn.Module):
         """The last block and what remains of its tokens: [n, tokens, 384] -> [n, 384]."""
         raise NotImplementedError
 
-    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
-        parent = self.blocks[block].get_submodule("attention")
-        return {role: (parent, role) for role in ("query", "key", "value", "out")}
+    def linears(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+        attention, mlp = (self.blocks[block].get_submodule(name) for name in ("attention", "mlp"))
+        return {role: (attention, role) for role in ("query", "key", "value", "out")} | {
+            "up": (mlp, "0"),
+            "down": (mlp, "2"),
+        }
 
 
 AnyTower = TypeVar("AnyTower", bound=AdaptableTower)

@@ -173,10 +173,13 @@ class TinyTower(nn.Module):
         """Statistics over the tokens behind the class token, each [n, token width]."""
         raise NotImplementedError
 
-    def attention(self, block: int) -> dict[str, tuple[nn.Module, str]]:
+    def linears(self, block: int) -> dict[str, tuple[nn.Module, str]]:
         """The linear layers of a block that adapters may replace: role -> (parent module, attribute)."""
-        parent = self.blocks[block].get_submodule("attention")
-        return {role: (parent, role) for role in ("query", "key", "value", "out")}
+        attention, mlp = (self.blocks[block].get_submodule(name) for name in ("attention", "mlp"))
+        return {role: (attention, role) for role in ("query", "key", "value", "out")} | {
+            "up": (mlp, "0"),
+            "down": (mlp, "2"),
+        }
 
 
 class ImageTower(TinyTower):

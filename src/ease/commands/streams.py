@@ -36,7 +36,7 @@ class StreamSummary(StreamResults):
     def render(self) -> Iterator[RenderableType]:
         rows = [[each.method, *(cell(each, column) for column in SHOWN)] for each in self.standings]
         title = f"{len(self.reference.kinds)} requests one after the other"
-        yield table(title, ["", *SHOWN.values()], rows, caption=caption(self), fold=True)
+        yield table(title, ["", *SHOWN.values()], rows, caption=caption(self))
         yield from (
             labelled(each.method, f"stopped at {each.stopped}", "yellow") for each in self.standings if each.stopped
         )

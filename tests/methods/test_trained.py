@@ -11,7 +11,7 @@ from ease.requests.request import ClientRequest
 from ease.testing import Spy
 
 CLIENT = ClientRequest(clients=(1,))
-AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback", "exact", "sifu", "noisy_finetune"}
+AFRESH = {"retrain", "fed_eraser", "fed_recover", "rollback", "exact", "sharded", "sifu", "noisy_finetune"}
 """Methods that start from an earlier round, clip the state that they start from, or solve again."""
 
 

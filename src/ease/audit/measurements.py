@@ -13,6 +13,7 @@ from ease.audit.attacks import Attacker
 from ease.audit.config import AuditConfig
 from ease.audit.distribution import distance_between, ks_distance
 from ease.audit.joint import JointTest
+from ease.audit.neighbourhood import Neighbours
 from ease.audit.records import AttackRecord, Gallery, PairRecord
 from ease.audit.relative import RelativeTest, relative_test
 from ease.audit.relearn import Curve, Watch, relearn
@@ -56,6 +57,7 @@ class Measured:
     """Of a few forget pairs, each by itself."""
     relative: RelativeTest | None = None
     strata: tuple[Stratum, ...] = ()
+    neighbours: RelativeTest | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,18 @@ class Instruments(References):
             reads,
             relative=relative_test(odds),
             strata=stratified(odds, self._strata),
+            neighbours=relative_test({**self._neighbour_odds, "unlearned": self._neighbours.log_odds(answer)}),
         )
+
+    @cached_property
+    def _neighbours(self) -> Neighbours:
+        return Neighbours.of(self.world, self.sets["forget"], self.subjects.pool)
+
+    @cached_property
+    def _neighbour_odds(self) -> dict[str, np.ndarray]:
+        """Neighbours under the trained and the retrained models."""
+        models = {"trained": self.trained.final, **self.retrained}
+        return {name: self._neighbours.log_odds(state) for name, state in models.items()}
 
     @cached_property
     def _strata(self) -> dict[str, np.ndarray]:

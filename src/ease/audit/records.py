@@ -112,6 +112,8 @@ class AuditRecord(MethodRecord):
     """Whether the result is closer to retrained models or to the trained one; None with too few models or no signal."""
     strata: tuple[Stratum, ...] = ()
     """The same of forget pairs of rare classes and of small clients."""
+    neighbours: RelativeTest | None = None
+    """The same of crops of forgotten pictures with shortened captions; below 0 they are known less than by chance."""
     costs: Costs
     warnings: tuple[str, ...]
     not_tested: tuple[str, ...]

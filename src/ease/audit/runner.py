@@ -158,6 +158,7 @@ class Audit:
             pairs=found.pairs,
             relative=found.relative,
             strata=found.strata,
+            neighbours=found.neighbours,
             costs=self._costs(),
             warnings=tuple(self._caveats(found)),
             not_tested=(*self._gaps(), *NOT_TESTED),

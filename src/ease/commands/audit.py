@@ -72,6 +72,8 @@ class AuditSummary(AuditRecord):
         for each in self.strata:
             words = each.test.words if each.test else f"{each.pairs} pairs, too few to see anything"
             yield labelled(each.name, words, "bold")
+        if self.neighbours is not None:
+            yield labelled("neighbours", f"crops with shortened captions are {self.neighbours.words}", "bold")
         yield from self._measured() if verdict.identity is None else [identity_table(verdict.identity)]
         costs = [_cost(name, price) for name, price in self.costs.totals.items()]
         yield table("Cost", ["", "answer", "retrain", "ratio"], costs)

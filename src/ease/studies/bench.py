@@ -249,7 +249,7 @@ def _band(group: Sequence[BenchRow]) -> BenchBand:
 
 def header(experiment: Experiment) -> BenchHeader:
     return BenchHeader(
-        experiment=BenchExperiment(**experiment.model_dump(mode="json", exclude={"quick"})),
+        experiment=BenchExperiment(**experiment.model_dump(mode="json", exclude={"quick", "requests"})),
         command=" ".join(["ease", *sys.argv[1:]]),
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         commit=_commit(),

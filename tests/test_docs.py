@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from pydantic import BaseModel
 
+from ease import api
 from ease.cli import commands
 from ease.cli.registry import DEFAULTS
 from ease.config import validate
@@ -74,6 +75,13 @@ def test_every_name_of_the_notation_table_can_be_imported(name: str) -> None:
         known = {**getattr(found, "__annotations__", {}), **fields}
         assert hasattr(found, part) or part in known, f"{name}: {part} is not there"
         found = getattr(found, part, None)
+
+
+def test_the_page_of_the_interface_names_every_public_method() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for kind in (api.TrainedRun, api.Answer, api.DryRun, api.Check, api.Verdict):
+        public = {name for name in dir(kind) if not name.startswith("_")} - {"line"}
+        assert {name for name in public if not re.search(rf"`{name}\b", page)} == set(), kind
 
 
 def test_readme_starts_with_the_two_commands() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -63,6 +64,12 @@ def test_a_changed_number_is_noticed() -> None:
     row = NUMBERS.known()["table"]["results"]["rows"][0]
     assert NUMBERS.problems(text.replace(f"| {row[2]} |", "| -9.9 |", 1))
     assert NUMBERS.problems(text + "\nIt saves 12.5 % of the time.\n") == ["12.5 %: a number without a key"]
+
+
+def test_the_number_of_methods_is_that_of_the_main_comparison() -> None:
+    listed = tomllib.loads((ROOT / "experiments" / "main.toml").read_text())["methods"]
+    names = {each if isinstance(each, str) else each["method"] for each in listed}
+    assert NUMBERS.known()["quoted"]["methods"]["value"] == f"{len(names)} methods"
 
 
 def test_every_number_names_its_command_and_commit() -> None:

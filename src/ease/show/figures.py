@@ -1,6 +1,7 @@
 """An experiment's results as figures: the same results always give the same bytes."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
 
 from ease.show.charts import density, some
 from ease.show.placing import Name, write_names
@@ -88,6 +90,12 @@ DARK = {
 """Colours on dark paper, where they differ: what is strong on white must be light there."""
 LETTERS = 9.0
 """Height of a line of text in the curves, in points of recall."""
+PATH = re.compile(rb'(?<=\bd=")[^"]+')
+LONG_NUMBER = re.compile(rb"-?\d+\.\d{2,}")
+LONG_PATH = 600
+"""Bytes of a path, such as a violin, whose numbers are rounded; letters are shorter."""
+DRAWN_EVERY = 3
+"""One in so many points of a violin and of its dots is drawn, so that the file stays small."""
 LEAST_SPAN = 12.0
 """Points of recall that an axis shows at least, so that small differences look small."""
 
@@ -107,7 +115,18 @@ def encode(figure: Figure, form: str) -> bytes:
     figure.patch.set_gid("paper")
     with matplotlib.rc_context(STYLE):
         figure.savefig(target, format=form, metadata=dated[form], bbox_inches="tight")
-    return _for_the_dark(target.getvalue()) if form == "svg" else target.getvalue()
+    return _for_the_dark(_rounded(target.getvalue())) if form == "svg" else target.getvalue()
+
+
+def _rounded(drawing: bytes) -> bytes:
+    """A drawing whose long paths have coordinates of a tenth of a point, which is finer than a screen shows."""
+
+    def shorter(path: re.Match[bytes]) -> bytes:
+        if len(path[0]) < LONG_PATH:
+            return path[0]
+        return LONG_NUMBER.sub(lambda number: b"%.1f" % float(number[0]), b" ".join(path[0].split()))
+
+    return PATH.sub(shorter, drawing)
 
 
 def _for_the_dark(drawing: bytes) -> bytes:
@@ -487,13 +506,21 @@ def raincloud(results: BenchResults) -> Figure:
 def _cloud(panel: Axes, values: np.ndarray, height: float, colour: str) -> None:
     where, tall = density(values.tolist())
     floor = height + 0.1
-    panel.fill_between(where, floor, floor + 0.5 * np.array(tall), color=colour, alpha=0.6, lw=0)
+    ends, heights = np.array(where)[::DRAWN_EVERY], floor + 0.5 * np.array(tall)[::DRAWN_EVERY]
+    panel.fill([ends[0], *ends, ends[-1]], [floor, *heights, floor], color=colour, alpha=0.6, lw=0)
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     panel.plot([low, high], [height, height], color=colour, linewidth=5, solid_capstyle="butt")
     panel.plot([middle], [height], marker="|", color="white", markersize=4.5, markeredgewidth=1.5)
-    dots = some(values.tolist())
+    dots = np.array(some(values.tolist())[::DRAWN_EVERY])
     scatter = height - 0.14 - 0.14 * np.random.default_rng(0).random(len(dots))
-    panel.plot(dots, scatter, ".", color=colour, markersize=1.5, alpha=0.6)
+    panel.add_patch(_points(dots, scatter, colour))
+
+
+def _points(x: np.ndarray, y: np.ndarray, colour: str) -> PathPatch:
+    """Dots as one path of tiny strokes with round ends, because markers would make the drawing five times as large."""
+    ends = np.stack([np.stack([x, y], 1), np.stack([x + 1e-6, y], 1)], 1).reshape(-1, 2)
+    path = Path(ends, np.tile([Path.MOVETO, Path.LINETO], len(x)))
+    return PathPatch(path, fill=False, edgecolor=colour, linewidth=1.5, alpha=0.6, capstyle="round")
 
 
 def subspaces(results: BenchResults) -> Figure:

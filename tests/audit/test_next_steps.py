@@ -64,8 +64,8 @@ def record(
 
 CLIENT, CLASS = ClientRequest(clients=(3,)), ClassRequest(classes=(2,))
 RELEASE = (
-    "ease release {} --request {}/retrain: go on from the answer of --method retrain, which is there already and costs "
-    "nothing more (it took 30 s)"
+    "ease release {} --request {}/retrain: continue from the answer of --method retrain, which is there already and "
+    "costs nothing more (it took 30 s)"
 )
 
 

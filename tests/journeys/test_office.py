@@ -88,7 +88,7 @@ def test_letters_register_and_verdict_say_what_happened(office: Office) -> None:
     register = (office.folder / "register" / "register.csv").read_text()
     assert "site-1" in register and "Clinic 5" in register
     listed = office.said["ease request notify runs/first site-1".removeprefix("ease ")][1]
-    assert "still to be told: Clinic 5" in listed
+    assert "still to notify: Clinic 5" in listed
     verified = office.said["verify certificate.json --run runs/first"][1]
     assert "nothing contradicts it" in verified and "holds: ledger" in verified
 

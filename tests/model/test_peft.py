@@ -238,5 +238,5 @@ def test_factors_that_are_no_numbers_are_refused(theirs: Path) -> None:
     name = min(tensors)
     for value in (tensors[name] * torch.nan, tensors[name].int()):
         save_file({**tensors, name: value}, theirs / "adapter_model.safetensors")
-        with pytest.raises(UserError, match="holds values that are no numbers"):
+        with pytest.raises(UserError, match="holds values that are not finite"):
             read_adapter(theirs)

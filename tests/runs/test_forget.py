@@ -228,7 +228,7 @@ def test_test_pairs_of_a_forgotten_class_are_not_asked_for(world) -> None:
         (ClientRequest(clients=()), "matches no pair"),
         (ClassRequest(classes=(3,)), "--class 3: no such pseudo-class; this run has 0 to 2"),
         (ClassRequest(classes=(0, 1, 2)), "names all training data"),
-        (SampleRequest(ids=("nobody",)), "1 of 1 ids are no pairs of this run.*e.g. 'nobody'"),
+        (SampleRequest(ids=("nobody",)), "1 of 1 ids are not pairs of this run.*e.g. 'nobody'"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(world, request_: Request, message: str) -> None:

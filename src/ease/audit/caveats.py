@@ -11,7 +11,7 @@ from ease.methods.base import Unlearner
 NOT_TESTED = (
     "membership in the backbone's own pretraining",
     "attacks that read gradients or weights, or that reconstruct pictures or captions",
-    "worst-case pairs, but for canaries where some were planted (data.canaries)",
+    "worst-case pairs, except canaries if some were planted (data.canaries)",
     "other training seeds: one trained model is audited, not the method in general",
     "shadow attacks on retained pairs: they are members of every shadow",
 )

@@ -86,7 +86,7 @@ def deployed_path(stored: StoredAnswer) -> Path:
 def audit_deployed(run: Run, name: str) -> DeployedAudit:
     """Score forget and unseen pairs by the float model of an answer and by its ONNX and int8 forms."""
     if run.config.partition.on_site:
-        raise UserError("--deployed: pairs lie at their sites, so their scores cannot be measured here")
+        raise UserError("--deployed: pairs stay at their sites, so their scores cannot be measured here")
     if any(find_spec(each) is None for each in ("onnxscript", "onnxruntime")):
         raise UserError('--deployed needs the onnx extra: pip install "ease-unlearning[onnx]"')
     stored, request, _ = find_answer(run, name)

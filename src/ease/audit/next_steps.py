@@ -81,7 +81,7 @@ def _value(value: object) -> str:
 def _retrained(record: AuditRecord, run: str) -> str:
     seconds = _seconds(record).retrain
     return (
-        f"ease release {run} --request {request_id(record.request)}/retrain: go on from the answer of --method "
+        f"ease release {run} --request {request_id(record.request)}/retrain: continue from the answer of --method "
         f"retrain, which is there already and costs nothing more (it took {seconds:.0f} s)"
     )
 

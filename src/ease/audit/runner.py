@@ -105,7 +105,7 @@ class Audit:
     def why_no_attack(self) -> str:
         """Why there are no shadow attacks; empty if there are."""
         if self.on_site:
-            return "the clients' pairs lie at their sites alone"
+            return "the clients' pairs stay at their sites"
         return self.subjects.candidates.why_no_attack()
 
     @property

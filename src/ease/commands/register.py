@@ -118,7 +118,7 @@ class NotifySummary(Config):
 
     def render(self) -> Iterator[RenderableType]:
         yield labelled("told", ", ".join(self.notified) or "nobody yet")
-        yield labelled("still to be told", ", ".join(self.to_notify) or "nobody")
+        yield labelled("still to notify", ", ".join(self.to_notify) or "nobody")
 
 
 def notify_recipient(folder: Path, id: str, recipient: str | None, by: str | None, key: Path | None) -> NotifySummary:

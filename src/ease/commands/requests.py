@@ -78,7 +78,7 @@ class EntrySummary(ListedEntry):
         yield labelled("state", f"{self.state}{f': {self.why}' if self.why else ''}")
         if self.outcome.answer is not None:
             yield labelled("answer", _answer(self.outcome))
-        for name, recipients in (("told", self.notified), ("still to be told", self.to_notify)):
+        for name, recipients in (("told", self.notified), ("still to notify", self.to_notify)):
             if recipients:
                 yield labelled(name, ", ".join(recipients))
         if self.outcome.verdict:
@@ -185,7 +185,7 @@ class WorkSummary(Config):
             if each.outcome.verdict:
                 yield labelled(f"verdict on {name}", each.outcome.verdict)
         for id, names in self.to_notify.items():
-            yield labelled(f"{id}: to be told (ease request notify)", ", ".join(names), "yellow")
+            yield labelled(f"{id}: to notify (ease request notify)", ", ".join(names), "yellow")
         if self.purged:
             yield from PurgeSummary(purged=self.purged, lost_sites=()).render()
 

@@ -93,7 +93,9 @@ class PartitionConfig(Config):
     @model_validator(mode="after")
     def _leaves_pairs_where_they_lie(self) -> "PartitionConfig":
         if self.on_site and self.clustering == "pooled":
-            raise ValueError('partition.clustering = "pooled" would bring pairs together that lie apart; leave it out')
+            raise ValueError(
+                'partition.clustering = "pooled" would collect pairs that stay at their sites; leave it out'
+            )
         return self
 
     @property

@@ -338,7 +338,7 @@ class Node:
             write_json(self._membership_path(ask.run), stones.buried(members).model_dump(mode="json"))
         removed, stayed = list(self._drop(folder, ask.purge.leaves)), list(self._left(folder))
         if words := question_log(self.folder).mark_words(ask.run, stones.mark):
-            removed.append((f"words of {words} searches in its list of questions", "they stand as salted marks"))
+            removed.append((f"words of {words} searches in its list of questions", "they stay as salted marks"))
         self._ready = None
         self._log(f"purged in run {ask.run[:8]}: {len(stones.ids)} pairs are known by marks")
         return encode(answer.model_copy(update={"removed": tuple(removed), "stayed": tuple(stayed)}))
@@ -643,7 +643,7 @@ def listen(path: Path, group: int | None = None) -> socket.socket:
         raise UserError(f"{path}: too long for a socket; choose a folder with a shorter path")
     if path.exists():
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise UserError(f"{path}: is there and is no socket; choose another --socket")
+            raise UserError(f"{path}: exists and is not a socket; choose another --socket")
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(path))

@@ -117,7 +117,7 @@ def read_adapter(folder: Path) -> Adapter:
                 "save it again with PEFT"
             )
         if not all(part.is_floating_point() and part.float().isfinite().all() for part in (a, b)):
-            raise UserError(f"{folder / WEIGHTS}: {layer} holds values that are no numbers; save it again with PEFT")
+            raise UserError(f"{folder / WEIGHTS}: {layer} holds values that are not finite; save it again with PEFT")
     return Adapter(scale, {layer: (a.float(), b.float()) for layer, (a, b) in factors.items()})
 
 

@@ -69,7 +69,7 @@ def _check_place(run: Run, out: Path) -> None:
     """Refuse a target folder among the run's own files."""
     own, place = run.folder.resolve(), out.resolve()
     if place.is_relative_to(own) and not place.is_relative_to(own / "exports"):
-        raise UserError(f"--out {out}: lies in the run among its own files; choose a folder outside of it")
+        raise UserError(f"--out {out}: is in the run among its own files; choose a folder outside of it")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file; choose a folder")
 
@@ -115,7 +115,7 @@ def write_peft(source: Source, out: Path) -> list[Path]:
     checkpoint = checkpoint_of(settings.backbone)
     if checkpoint is None:
         raise UserError(
-            f"--format peft: {settings.backbone!r} is no transformers model that PEFT could adapt; "
+            f"--format peft: {settings.backbone!r} is not a transformers model that PEFT could adapt; "
             "use --format safetensors or onnx"
         )
     if settings.lora == "off":

@@ -65,7 +65,7 @@ def check_request(world: World, request: Request) -> None:
         unknown = sorted(set(request.ids) - known.union(*members.untrained().values()))
         if unknown:
             raise UserError(
-                f"--samples: {len(unknown)} of {len(request.ids)} ids are no pairs of this run, e.g. {unknown[0]!r}"
+                f"--samples: {len(unknown)} of {len(request.ids)} ids are not pairs of this run, e.g. {unknown[0]!r}"
             )
     gone = {pair_id for closed in world.gone for pair_id in named_ids(members, closed)}
     named = set(named_ids(members, request))

@@ -203,7 +203,7 @@ def check_on_site(config: RunConfig) -> None:
             'to "nodes" or "flower"'
         )
     if config.data.name == "scenes":
-        raise UserError('data.name = "scenes": generated pairs lie at no site; choose another partition.scheme')
+        raise UserError('data.name = "scenes": generated pairs are at no site; choose another partition.scheme')
     if config.data.canaries:
         raise UserError("data.canaries: no one can plant them in pairs that lie apart; leave it out")
 

@@ -172,8 +172,10 @@ def _steps(audit: AuditRecord | None, folder: str, name: str) -> list[NextStep]:
         ]
     if audit.verdict.passed:
         return [
-            NextStep(f"ease release {folder} --request {name}", "go on from this model; no later round sees the pairs"),
-            NextStep(f"ease certificate {folder} --request {name} --html", "a signed page for whoever asked"),
+            NextStep(
+                f"ease release {folder} --request {name}", "continue from this model; no later round sees the pairs"
+            ),
+            NextStep(f"ease certificate {folder} --request {name} --html", "a signed page for the person who asked"),
         ]
     return [
         NextStep(command, why) if why and command.startswith("ease ") else NextStep("", step)

@@ -141,7 +141,7 @@ def test_a_saved_data_set_names_files_of_its_own_folder_alone(load, tmp_path, sh
         "nothing": "",
     }
     (tmp_path / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": named[how]}]}))
-    with pytest.raises(UserError, match=r"state\.json: .* is no file of this folder"):
+    with pytest.raises(UserError, match=r"state\.json: .* is not a file of this folder"):
         load("hf", tmp_path / "saved")
 
 

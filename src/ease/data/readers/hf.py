@@ -43,7 +43,7 @@ def _saved(folder: Path) -> Iterator[dict[str, Any]]:
     for name in names:
         harmless = isinstance(name, str) and Path(name).name == name and plain(name) == name
         if not harmless or Path(os.path.realpath(folder / name)).parent != folder.resolve():
-            raise UserError(f"{folder / STATE}: {name!r} is no file of this folder; save the data set again")
+            raise UserError(f"{folder / STATE}: {name!r} is not a file of this folder; save the data set again")
     return chain.from_iterable(stream_entries(folder / name) for name in names)
 
 

@@ -18,7 +18,7 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.Mon
             exec("".join(cell["source"]), names)
     verdict = names["verdict"]
     assert verdict.passed in (True, False, None) and verdict.words
-    assert names["answer"].ids == names["run"].ids(client=3)
+    assert set(names["run"].ids(client=3)) <= set(names["answer"].ids)
     for name in ("run", "answer", "verdict"):
         assert names[name]._repr_html_()
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from ease.audit.band import prediction_band
@@ -198,7 +197,7 @@ def table(folder: Path, figure: Path | None) -> Iterator[str]:
         cells = ("; ".join(_cell(*each) for each in sorted(answers.get((method, *c), []), key=_seed)) for c in columns)
         yield f"| {method} | {' | '.join(cells)} |"
     if figure:
-        draw({kind: np.mean([not each.passed for each in found]) for kind, found in rows.items()}, figure)
+        draw({kind: (sum(not each.passed for each in found), len(found)) for kind, found in rows.items()}, figure)
 
 
 def _seed(entry: tuple[int, JointTest]) -> int:
@@ -217,19 +216,34 @@ def _cell(seed: int, joint: JointTest) -> str:
     return f"seed {seed}: {said}, p {joint.p_value:.2g}, kept {trace.value:.1%} [{trace.low:.1%}, {trace.high:.1%}]"
 
 
-def draw(refused: dict[str, float], figure: Path) -> None:
-    """Share of models refused over the share of the forget effect that they keep."""
-    import matplotlib.pyplot as plt  # not needed where models are judged
+def draw(refused: dict[str, tuple[int, int]], figure: Path) -> None:
+    """Share of models that are refused, with 95 % intervals and counts, for each share of the effect that they keep.
 
-    planted = {kind: float(kind.removeprefix("keeps ").rstrip("%")) for kind in refused if kind.startswith("keeps")}
-    points = sorted([(share, refused[kind]) for kind, share in planted.items()] + [(0.0, refused["fresh retraining"])])
-    plt.rcParams["svg.hashsalt"] = "ease"
-    drawn, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    axis.plot(*zip(*points, strict=True), marker="o", color="#0b6e99")
-    axis.axhline(0.05, color="0.5", linestyle="--", linewidth=1)
-    axis.set(xlabel="share of the forget effect kept, percent", ylabel="refused", ylim=(0, 1.05), xscale="symlog")
-    axis.set_xticks([-50, -20, -10, 0, 5, 10, 20, 50, 100], ["-50", "-20", "-10", "0", "5", "10", "20", "50", "100"])
-    drawn.savefig(figure, metadata={"Date": None})
+    `refused` has the number of refused and of judged models of each kind.
+    """
+    from matplotlib import rc_context  # not needed where models are judged
+    from matplotlib.figure import Figure
+    from scipy.stats import binomtest
+
+    from ease.show.figures import STYLE, encode
+
+    kinds = sorted((_order(kind)[1], kind) for kind in refused if kind.startswith(("fresh", "keeps")))
+    with rc_context(STYLE):
+        drawn = Figure(figsize=(5.2, 2.6), layout="constrained")
+        axis = drawn.subplots()
+        for place, (share, kind) in enumerate(kinds):
+            count, judged = refused[kind]
+            value, interval = count / judged, binomtest(count, judged).proportion_ci(0.95, "wilson")
+            spread = [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
+            colour = "#d55e00" if share == 0 else "#0072b2"
+            axis.errorbar([place], [value], spread, fmt="o", color=colour, capsize=3)
+            axis.text(place, 1.1, f"{count} of {judged}", ha="center", fontsize=7)
+        axis.axhline(0.05, color="#b0b0b0", linestyle="--", linewidth=1)
+        axis.set_xticks(range(len(kinds)), ["retrained" if share == 0 else f"{share:+.0f} %" for share, _ in kinds])
+        axis.set(xlabel="share of the forget effect kept", ylabel="share refused", ylim=(-0.03, 1.18))
+        axis.set_xlim(-0.6, len(kinds) - 0.4)
+        axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        figure.write_bytes(encode(drawn, "svg"))
 
 
 def main() -> None:

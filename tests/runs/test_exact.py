@@ -637,9 +637,94 @@ def test_python_forgets_and_audits_exactly(kept: Site) -> None:
     assert verdict.passed and verdict.words.startswith("Identical to retraining")
 
 
-def test_nobody_joins_a_head_that_is_solved_once(kept: Site, ease) -> None:
-    refused = ease("join", kept.run.folder, "--consent", "they agreed", "--by", "someone")
-    assert refused.code == 2 and "into another folder" in refused.err
+# --- who joins ---
+
+
+CONSENT = ("--consent", "they agreed", "--by", "someone")
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("client", "secure")]
+
+
+@pytest.fixture(scope="module", params=["server", *SLOW])
+def waiting(request, tmp_path_factory, shared_cache) -> Path:
+    """A run with pairs in its data that are no one's yet. Copy it before writing."""
+    more = "training.secure=true" if request.param == "secure" else f"training.history={request.param}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(shared_cache))
+        return trained(tmp_path_factory.mktemp("waiting") / "run", more, "data.validation=12")[0].folder
+
+
+@pytest.fixture
+def growing(waiting: Path, tmp_path: Path) -> Run:
+    run = Run.load(Path(shutil.copytree(waiting, tmp_path / "run")))
+    (tmp_path / "new.txt").write_text("\n".join(run.known()[0].validation))  # type: ignore[index]
+    return run
+
+
+def summary(ease, *arguments: object) -> dict[str, object]:
+    done = ease(*arguments, "--json", "--quiet")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def joined_run(run: Run, ease, *more: object) -> Run:
+    """The run with a client more: of those in `new.txt`, if no others are named."""
+    found = summary(ease, "join", run.folder, *CONSENT, *(more or ("--samples", run.folder.parent / "new.txt")))
+    run = Run.load(run.folder)
+    assert found["model_sha256"] == run.history.state_sha256(1) and found["client"] in run.history.clients(1)
+    return run
+
+
+def test_who_comes_back_restores_the_bytes_from_before(growing: Run, ease, tmp_path: Path) -> None:
+    """A client leaves, is purged and joins again: sums and model are those of the training that it was in."""
+    before = growing.history.sums_sha256(1), growing.history.state_sha256(1)
+    holding = growing.known()[0].clients[1]  # type: ignore[index]
+    ids = (*holding.train_ids, *holding.validation_ids)
+    (tmp_path / "ids.txt").write_text("\n".join(ids))
+    answered(growing, ClientRequest(clients=(1,)), "exact")
+    release(growing, "client-1/exact")
+    list(purge(growing.folder))
+    run = joined_run(growing, ease, "--samples", tmp_path / "ids.txt", "--again-after", "1")
+    assert (run.history.sums_sha256(1), run.history.state_sha256(1)) == before
+    assert run.history.clients(1) == [0, 2, 3, 4]
+    again = ClientRequest(clients=(4,))
+    left = answered(run, again, "exact")
+    assert left == answered(run, again, "retrain") == computed_again(run, again)
+    first = StoredAnswer(run.folder / "requests" / "client-1" / "exact")
+    assert left == (sums_hash(run, first), first.model_sha256), "as after it left for the first time"
+
+
+def test_a_newcomer_is_in_the_sums_and_leaves_them_again(growing: Run, ease, tmp_path: Path) -> None:
+    before = growing.history.sums_sha256(1), growing.history.state_sha256(1)
+    run = joined_run(growing, ease)
+    assert run.history.clients(1) == [0, 1, 2, 3, 4] and run.history.sums_sha256(1) != before[0]
+    assert summary(ease, "join", run.folder, *CONSENT, "--samples", tmp_path / "new.txt")["added"] is False
+    assert len(Run.load(run.folder).head.extensions) == 1
+    request = kinds(open_world(run))["class"]
+    assert answered(run, request, "exact") == answered(run, request, "retrain") == computed_again(run, request)
+    release(run, "class-0/exact")
+    run = Run.load(run.folder)
+    assert verify(certified(run, tmp_path, "class-0"), run).holds, "also once it is released"
+    list(purge(run.folder))
+    assert not (run.folder / "joined" / "client-4" / "rounds").exists(), "sums from before the request"
+    run = Run.load(run.folder)
+    leaves = ClientRequest(clients=(4,))
+    assert answered(run, leaves, "exact") == answered(run, leaves, "retrain") == computed_again(run, leaves)
+
+
+def test_a_newcomer_that_leaves_again_leaves_nothing(growing: Run, ease) -> None:
+    before = growing.history.sums_sha256(1), growing.history.state_sha256(1)
+    run = joined_run(growing, ease)
+    assert answered(run, ClientRequest(clients=(4,)), "exact") == before
+
+
+def test_a_join_that_was_killed_is_finished_by_the_same_command(growing: Run, ease, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("ease.runs.joined.write_head", lambda *given: (_ for _ in ()).throw(UserError("killed")))
+        assert ease("join", growing.folder, *CONSENT, "--samples", growing.folder.parent / "new.txt").code == 2
+    assert growing.history.clients(1) == [0, 1, 2, 3]
+    assert joined_run(growing, ease).history.clients(1) == [0, 1, 2, 3, 4]
 
 
 def test_most_of_the_data_may_go_without_training_anew(kept: Site, ease) -> None:

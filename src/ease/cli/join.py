@@ -24,7 +24,8 @@ def join(
 ) -> Result:
     """Add a client with new pairs and its consent.
 
-    The pairs were added to the data after the training. More rounds then train on them.
+    The pairs were added to the data after the training. More rounds then train on them. To a closed-form head their
+    sums are added at once.
 
     Example: `ease join runs/first --site clinic-4 --consent "clinic 4 agrees, form 12 of 3 May" --by "dr. a"`
     """

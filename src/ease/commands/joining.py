@@ -12,6 +12,7 @@ from ease.operations.joining import JoinRequest, join
 from ease.operations.ledger.records import Consent
 from ease.runs.resolve import read_ids
 from ease.runs.run import Run
+from ease.trainers import trainer_of
 
 
 class GivenConsent(Consent):
@@ -38,6 +39,8 @@ class JoinSummary(Config):
     after_releases: int
     owner: int | None
     """The client whose later pairs these are. Null for a new client."""
+    model_sha256: str | None = None
+    """The closed-form head with the sums of these pairs. Null if further rounds train with them."""
 
     def render(self) -> Iterator[RenderableType]:
         called = "" if self.name is None else f" ({self.name})"
@@ -48,7 +51,10 @@ class JoinSummary(Config):
         if self.left_out:
             yield labelled("left out", f"{self.left_out} pairs of a kind that was forgotten", "yellow")
         yield labelled("consent", f"{self.consent.text} (by {self.consent.given_by}, {self.consent.time[:10]})")
-        yield f"train with it: ease train --resume {self.run} --until ROUNDS"
+        if self.model_sha256 is None:
+            yield f"train with it: ease train --resume {self.run} --until ROUNDS"
+        else:
+            yield labelled("model", f"solved again with its sums: {self.model_sha256[:12]}")
 
 
 def join_run(
@@ -65,6 +71,8 @@ def join_run(
     join_request = JoinRequest(consent, someone(by), site, ids, owner, again_after)
     with status("preparing data and backbone", quiet):
         joined = join(Run.load(folder), join_request)
+    run = Run.load(folder)
+    solved = run.history.state_sha256(1) if trainer_of(run.config.model) == "sums" else None
     holding, given = joined.holding, joined.consent
     assert holding.joined is not None  # only a client that joined has a consent
     return JoinSummary(
@@ -79,4 +87,5 @@ def join_run(
         after_round=holding.joined.after_round,
         after_releases=holding.joined.after_releases,
         owner=holding.joined.owner,
+        model_sha256=solved,
     )

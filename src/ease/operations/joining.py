@@ -4,7 +4,7 @@ Whoever comes is a new client with a number of its own, so that every round befo
 request finds the newcomer's part where it is. Nobody comes without a consent in the ledger.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from ease.requests.request import ClassRequest, every_id, leaving_clients
 from ease.requests.tombstones import NAME as TOMBSTONES
 from ease.requests.tombstones import Tombstones, as_json, read_tombstones
 from ease.runs.answers import open_world, trained_of
+from ease.runs.joined import extend
 from ease.runs.resolve import find_clients
 from ease.runs.run import Run
 from ease.runs.world import World
@@ -64,7 +65,10 @@ class Joined:
 
 
 def join(run: Run, asked: JoinRequest) -> Joined:
-    """Add a client to who holds what; further rounds train with it. The same wish again finds it there."""
+    """Add a client to who holds what; the same asked again finds it there.
+
+    Further rounds train with it. A closed-form head has no further rounds: the client's sums are added at once.
+    """
     if not asked.consent.strip():
         raise UserError("--consent: nobody joins without one; write who agreed to what")
     check_text("consent", asked.consent)
@@ -73,17 +77,14 @@ def join(run: Run, asked: JoinRequest) -> Joined:
         remove_leftovers(run.folder)
         members = _ready(run)
         joined = _known_already(run, members, asked) or _added(run, members, asked)
+        if trainer_of(run.config.model) == "sums":
+            extend(run, open_world(run))  # also after a process that was killed before it
         attest(run)
     return joined
 
 
 def _ready(run: Run) -> Membership:
     """Who holds what, once nothing is open that began without the newcomer."""
-    if trainer_of(run.config.model) == "sums":
-        raise UserError(
-            f"{run.folder}: a closed-form head is trained in one round, which nobody can join later; train it again, "
-            "with the newcomer, into another folder"
-        )
     trained_of(run)
     if note := run.unfinished_note():  # it would go on with other clients than it began with
         raise UserError(f"{note}; a client joins after that")
@@ -146,8 +147,11 @@ def _from_the_data(run: Run, members: Membership, asked: JoinRequest) -> Joined:
             "the data, or name some with --samples (pairs that were forgotten and purged need --again-after)"
         )
     ids, classes = [each for each, keep in zip(ids, kept, strict=True) if keep], classes[kept]
-    share = run.config.partition.validation_share
-    train, validation = set_aside(np.arange(len(ids)), share, run.config.seed, number)
+    train, validation = _as_before(run, members, asked, pool.stones, ids)
+    fresh = np.setdiff1d(np.arange(len(ids)), np.concatenate([train, validation]))
+    if len(fresh):
+        parts = set_aside(fresh, run.config.partition.validation_share, run.config.seed, number)
+        train, validation = (np.sort(np.concatenate(each)) for each in zip((train, validation), parts, strict=True))
     contents = {each: pool.pairs.digests[pool.places[each]] for each in ids}
     holding = Holding(
         client=number,
@@ -158,6 +162,25 @@ def _from_the_data(run: Run, members: Membership, asked: JoinRequest) -> Joined:
         validation_classes=tuple(classes[validation].tolist()),
     )
     return _written(run, members, asked, holding, owner, contents, int((~kept).sum()))
+
+
+def _as_before(
+    run: Run, members: Membership, asked: JoinRequest, stones: Tombstones, ids: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of pairs that come back: those that were trained on, and those that were held out.
+
+    They keep their part, so that a closed-form head gets back the sums that it had before the client left.
+    """
+    parts: tuple[set[str], set[str]] = (set(), set())
+    if asked.again_after is not None:
+        client = _one(members, asked.again_after, "--again-after")
+        left = next(each for each in members.clients if each.client == client)
+        parts = set(left.train_ids), set(left.validation_ids)
+    marks = [stones.mark(each) for each in ids]
+    train, validation = (
+        np.array([place for place, mark in enumerate(marks) if mark in part], dtype=np.int64) for part in parts
+    )
+    return train, validation
 
 
 def _from_its_site(run: Run, members: Membership, asked: JoinRequest) -> Joined:

@@ -150,7 +150,7 @@ def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int
         if path.name != "journal":  # answers of clients, which need not be asked for again
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     world = open_world(run)
-    then = ReleaseChain(releases=head.releases[:place])
+    then = head.first(place)
     # Nodes touch nothing that any closed request named, so that what they repeat is without all of it.
     gone = head.gone if run.config.remote else head.gone[: place + 1]
     before = World(world.server, world.evaluator, renewed=then.renewed).without(*gone)
@@ -161,7 +161,7 @@ def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int
     buried = stones.buried(known[0])
     if run.config.remote:
         _ask_nodes(run, buried, stones, dry_run=True)  # before the long work begins
-    superseded = ReleaseChain(releases=head.releases[:until]).renewed > place
+    superseded = head.first(len(head.releases[:until])).renewed > place
     trained_on = named_in(release.request, known[0].clients)
     rederived = (
         []
@@ -171,7 +171,7 @@ def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int
     newer = head.releases[place + 1 :]
     purged = release.model_copy(update={"request": stones.renamed(release.request), "purged": True})
     releases = (*head.releases[:place], purged, *newer)
-    write_json(staged.folder / "head.json", ReleaseChain(releases=releases).model_dump(mode="json"))
+    write_json(staged.folder / "head.json", head.model_copy(update={"releases": releases}).model_dump(mode="json"))
     write_json(staged.folder / TOMBSTONES, as_json(stones))
     write_json(staged.folder / "membership.json", buried.model_dump(mode="json"))
     removed = [*_removed(run, head, place), *_cached(world, ids)]
@@ -278,10 +278,11 @@ def _ask_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool =
 
 
 def _replaced_rounds(run: Run, head: ReleaseChain) -> Iterator[Item]:
-    """The training that a head comes from, if it is still there."""
-    for name in (head.places[-1], _starts(head.places[-1])):
-        if (run.folder / name).exists():
-            yield Item(what=name, why="it was made again from the start since, without the pairs")
+    """The trainings that a head comes from, if they are still there."""
+    for place in head.places:
+        for name in (place, _starts(place)):
+            if (run.folder / name).exists():
+                yield Item(what=name, why="it was made again from the start since, without the pairs")
 
 
 def _starts(rounds: str) -> str:

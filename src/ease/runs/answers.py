@@ -258,7 +258,7 @@ def release(run: Run, name: str) -> Release:
             after_round=run.history.rounds(),
             rounds=again.place if stored.rounds_path.exists() else "",
         )
-        head = ReleaseChain(releases=(*run.head.releases, made))
+        head = run.head.model_copy(update={"releases": (*run.head.releases, made)})
         write_head(run.folder / "head.json", head)
         count_releases(run.folder, head)
     return made

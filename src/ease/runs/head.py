@@ -30,16 +30,34 @@ class Release(Config):
     """Folder of the rounds if the result is a training from the start that later requests continue; else empty."""
 
 
+class Extension(Config):
+    """A closed-form head solved again after clients joined, whose sums were added to those of the training."""
+
+    clients: tuple[int, ...]
+    rounds: str = Field(pattern=r"^joined/client-[0-9]+/rounds$")
+    """Folder of the round that the run continues from."""
+    after_releases: int = Field(ge=0)
+    """Number of releases before it."""
+
+
 class ReleaseChain(Config):
-    """All releases, oldest first."""
+    """All releases, oldest first, and where clients joined between them."""
 
     format: Literal[1] = 1
     releases: tuple[Release, ...] = ()
+    extensions: tuple[Extension, ...] = ()
+    """Oldest first. Empty if the run is trained by averaging, where further rounds train with new clients."""
+
+    def first(self, count: int) -> "ReleaseChain":
+        """The chain just before release number `count` was made, counted from 0."""
+        there = tuple(each for each in self.extensions if each.after_releases <= count)
+        return ReleaseChain(releases=self.releases[:count], extensions=there)
 
     def before(self, request: Request) -> "ReleaseChain":
         """The head at the time when a request was answered, without its own release and later ones."""
-        place = next((n for n, each in enumerate(self.releases) if each.request == request), len(self.releases))
-        return ReleaseChain(releases=self.releases[:place])
+        return self.first(
+            next((n for n, each in enumerate(self.releases) if each.request == request), len(self.releases))
+        )
 
     @property
     def gone(self) -> tuple[Request, ...]:
@@ -53,10 +71,14 @@ class ReleaseChain(Config):
     @property
     def places(self) -> tuple[str, ...]:
         """Folders of the rounds of each training from the start; the run continues from the last one."""
-        return (ROUNDS, *(each.rounds for each in self.releases if each.rounds))
+        placed = [(n, each.rounds) for n, each in enumerate(self.releases, start=1) if each.rounds]
+        placed += [(each.after_releases, each.rounds) for each in self.extensions]
+        return (ROUNDS, *(rounds for _, rounds in sorted(placed, key=lambda found: found[0])))
 
     def follows(self, rounds: int) -> Release | None:
-        """The last release after this number of rounds, or None."""
+        """The last release after this number of rounds; None if there is none or if clients joined since."""
+        if self.extensions and self.extensions[-1].after_releases == len(self.releases):
+            return None
         return next((each for each in reversed(self.releases) if each.after_round == rounds), None)
 
 

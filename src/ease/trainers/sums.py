@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -67,6 +68,38 @@ def sum_and_solve(
         found = Collected.of(asked(federation, params, job, sorted(took_part)), kept=config.history == "server")
     ridge = choose(params, federation, job, found) if again is None else again.ridge(1)
     return found.solved(params, ridge)
+
+
+def add_and_solve(
+    params: Params,
+    federation: Federation,
+    config: TrainingConfig,
+    seed: int,
+    temperature: float,
+    newcomers: Sequence[int],
+    history: History,
+) -> Round:
+    """The round of a training that clients join: their sums are added to what the server keeps, and nothing else.
+
+    With secure aggregation everyone sends again, since the newcomers' own total would be their sums.
+    """
+    there = history.clients(1)
+    everyone = sorted({*there, *newcomers})
+    check_count(params, sum(len(federation.members.get(client, ())) for client in everyone))
+    job = sums_job(config, seed, temperature, None, "all")
+    if config.secure:
+        found = securely_collected(federation, params, job, everyone, everyone=True)
+    else:
+        added = all_asked(federation, params, job, newcomers, "whoever joins sends sums")
+        if history.updates:
+            stored = ((client, Sums.from_state(history.update(1, client).change)) for client in there)
+            found = Collected.of(chain(stored, added), kept=True)
+        else:
+            found = Collected.of(added, kept=False)
+            kept = Sums.from_state(history.sums(1))
+            found.total = kept if found.total is None else found.total + kept
+            found.updates |= {client: Update(client, pairs, None) for client, pairs in history.pairs(1).items()}
+    return found.solved(params, history.ridge(1))
 
 
 @dataclass
@@ -135,10 +168,13 @@ def asked(
         yield update.client, update.refused or Sums(update.values[SUMS])
 
 
+HOLDERS = "exact forgetting needs the sums of everyone who may hold forget pairs"
+
+
 def all_asked(
-    federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]
+    federation: Federation, state: Params, job: LocalJob, clients: Sequence[int], why: str = HOLDERS
 ) -> Iterator[tuple[int, Sums]]:
-    """The sums of each client as they arrive, where no one may be missing."""
+    """The sums of each client as they arrive, where no one may be missing; `why` is what an error says."""
     silent = dict.fromkeys(clients, "no sound answer")
     for client, found in asked(federation, state, job, clients):
         if isinstance(found, str):
@@ -147,10 +183,7 @@ def all_asked(
             silent.pop(client, None)
             yield client, found
     if silent:
-        raise UserError(
-            f"exact forgetting needs the sums of everyone who may hold forget pairs ({each_reason(silent)}); run the "
-            "same command again once they answer"
-        )
+        raise UserError(f"{why} ({each_reason(silent)}); run the same command again once they answer")
 
 
 def securely_collected(

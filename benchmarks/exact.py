@@ -41,7 +41,7 @@ from ease.runs.run import Run
 from ease.storage import sha256
 from ease.studies.scenarios import Scenario, scenario_config, scenario_request
 from ease.trainers import trainer_of
-from ease.trainers.sums import RANKS, SUMS, sum_and_solve
+from ease.trainers.sums import FEATURES, RANKS, SUMS, checksum, sum_and_solve, wrapped
 
 SCENARIOS: tuple[Scenario, ...] = ("client", "class", "sample")
 SETS = ("forget", "retain", "test")
@@ -121,18 +121,21 @@ class Simulated:
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         for client in clients:
-            value = torch.tensor(0) if job.objective == RANKS else self.sums(job, client).packed
-            yield Update(client, self.pairs, None, {RANKS if job.objective == RANKS else SUMS: value})
+            values = {RANKS: torch.tensor(0)} if job.objective == RANKS else self.sums(job, client)
+            yield Update(client, self.pairs, None, values)
 
-    def sums(self, job: LocalJob, client: int) -> Sums:
-        named = job.request is not None and client < self.forgotten
-        rows = {"all": slice(None), "forget": slice(0, int(named)), "retain": slice(int(named), None)}[job.data]
+    def sums(self, job: LocalJob, client: int) -> dict[str, Tensor]:
+        cut = int(job.request is not None and client < self.forgotten)
+        rows = {"all": slice(None), "forget": slice(0, cut), "retain": slice(cut, None)}[job.data]
+        rest = slice(cut, None) if job.data == "forget" else slice(0)
         rng = torch.Generator().manual_seed(client)
         meaning = torch.randn(self.pairs, 8, generator=rng)
         image = meaning @ MIXING[:, : self.image] + 0.5 * torch.randn(self.pairs, self.image, generator=rng)
         words = meaning[:, None] + 0.5 * torch.randn(self.pairs, 5, 8, generator=rng)
         text = words @ MIXING[:, : self.text] + 0.5 * torch.randn(self.pairs, 5, self.text, generator=rng)
-        return Sums.of(on_grid(image[rows]), on_grid(text[rows]))
+        image, text = on_grid(image), on_grid(text)
+        checksums = [wrapped(checksum(image[part], text[part], b"")) for part in (rows, rest)]
+        return {SUMS: Sums.of(image[rows], text[rows]).packed, FEATURES: torch.tensor(checksums)}
 
 
 MIXING = torch.randn(8, 2048, generator=torch.Generator().manual_seed(0))

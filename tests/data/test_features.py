@@ -93,6 +93,29 @@ def test_activations_of_a_pair_do_not_depend_on_the_other_pairs(cache, backbone,
             assert values is None or np.array_equal(values, getattr(whole, name)[kept]), name
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_batches_are_encoded_on_one_thread_each(pairs, backbone, monkeypatch, tmp_path, threads: int) -> None:
+    """More threads add in another order, so that they take a batch each instead of sharing one."""
+    monkeypatch.setattr("ease.data.features.BATCH_PAIRS", 2)
+    alone = cached_activations(pairs, backbone, FIRST, FIRST, "cpu")
+    seen, prefix, before = [], backbone.image.prefix, torch.get_num_threads()
+
+    def counted(rows, first):
+        seen.append(torch.get_num_threads())
+        return prefix(rows, first)
+
+    monkeypatch.setattr(backbone.image, "prefix", counted)
+    monkeypatch.setenv("EASE_CACHE", str(tmp_path / "other"))
+    try:
+        torch.set_num_threads(threads)
+        together = cached_activations(pairs, backbone, FIRST, FIRST, "cpu")
+        assert torch.get_num_threads() == threads, "the setting is left as it was"
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] * math.ceil(13 / 2)
+    assert same(alone, together)
+
+
 def part_of(pairs: PairSet, kept: np.ndarray) -> PairSet:
     ids, captions, splits = ([values[each] for each in kept] for values in (pairs.ids, pairs.captions, pairs.splits))
     return PairSet(tuple(ids), tuple(captions), pairs.pixels[kept], tuple(splits), f"part {kept}")

@@ -117,3 +117,19 @@ def test_activations_are_computed_once(backbone, tmp_path, monkeypatch):
     next(tmp_path.glob("activations/*/text.npy")).unlink()
     monkeypatch.setattr(features, "_compute", compute)
     assert np.array_equal(cached_activations(pairs, backbone, 0, 0, "cpu").text, kept)
+
+
+def test_features_do_not_depend_on_the_number_of_threads(backbone, tmp_path, monkeypatch):
+    """Exact forgetting subtracts what was added, so that a cache that is made again must hold the same numbers."""
+    monkeypatch.setattr(features, "BATCH_PAIRS", 2)
+    captions = tuple(tuple(f"caption {pair} {index}" for index in range(5)) for pair in range(5))
+    pairs = PairSet(tuple("abcde"), captions, noise(5, 96).numpy(), ("train",) * 5, "fingerprint")
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            monkeypatch.setenv("EASE_CACHE", str(tmp_path / str(threads)))
+            torch.set_num_threads(threads)
+            found.append(cached_activations(pairs, backbone, 0, 0, "cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(found[0].image, found[1].image) and np.array_equal(found[0].text, found[1].text)

@@ -42,7 +42,19 @@ from ease.runs.using import Source, encode_text
 from ease.runs.world import World
 from ease.seeding import generator
 from ease.storage import sha256
-from ease.trainers.sums import RANK_GRID, SECURE_SUMS, SUMS, Collected, masked_sums_expected, sums_expected, sums_job
+from ease.trainers.sums import (
+    RANK_GRID,
+    SECURE_SUMS,
+    SUMS,
+    Checksums,
+    Collected,
+    Sent,
+    checksum,
+    masked_sums_expected,
+    sums_expected,
+    sums_job,
+    wrapped,
+)
 
 CLOSED_FORM = (
     "data.train=90",
@@ -347,7 +359,7 @@ class Lying(Middleware):
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
         for update in super().run(params, job, clients):
             if update.client == 1 and SUMS in update.values:
-                update = replace(update, values={SUMS: self.damage(update.values[SUMS].clone())})
+                update = replace(update, values={**update.values, SUMS: self.damage(update.values[SUMS].clone())})
             yield update
 
 
@@ -425,10 +437,60 @@ def test_of_single_pairs_the_server_knows_the_count(kept: Site) -> None:
 def test_memory_does_not_grow_with_clients_where_only_the_total_is_kept() -> None:
     """10,000 clients of 100 pairs: the server holds one total and a number for each."""
     one = Sums.of(on_grid(torch.randn(100, 6)), on_grid(torch.randn(100, 5, 4)))
-    found = Collected.of(((client, one) for client in range(10_000)), kept=False)
+    sent = Sent(one, Checksums(named=7, others=0))
+    found = Collected.of(((client, sent) for client in range(10_000)), kept=False)
     assert found.total is not None and torch.equal(found.total.packed, one.packed * 10_000)
     assert found.total.count == 5 * 1_000_000
     assert all(update.delta is None and update.pairs == 100 for update in found.updates.values())
+
+
+# --- features that are computed otherwise ---
+
+
+@pytest.fixture
+def rounded(monkeypatch) -> Callable[[], None]:
+    """Call it, and from then on one feature falls on the next grid point, as on another machine."""
+
+    def grid(features: torch.Tensor) -> torch.Tensor:
+        found = on_grid(features)
+        found[..., 3] += 1
+        return found
+
+    return lambda: monkeypatch.setattr("ease.trainers.sums.on_grid", grid)
+
+
+@pytest.mark.parametrize(("place", "kind"), [("server", "class"), ("client", "samples"), ("secure", "class")])
+def test_other_features_than_in_training_are_refused(runs, tmp_path: Path, rounded, place: str, kind: str) -> None:
+    """What is subtracted would not be what was added; the remedy is one round, and later requests go on from it."""
+    run = Run.load(Path(shutil.copytree(runs[place], tmp_path / "run")))
+    request = kinds(open_world(run))[kind]
+    rounded()
+    with pytest.raises(UserError, match=r"client 0, client 1, client 2 and 1 more: features .*--method retrain"):
+        answered(run, request, "exact")
+    answered(run, request, "retrain")
+    release(run, answer_of(run, request, Retrain()).folder.relative_to(run.folder / "requests").as_posix())
+    later = SampleRequest(ids=open_world(Run.load(run.folder)).shards[0].train_ids[:1])
+    assert answered(Run.load(run.folder), later, "exact") == computed_again(Run.load(run.folder), later)
+
+
+def test_an_audit_names_clients_whose_features_have_changed(kept: Site, rounded) -> None:
+    """No client is asked when another one leaves, so that only retraining shows it."""
+    list(forget(kept.run, kept.world, ClientRequest(clients=(1,)), Exact()))
+    rounded()
+    found = audit_run(kept.run.folder, "client-1", AuditConfig(), retrain=True, quiet=True)
+    assert found.exit_code == 1 and found.verdict.passed is False
+    assert any("client 0, client 2, client 3: the features" in each for each in found.warnings)
+
+
+def test_checksums_are_of_features_and_with_a_secret_of_no_use_to_others() -> None:
+    image, text = on_grid(torch.randn(7, 6)), on_grid(torch.randn(7, 5, 4))
+    whole = checksum(image, text, b"")
+    assert wrapped(checksum(image[:3], text[:3], b"") + checksum(image[3:], text[3:], b"")) == wrapped(whole)
+    assert checksum(image.flip(0), text.flip(0), b"") == whole, "in any order"
+    assert checksum(image, text, b"secret") != whole
+    text[2, 1, 0] += 1
+    assert checksum(image, text, b"") != whole
+    assert all(-(2**63) <= wrapped(each) < 2**63 for each in (0, 2**63, 2**64 - 1, whole))
 
 
 # --- the choice of strengths ---

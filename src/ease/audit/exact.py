@@ -1,6 +1,7 @@
 """Audit of exact results: the hashes of sums and models are compared with retraining."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ease.audit.config import AuditConfig
@@ -17,7 +18,7 @@ from ease.runs.answers import StoredAnswer, answer_of, open_world, trained_of
 from ease.runs.records import write_record
 from ease.runs.run import Run
 from ease.storage import sha256
-from ease.trainers.sums import sum_and_solve
+from ease.trainers.sums import clients_named, sum_and_solve
 
 NOTHING_TO_TEST = (
     "attacks, distances and relearning were not run: the answer and the retrained model are the same file, so that "
@@ -76,11 +77,21 @@ def judge_identity(run: Run, stored: StoredAnswer, request: Request, config: Aud
             compute_matched_retrain={},
             training_rounds=1,
         ),
-        warnings=(NOTHING_TO_TEST,) if verdict.passed else (),
+        warnings=(NOTHING_TO_TEST,) if verdict.passed else tuple(_other_features(run, stored, reference)),
         not_tested=NOT_TESTED,
     )
     write_record(stored.audit_path, record)
     return record
+
+
+def _other_features(run: Run, stored: StoredAnswer, reference: StoredAnswer) -> Iterator[str]:
+    """Says which clients' features are not those that the answer was solved from."""
+    ours, theirs = (rounds_of(run, each).features(1) for each in (stored, reference))
+    if other := [client for client in sorted(ours.keys() & theirs.keys()) if ours[client] != theirs[client]]:
+        yield (
+            f"{clients_named(other)}: the features of the pairs that stay are not those of the answer; either other "
+            "pairs were subtracted, or the cache of features was made again and they are computed otherwise now"
+        )
 
 
 def computed_again(run: Run, request: Request) -> tuple[str, str]:

@@ -1,6 +1,8 @@
 """Frozen activations of every pair, computed once per backbone and kept memory-mapped on disk."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from ease.data.pairs import PairSet
 from ease.data.report import count_cut
 from ease.errors import UserError
 from ease.model.backbones import Backbone, Tower
+from ease.model.closed_form import one_thread
 from ease.storage import cache_folder, digest, map_array, new_array, read_json, write_json
 
 BATCH_PAIRS = 16
@@ -100,17 +103,21 @@ def _write_tower(
     """Run one frozen tower over all pairs and write its arrays; returns their names."""
     arrays: dict[str, np.ndarray] = {}
     starts = range(0, pairs, batch)
+    workers = 1 if batch > BATCH_PAIRS else torch.get_num_threads()  # a GPU computes one batch after the other
+
+    def encoded(start: int) -> dict[str, Tensor]:
+        # The last batch is padded with the first pairs, because kernels can round otherwise for other batch sizes.
+        # A pair's activations must not depend on how many others are encoded with it.
+        rows = np.arange(start, start + batch) % pairs
+        with torch.no_grad():
+            states, mask = tower.prefix(inputs(rows), first)
+            pooled = tower(states, mask, first)
+        outputs = {modality: states.float(), f"pooled_{modality}": pooled.float()}
+        return outputs if mask is None else {**outputs, f"{modality}_mask": mask.bool()}
+
     with ExitStack() as files:
-        for start in with_progress(starts, len(starts), f"Encoding {modality}s"):
-            # The last batch is padded with the first pairs, because kernels can round otherwise for other batch sizes.
-            # A pair's activations must not depend on how many others are encoded with it.
-            rows = np.arange(start, start + batch) % pairs
-            with torch.no_grad():
-                states, mask = tower.prefix(inputs(rows), first)
-                pooled = tower(states, mask, first)
-            outputs = {modality: states.float(), f"pooled_{modality}": pooled.float()}
-            if mask is not None:
-                outputs[f"{modality}_mask"] = mask.bool()
+        found = zip(starts, _each(encoded, starts, workers), strict=True)
+        for start, outputs in with_progress(found, len(starts), f"Encoding {modality}s"):
             for name, output in outputs.items():
                 values = output.reshape(-1, *per_pair, *output.shape[1:]).cpu().numpy()
                 if name not in arrays:
@@ -118,6 +125,32 @@ def _write_tower(
                     arrays[name] = files.enter_context(new_array(folder / f"{name}.npy", shape, values.dtype))
                 arrays[name][start : start + batch] = values[: pairs - start]
     return sorted(arrays)
+
+
+def _each(
+    encoded: Callable[[int], dict[str, Tensor]], starts: Sequence[int], workers: int
+) -> Iterator[dict[str, Tensor]]:
+    """Every batch in order, so many at once, each computed on one thread.
+
+    Kernels add in another order on more threads, so that activations would depend on the machine's number of cores.
+    """
+    if workers == 1:
+        yield from map(encoded, starts)
+        return
+    waiting = deque[Future[dict[str, Tensor]]]()
+    with one_thread():
+        yield from map(encoded, starts[:1])  # networks are loaded by the first batch
+    with ThreadPoolExecutor(workers, "encode", partial(torch.set_num_threads, 1)) as pool:
+        try:
+            for start in starts[1:]:
+                waiting.append(pool.submit(encoded, start))
+                if len(waiting) > workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(workers)  # threads that start later take the number that was set last
 
 
 def cached_files(pairs: PairSet, activations: Activations, ids: Collection[str] = ()) -> Iterator[tuple[Path, str]]:

@@ -191,6 +191,8 @@ class Round:
     """Of a closed-form head: the sums that the state was solved from."""
     ridge: Ridge | None = None
     """Of a closed-form head: how strongly it is regularised."""
+    features: dict[int, int] = field(default_factory=dict)
+    """Of a closed-form head: client -> checksum of the features that its sums are of."""
 
     @property
     def loss(self) -> float | None:

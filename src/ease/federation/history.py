@@ -51,6 +51,7 @@ MOST_SHIFTED = 300
 """Most powers of two that a change is shifted by. Single precision spans fewer."""
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+Checksum = Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)]
 Client = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A key of a JSON object, which is text there."""
 Length = Annotated[float, Field(strict=True, ge=0)]
@@ -90,6 +91,8 @@ class StoredRound(Config):
     """Norm of the mean update, if it was measured."""
     ridge: Ridge = Ridge()
     """Regularisation of a closed-form head."""
+    features: dict[Client, Checksum] = Field(default_factory=dict)
+    """Client -> checksum of the features that its sums are of, for a closed-form head."""
     clipped: dict[Client, float] = Field(default_factory=dict)
     """Client -> the factor by which its update was shortened."""
     bytes_down: Count = 0
@@ -169,6 +172,10 @@ class History:
     def ridge(self, number: int) -> Ridge:
         """The regularisation of the head that a round solved."""
         return self.record(number).ridge
+
+    def features(self, number: int) -> dict[int, int]:
+        """Client -> checksum of the features that its sums of a round are of."""
+        return dict(self.record(number).features)
 
     def moved(self, number: int) -> Params:
         """The mean update of a round in double precision, computed from global states."""
@@ -321,6 +328,7 @@ class History:
                 sent=finished.sent,
                 moved=finished.moved,
                 ridge=finished.ridge or Ridge(),
+                features=finished.features,
                 clipped=finished.clipped,
                 bytes_down=bytes_down,
                 bytes_up=bytes_up,

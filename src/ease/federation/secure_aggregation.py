@@ -26,7 +26,7 @@ from ease.errors import ClientError, UserError
 from ease.federation.check import NAMED, each_reason
 from ease.federation.client import ClientData
 from ease.federation.container import pack, unpack
-from ease.federation.expected import Expected, Value
+from ease.federation.expected import Expected, Form, Value
 from ease.federation.masking import (
     CARD,
     SEALED,
@@ -286,6 +286,12 @@ def _fails_as_client() -> Iterator[None]:
 
 
 @_fails_as_client()
+def checksum_key(client: ClientData) -> bytes:
+    """A client's key for checksums of what it masks, so that they say nothing to others."""
+    return derived(client_secret(client.required_history.folder), b"", b"checksums")
+
+
+@_fails_as_client()
 def measure_keys(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """Fresh keys, as they are advertised."""
     keys = Keys.of(client_secret(client.required_history.folder), os.urandom(SECRET))
@@ -319,10 +325,13 @@ def shares_expected(state: Params, job: LocalJob, client: int, pair_count: int) 
     return Expected(values=forms, abstains=False)
 
 
-def masked_expected(length: int, pair_count: int, fault: Callable[[int], str | None]) -> Expected:
-    """Any integers, for that is what masked ones look like; `fault` judges the count that is sent with them."""
+def masked_expected(length: int, pair_count: int, fault: Callable[[int], str | None], clear: Form) -> Expected:
+    """Any integers, for that is what masked ones look like; `fault` judges the count that is sent with them.
+
+    `clear` are other values that are sent without a mask.
+    """
     forms = {MASKED: Value((length,), torch.int64), ADDENDS: Value((), torch.int64, 0, pair_count)}
-    return Expected(values=forms, abstains=False, fault=lambda update: fault(int(update.values[ADDENDS])))
+    return Expected(values={**forms, **clear}, abstains=False, fault=lambda update: fault(int(update.values[ADDENDS])))
 
 
 def revealed_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
@@ -345,6 +354,8 @@ class Total:
     packed: Tensor
     counts: Mapping[int, int]
     refused: Mapping[int, str]
+    clear: Mapping[int, Mapping[str, Tensor]]
+    """Client -> what it sent without a mask."""
 
 
 def secure_total(
@@ -386,7 +397,8 @@ class Aggregation:
             client: {sender: _row(sent[sender], SHARES, place) for sender in sent}
             for place, client in enumerate(header.clients)
         }
-        packed, counts = self._masked(header, cards, boxes, refused)
+        packed, answers = self._masked(header, cards, boxes, refused)
+        counts = {client: int(update.values[ADDENDS]) for client, update in answers.items()}
         header = header.model_copy(update={"survivors": tuple(sorted(counts))})
         revealed = self._enough(
             "revealed shares",
@@ -394,7 +406,8 @@ class Aggregation:
             refused,
         )
         masks = Unmasking(Letter(header, cards, {}), sent, revealed).masks(len(packed))
-        return Total(torch.from_numpy((packed - masks).view(np.int64)), counts, refused)
+        clear = {client: update.values for client, update in answers.items()}
+        return Total(torch.from_numpy((packed - masks).view(np.int64)), counts, refused, clear)
 
     def _masked(
         self,
@@ -402,13 +415,12 @@ class Aggregation:
         cards: Mapping[int, Card],
         boxes: Mapping[int, Mapping[int, bytes]],
         refused: dict[int, str],
-    ) -> tuple[np.ndarray, dict[int, int]]:
-        """The sum of masked integers, added as they arrive, and each client's count."""
+    ) -> tuple[np.ndarray, dict[int, Update]]:
+        """The sum of masked integers, added as they arrive, and what each client sent with them."""
         arriving = self._answers(
             self.job.objective, header.senders, lambda client: Letter(header, cards, boxes[client])
         )
         total: np.ndarray | None = None
-        counts: dict[int, Update] = {}
 
         def added() -> Iterable[Update]:
             nonlocal total
@@ -418,9 +430,9 @@ class Aggregation:
                     total = addend.copy() if total is None else total + addend
                 yield replace(update, values={name: each for name, each in update.values.items() if name != MASKED})
 
-        counts = self._enough("sent masked sums", added(), refused, header.senders)
+        answers = self._enough("sent masked sums", added(), refused, header.senders)
         assert total is not None  # enough of them arrived
-        return total, {client: int(update.values[ADDENDS]) for client, update in counts.items()}
+        return total, answers
 
     def _answers(
         self, objective: str, clients: Sequence[int], letter: Callable[[int], Letter] | None = None

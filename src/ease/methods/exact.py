@@ -12,7 +12,15 @@ from ease.methods.base import Step, Trained, Unlearner, step_of
 from ease.model.closed_form import Sums, widths
 from ease.requests.request import ClientRequest, Request, leaving_clients
 from ease.trainers import TrainerName
-from ease.trainers.sums import Collected, all_asked, securely_collected, sum_and_solve, sums_job
+from ease.trainers.sums import (
+    Collected,
+    Sent,
+    all_asked,
+    check_features,
+    securely_collected,
+    sum_and_solve,
+    sums_job,
+)
 
 
 class Exact(Unlearner):
@@ -47,13 +55,18 @@ class Exact(Unlearner):
         )
         if trained.training.secure:
             total = securely_collected(federation, trained.start, job, stay, everyone=True)
+            check_features(history, total.checksums)
             return _total_left(history, stay, total, sides).solved(trained.initial, history.ridge(1))
         arriving = [] if isinstance(request, ClientRequest) else all_asked(federation, trained.start, job, stay)
         if history.updates:
-            forgotten = {client: sums for client, sums in arriving if sums.count}
+            sent = dict(arriving)
+            check_features(history, {client: each.checksums for client, each in sent.items()})
+            forgotten = {client: each for client, each in sent.items() if each.sums.count}
             left = _each_left(history, stay, forgotten, sides)
         else:  # added as they arrive, so that memory does not grow with the number of clients
-            left = _total_left(history, stay, Collected.of(arriving, kept=False), sides)
+            total = Collected.of(arriving, kept=False)
+            check_features(history, total.checksums)
+            left = _total_left(history, stay, total, sides)
         return left.solved(trained.initial, history.ridge(1))
 
     def rounds(self, training: TrainingConfig, request: Request) -> int:
@@ -61,28 +74,30 @@ class Exact(Unlearner):
 
 
 def _each_left(
-    history: History, clients: Sequence[int], forgotten: Mapping[int, Sums], sides: tuple[int, int]
+    history: History, clients: Sequence[int], forgotten: Mapping[int, Sent], sides: tuple[int, int]
 ) -> Collected:
     """What the server keeps of each client, less the client's forget pairs."""
-
-    def left() -> Iterator[tuple[int, Sums]]:
-        for client in clients:
-            stored = Sums.from_state(history.update(1, client).change)
-            touched = client in forgotten
-            yield client, _sound(stored - forgotten[client], f"client {client}", sides) if touched else stored
-
-    return Collected.of(left(), kept=True)
+    found, features = Collected(), history.features(1)
+    for client in clients:
+        left, checksum = Sums.from_state(history.update(1, client).change), features.get(client, 0)
+        if client in forgotten:
+            sent = forgotten[client]
+            left, checksum = _sound(left - sent.sums, f"client {client}", sides), sent.checksums.others
+        found.add(client, left, checksum, kept=True)
+    return found
 
 
 def _total_left(history: History, clients: Sequence[int], forgotten: Collected, sides: tuple[int, int]) -> Collected:
     """The total less all forget pairs, where the server knows of each client how many pairs it has."""
-    total, pairs = Sums.from_state(history.sums(1)), history.pairs(1)
+    total, pairs, features = Sums.from_state(history.sums(1)), history.pairs(1), history.features(1)
     if forgotten.total is not None:
         total -= forgotten.total
     for client, update in forgotten.updates.items():
         pairs[client] -= update.pairs
+        features[client] = forgotten.checksums[client].others
     updates = {client: Update(client, pairs[client], None) for client in clients if pairs[client]}
-    return Collected(_sound(total, "the total", sides), updates)
+    left = {client: features[client] for client in updates if client in features}
+    return Collected(_sound(total, "the total", sides), updates, features=left)
 
 
 def _sound(left: Sums, whose: str, sides: tuple[int, int]) -> Sums:

@@ -1,8 +1,8 @@
 """Training in one round: clients send exact sums over their pairs, and the server solves the maps from the total."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ from ease.federation.fedavg import Round, TrainingConfig
 from ease.federation.history import History
 from ease.federation.objectives import Measurement, register
 from ease.federation.protocol import Federation, LocalJob, Update
-from ease.federation.secure_aggregation import masked_expected, measure_masked, secure_total
+from ease.federation.secure_aggregation import checksum_key, masked_expected, measure_masked, secure_total
 from ease.model.closed_form import (
     IMAGE_STRENGTHS,
     LARGEST_SUM,
@@ -39,8 +39,13 @@ from ease.params import Params
 from ease.requests.request import ClientRequest, Request, SampleRequest
 
 SUMS = "sums"
+FEATURES = "features"
 SECURE_SUMS = "secure: masked sums"
 RANKS = "ranks"
+CHECKSUMS = Value((2,), torch.int64)
+"""The form of `Checksums` in an answer."""
+NAMED = 3
+"""How many clients an error names."""
 RANK_GRID = 1 << 20
 """Steps of the grid on which reciprocal ranks are added, in any order to the same total."""
 
@@ -83,7 +88,7 @@ def add_and_solve(
 
     With secure aggregation everyone sends again, since the newcomers' own total would be their sums.
     """
-    there = history.clients(1)
+    there, known = history.clients(1), history.features(1)
     everyone = sorted({*there, *newcomers})
     check_count(params, sum(len(federation.members.get(client, ())) for client in everyone))
     job = sums_job(config, seed, temperature, None, "all")
@@ -92,14 +97,45 @@ def add_and_solve(
     else:
         added = all_asked(federation, params, job, newcomers, "whoever joins sends sums")
         if history.updates:
-            stored = ((client, Sums.from_state(history.update(1, client).change)) for client in there)
-            found = Collected.of(chain(stored, added), kept=True)
+            found = Collected.of(added, kept=True)
+            for client in there:
+                found.add(client, Sums.from_state(history.update(1, client).change), known.get(client, 0), kept=True)
         else:
             found = Collected.of(added, kept=False)
             kept = Sums.from_state(history.sums(1))
             found.total = kept if found.total is None else found.total + kept
             found.updates |= {client: Update(client, pairs, None) for client, pairs in history.pairs(1).items()}
+            found.features |= known
     return found.solved(params, history.ridge(1))
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What a client's features add up to: one 64-bit hash for each pair, so that pairs can be taken out again.
+
+    They are equal if the features are. Sums cannot be subtracted that are of other features than those added.
+    """
+
+    named: int
+    """Of the pairs that the sums are of."""
+    others: int
+    """Of the client's other pairs, where a request asks for its forget pairs; else 0."""
+
+    @classmethod
+    def of(cls, update: Update) -> "Checksums":
+        return cls(*update.values[FEATURES].tolist())
+
+    @property
+    def all(self) -> int:
+        return int(wrapped(self.named + self.others))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A client's sums as they arrive."""
+
+    sums: Sums
+    checksums: Checksums
 
 
 @dataclass
@@ -110,18 +146,29 @@ class Collected:
     updates: dict[int, Update] = field(default_factory=dict)
     """Client -> how many pairs its sums are of, with the sums themselves where the server keeps them."""
     rejected: dict[int, str] = field(default_factory=dict)
+    checksums: dict[int, Checksums] = field(default_factory=dict)
+    """Those of everyone who sent sums, be they of no pair."""
+    features: dict[int, int] = field(default_factory=dict)
+    """Client -> checksum of the features that its sums are of."""
 
     @classmethod
-    def of(cls, arriving: Iterable[tuple[int, Sums | str]], kept: bool) -> "Collected":
+    def of(cls, arriving: Iterable[tuple[int, Sent | str]], kept: bool) -> "Collected":
         """From the sums of each client, or why it sent none that can be used; sums of no pair do not count."""
         found = cls()
-        for client, sums in arriving:
-            if isinstance(sums, str):
-                found.rejected[client] = sums
-            elif sums.count:
-                found.total = sums if found.total is None else found.total + sums
-                found.updates[client] = Update(client, pairs_in(sums), sums.state() if kept else None)
+        for client, sent in arriving:
+            if isinstance(sent, str):
+                found.rejected[client] = sent
+            else:
+                found.add(client, sent.sums, sent.checksums.named, kept)
+                found.checksums[client] = sent.checksums
         return found
+
+    def add(self, client: int, sums: Sums, features: int, kept: bool) -> None:
+        """Add a client's sums, and the checksum of the features that they are of."""
+        if sums.count:
+            self.total = sums if self.total is None else self.total + sums
+            self.updates[client] = Update(client, pairs_in(sums), sums.state() if kept else None)
+            self.features[client] = features
 
     def solved(self, params: Params, ridge: Ridge) -> Round:
         """The round that these sums make: the same for equal sums, however they were come by."""
@@ -129,11 +176,29 @@ class Collected:
             raise UserError("no client sent sums of any pair, so that there is nothing to solve; run the command again")
         updates = tuple(update for _, update in sorted(self.updates.items()))
         state = solve(self.total, ridge, params)
-        return Round(1, state, updates, self.rejected, sums=self.total.state(), ridge=ridge)
+        features = dict(sorted(self.features.items()))
+        return Round(1, state, updates, self.rejected, sums=self.total.state(), ridge=ridge, features=features)
 
 
 def pairs_in(sums: Sums) -> int:
     return sums.count // CAPTIONS_PER_IMAGE
+
+
+def check_features(history: History, checksums: Mapping[int, Checksums]) -> None:
+    """Refuse to subtract sums of clients that compute other features now than when they trained."""
+    trained = history.features(1)
+    other = [client for client, found in sorted(checksums.items()) if trained.get(client, found.all) != found.all]
+    if other:
+        raise UserError(
+            f"{clients_named(other)}: features are computed otherwise now than when they were trained on, so that sums "
+            "of them cannot be subtracted; restore the cache of features, or answer with --method retrain"
+        )
+
+
+def clients_named(clients: Sequence[int]) -> str:
+    """The first few clients, for a message."""
+    named = ", ".join(f"client {client}" for client in clients[:NAMED])
+    return f"{named} and {len(clients) - NAMED} more" if len(clients) > NAMED else named
 
 
 def check_count(params: Params, pairs: int) -> None:
@@ -162,10 +227,10 @@ def sums_job(
 
 def asked(
     federation: Federation, state: Params, job: LocalJob, clients: Sequence[int]
-) -> Iterator[tuple[int, Sums | str]]:
+) -> Iterator[tuple[int, Sent | str]]:
     """The sums of each client, or why it sent none that can be used."""
     for update in federation.run(state, job, clients):
-        yield update.client, update.refused or Sums(update.values[SUMS])
+        yield update.client, update.refused or Sent(Sums(update.values[SUMS]), Checksums.of(update))
 
 
 HOLDERS = "exact forgetting needs the sums of everyone who may hold forget pairs"
@@ -173,7 +238,7 @@ HOLDERS = "exact forgetting needs the sums of everyone who may hold forget pairs
 
 def all_asked(
     federation: Federation, state: Params, job: LocalJob, clients: Sequence[int], why: str = HOLDERS
-) -> Iterator[tuple[int, Sums]]:
+) -> Iterator[tuple[int, Sent]]:
     """The sums of each client as they arrive, where no one may be missing; `why` is what an error says."""
     silent = dict.fromkeys(clients, "no sound answer")
     for client, found in asked(federation, state, job, clients):
@@ -198,7 +263,9 @@ def securely_collected(
             "cannot tell whose sums are wrong: run the command again, or train without training.secure to find out"
         )
     updates = {client: Update(client, count, None) for client, count in added.counts.items() if count}
-    return Collected(total if pairs else None, updates, dict(added.refused))
+    checksums = {client: Checksums(*values[FEATURES].tolist()) for client, values in added.clear.items()}
+    features = {client: checksums[client].named for client in updates}
+    return Collected(total if pairs else None, updates, dict(added.refused), checksums, features)
 
 
 def total_fault(total: Sums, pairs: int, sides: tuple[int, int]) -> str | None:
@@ -211,14 +278,32 @@ def total_fault(total: Sums, pairs: int, sides: tuple[int, int]) -> str | None:
     return total.fault(*sides)
 
 
-def measure_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
-    """Sums over the pairs that a job speaks of, from the frozen features."""
-    positions = client.select(job)
-    total = Sums.none(sum(widths(params)) + 1)
-    for start in range(0, len(positions), ROWS):
-        image, text = features(model, client.train, positions[start : start + ROWS])
-        total += Sums.of(on_grid(image), on_grid(text))
-    return {SUMS: total.packed}
+def measure_sums(
+    model: DualEncoder, params: Params, client: ClientData, job: LocalJob, secret: bytes = b""
+) -> dict[str, Tensor]:
+    """Sums over the pairs that a job speaks of, from the frozen features, and the features' checksums."""
+    named = client.select(job)
+    others = np.setdiff1d(np.arange(len(client.train)), named) if job.data == "forget" else named[:0]
+    total, checksums = Sums.none(sum(widths(params)) + 1), [0, 0]
+    for place, positions in enumerate((named, others)):
+        for start in range(0, len(positions), ROWS):
+            image, text = map(on_grid, features(model, client.train, positions[start : start + ROWS]))
+            checksums[place] += checksum(image, text, secret)
+            if place == 0:
+                total += Sums.of(image, text)
+    return {SUMS: total.packed, FEATURES: torch.tensor([wrapped(each) for each in checksums])}
+
+
+def checksum(image: Tensor, text: Tensor, secret: bytes) -> int:
+    """The hashes of each pair's features, added. With a secret they say nothing to those who do not know it."""
+    rows = torch.cat([image, text.flatten(1)], dim=1).int().cpu().numpy()
+    hashes = (hashlib.blake2b(row.tobytes(), digest_size=8, key=secret).digest() for row in rows)
+    return sum(int.from_bytes(each, "little") for each in hashes)
+
+
+def wrapped(number: int) -> int:
+    """The number as 64 bits hold it, with a sign."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def features(model: DualEncoder, examples: Examples, positions: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -246,13 +331,14 @@ def sums_expected(state: Params, job: LocalJob, client: int, pair_count: int) ->
         return sums.fault(image, text)
 
     form = Value((packed_size(image + text + 1),), torch.int64, -LARGEST_SUM, LARGEST_SUM)
-    return Expected(values={SUMS: form}, abstains=False, fault=fault)
+    return Expected(values={SUMS: form, FEATURES: CHECKSUMS}, abstains=False, fault=fault)
 
 
 def measure_masked_sums(model: DualEncoder, params: Params, client: ClientData, job: LocalJob) -> dict[str, Tensor]:
     """The same sums with masks, for secure aggregation."""
-    sums = Sums(measure_sums(model, params, client, job)[SUMS])
-    return measure_masked(client, job, sums.packed, pairs_in(sums))
+    found = measure_sums(model, params, client, job, checksum_key(client))
+    sums = Sums(found[SUMS])
+    return {**measure_masked(client, job, sums.packed, pairs_in(sums)), FEATURES: found[FEATURES]}
 
 
 def masked_sums_expected(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
@@ -262,7 +348,7 @@ def masked_sums_expected(state: Params, job: LocalJob, client: int, pair_count: 
     def fault(pairs: int) -> str | None:
         return None if exact in (None, pairs) else f"its sums are of {pairs} pairs, and {exact} are expected"
 
-    return masked_expected(packed_size(sum(widths(state)) + 1), pair_count, fault)
+    return masked_expected(packed_size(sum(widths(state)) + 1), pair_count, fault, {FEATURES: CHECKSUMS})
 
 
 def pairs_expected(job: LocalJob, client: int, pair_count: int) -> int | None:

@@ -391,7 +391,7 @@ def _computed_again(run: Run, stored: StoredAnswer, certificate: Certificate) ->
     if sums != models.sums:
         raise Refuted(
             f"the retained pairs give sums {sums[:12]}, and the certificate lists {str(models.sums)[:12]}: the answer "
-            "was not solved from the retained pairs only"
+            "was not solved from the retained pairs only, or their features are computed otherwise here"
         )
     if model != models.after:
         return Check("computed again", None, "the sums are equal; another machine solves them to other last digits")

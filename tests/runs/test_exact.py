@@ -552,7 +552,14 @@ def test_exact_forgetting_of_a_trained_model_is_refused(ease, one_forgotten: Pat
 
 
 @pytest.mark.parametrize(
-    "setting", ["training.rounds=2", "training.participation=0.5", "training.aggregation=median", "model.lora=ffa"]
+    "setting",
+    [
+        "training.rounds=2",
+        "training.participation=0.5",
+        "training.history_precision=float16",
+        "training.aggregation=median",
+        "model.lora=ffa",
+    ],
 )
 def test_settings_that_sums_do_not_have_are_refused(setting: str) -> None:
     with pytest.raises(UserError, match="closed_form"):

@@ -68,8 +68,9 @@ class TrainSummary(Config):
         chance = [f"{metrics[f'{first}/recall@{k}/chance']:.1f}" for k in (1, 5, 10)]
         rows.append(["chance", *chance, chance[0]])
         size = metrics[f"{first}/gallery_pairs"]
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         yield table(
-            f"Recall in percent after {self.rounds} rounds (galleries of {size:.0f} pairs)",
+            f"Recall in percent after {rounds} (galleries of {size:.0f} pairs)",
             ["", "R@1", "R@5", "R@10", "R@1 before training"],
             rows,
         )

@@ -53,7 +53,7 @@ class RunConfig(Config):
     def _sums_are_of_all(self) -> "RunConfig":
         if trainer_of(self.model) == "sums":
             usual = TrainingConfig(rounds=1)
-            for name in ("rounds", "participation", "weighting", "history_every", "aggregation"):
+            for name in ("rounds", "participation", "weighting", "history_every", "history_precision", "aggregation"):
                 if getattr(self.training, name) != getattr(usual, name):
                     raise ValueError(
                         f'training.{name}: model.projector = "closed_form" is solved in one round from the sums of all '

@@ -558,6 +558,8 @@ def test_exact_forgetting_of_a_trained_model_is_refused(ease, one_forgotten: Pat
         "training.participation=0.5",
         "training.history_precision=float16",
         "training.aggregation=median",
+        "training.strategy=fedprox",
+        "training.shards=2",
         "model.lora=ffa",
     ],
 )

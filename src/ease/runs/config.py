@@ -17,6 +17,18 @@ from ease.model.dual_encoder import ModelConfig
 from ease.storage import digest
 from ease.trainers import trainer_of
 
+ONLY_AVERAGED = (
+    "rounds",
+    "participation",
+    "weighting",
+    "history_every",
+    "history_precision",
+    "aggregation",
+    "strategy",
+    "shards",
+)
+"""Settings of training that a closed-form head does not have."""
+
 
 class RunConfig(Config):
     """The configuration of a run; it determines every byte of the result."""
@@ -53,7 +65,7 @@ class RunConfig(Config):
     def _sums_are_of_all(self) -> "RunConfig":
         if trainer_of(self.model) == "sums":
             usual = TrainingConfig(rounds=1)
-            for name in ("rounds", "participation", "weighting", "history_every", "history_precision", "aggregation"):
+            for name in ONLY_AVERAGED:
                 if getattr(self.training, name) != getattr(usual, name):
                     raise ValueError(
                         f'training.{name}: model.projector = "closed_form" is solved in one round from the sums of all '

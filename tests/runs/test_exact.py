@@ -183,6 +183,18 @@ def test_a_sequence_of_twenty_requests_ends_where_retraining_does(kept: Site) ->
     assert answered(run, last, "exact") == answered(run, last, "retrain") == computed_again(run, last)
 
 
+def test_a_concept_is_forgotten_as_retraining_does(kept: Site, ease) -> None:
+    """Words name the pairs; from then on it is a request like any other."""
+    done = ease("forget", kept.run.folder, "--concept", "red", "--quiet")
+    assert done.code == 0, done.err
+    (path,) = kept.run.folder.glob("requests/concept-*/exact/record.json")
+    stored = StoredAnswer(path.parent)
+    request = stored.record().request
+    exact = sums_hash(kept.run, stored), stored.model_sha256
+    assert exact == answered(kept.run, request, "retrain") == computed_again(kept.run, request)
+    assert exact[0] != kept.run.history.sums_sha256(1), "something was forgotten"
+
+
 def test_the_order_of_two_requests_does_not_matter(original: Path, tmp_path: Path) -> None:
     found = []
     for number, order in enumerate(((0, 1), (1, 0))):

@@ -198,7 +198,7 @@ def test_an_audit_over_nodes_is_that_of_one_process(
         run = Run.create(tmp_path / config.engine, config)
         list(run.train(open_world(run)))
         list(forget(run, open_world(run), ClientRequest(clients=(1,)), make_method("ease"), False))
-        record = audit_run(run.folder, "client-1", settings, retrain=True, quiet=True).record
+        record = audit_run(run.folder, "client-1", settings, retrain=True, quiet=True)
         found[config.engine] = record.verdict, record.model_sha256, record.retrain_sha256, record.attacks
     assert found["nodes"] == found["sequential"]
 

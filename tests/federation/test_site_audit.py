@@ -153,8 +153,7 @@ def test_retrainings_by_nodes_are_those_of_one_place(there: Trained) -> None:
 
 @pytest.mark.slow
 def test_the_command_writes_a_verdict_and_says_what_was_not_tested(there: Trained) -> None:
-    summary = audit_run(there.run.folder, "client-1/finetune", SETTINGS, retrain=False, quiet=True)
-    record = summary.record
+    record = audit_run(there.run.folder, "client-1/finetune", SETTINGS, retrain=False, quiet=True)
     assert record.verdict.joint is not None and record.verdict.joint.retrained == 7
     assert len(record.similarities["unlearned"]) == len(there.pooled.shards[1].train)
     assert "membership attacks by shadows" in record.not_tested[0] and "sites tell the truth" in record.not_tested[1]
@@ -164,7 +163,7 @@ def test_the_command_writes_a_verdict_and_says_what_was_not_tested(there: Traine
         "retrain",
     }
     assert record.costs.compute_matched_retrain["50%"].keys() == {"test"}
-    assert list(summary.render())
+    assert list(record.render())
     assert audit_prospects(open_world(there.run), CLIENT) == ""
 
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,16 +30,21 @@ def printed() -> list[str]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the examples, in which `ease` and `python` are ours."""
-    shutil.copytree(ROOT / "examples" / "hospitals", tmp_path / "examples" / "hospitals")
-    programs = tmp_path / "bin"
+def checkout() -> Iterator[Path]:
+    """A folder with the examples, in which `ease` and `python` are ours. Its path is short, for the nodes' sockets."""
+    with tempfile.TemporaryDirectory(prefix="ease-", dir="/tmp") as folder:
+        yield prepared(Path(folder))
+
+
+def prepared(folder: Path) -> Path:
+    shutil.copytree(ROOT / "examples" / "hospitals", folder / "examples" / "hospitals")
+    programs = folder / "bin"
     programs.mkdir()
     for name, words in (("ease", "-m ease"), ("python", "")):
         path = programs / name
         path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         path.chmod(0o755)
-    yield tmp_path
+    return folder
 
 
 def wait_for(federation: Path, nodes: list[subprocess.Popen[bytes]]) -> None:

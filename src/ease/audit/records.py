@@ -126,8 +126,12 @@ class AuditRecord(MethodRecord):
 
 
 def current_audit(stored: StoredAnswer) -> AuditRecord | None:
-    """The stored audit of a result, or None if the model has changed since."""
+    """The stored audit of a result, or None if the model has changed since.
+
+    A purge deletes the models of older releases. Their audits are compared with the recorded hash.
+    """
     if not stored.audit_path.is_file():
         return None
     found = read_record(AuditRecord, stored.audit_path)
-    return found if found.model_sha256 == sha256(stored.model_path) else None
+    model = sha256(stored.model_path) if stored.model_path.is_file() else stored.model_sha256
+    return found if found.model_sha256 == model else None

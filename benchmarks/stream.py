@@ -13,14 +13,16 @@ handed in before the queue is worked, and those of one kind are answered togethe
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import matplotlib
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from ease.federation.history import History
 from ease.methods import make_method
@@ -35,8 +37,7 @@ from ease.runs.config import RunConfig
 from ease.runs.evaluation import measure
 from ease.runs.run import Run
 from ease.runs.world import World
-from ease.show.figures import encode
-from ease.show.stream import StreamResults, stream_figure
+from ease.show.figures import COLOURS, FIXED, PANEL_INCHES, RECALL, STYLE, encode
 from ease.storage import write_json
 from ease.studies.experiment import load_experiment
 from ease.studies.streams import requests_in_turn, sets_of
@@ -278,7 +279,7 @@ def shares(row: dict[str, Any]) -> str:
     return " / ".join(f"{row['share'][name]:.0%}" for name in ("passed", "bytes", "rounds"))
 
 
-def drawn_from(results: dict[str, Any]) -> StreamResults:
+def drawn_from(results: dict[str, Any]) -> "StreamResults":
     rows, requests = results["rows"], results["requests"]
     names = [*(f"forget/{number}" for number in range(len(requests))), "retain", "test"]
     closed = {number: place for place, row in enumerate(rows) for number in row["closed"]}
@@ -332,6 +333,54 @@ def page(results: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+KINDS = {"client": "o", "class": "s", "sample": "^"}
+COSTS = {"passed": "pairs computed", "bytes": "bytes sent", "rounds": "rounds"}
+
+
+@dataclass(frozen=True)
+class StreamResults:
+    """What was measured after each request."""
+
+    kinds: Sequence[str]
+    """Of each request: client, class or sample."""
+    closed: Sequence[int]
+    """Of each request: which answer closed it."""
+    forget: Sequence[Sequence[float]]
+    """[after answer i][request j] recall@1 of j's pairs."""
+    retain: Sequence[float]
+    """Recall@1 after each answer of the pairs that are left at the end."""
+    test: Sequence[float]
+    shares: Mapping[str, Sequence[float]]
+    """Kind of cost -> until each answer, as a share of retraining after each request."""
+    retrain: Mapping[str, float]
+    """`forget/0`, ..., `retain` and `test` of one retraining without all."""
+
+
+def stream_figure(results: StreamResults) -> Figure:
+    """Three panels over the number of requests: return, erosion, cost."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3 * PANEL_INCHES, 2.2), layout="constrained")
+        back, erosion, cost = figure.subplots(1, 3)
+        places = [sum(closed <= answer for closed in results.closed) for answer in range(len(results.forget))]
+        for number, (kind, closed) in enumerate(zip(results.kinds, results.closed, strict=True)):
+            later = [each[number] - results.retrain[f"forget/{number}"] for each in results.forget[closed:]]
+            back.plot(places[closed:], later, marker=KINDS[kind], color=COLOURS[number % len(COLOURS)], linewidth=0.8)
+        back.axhline(0, color=FIXED["Retrain"], linestyle="--", linewidth=1)
+        back.set(title="return of the forgotten", xlabel="requests", ylabel=f"forget {RECALL} less retrain's")
+        for colour, part, values in zip(COLOURS, ("retain", "test"), (results.retain, results.test), strict=False):
+            erosion.plot(places, values, marker="o", color=colour, label=part)
+            erosion.axhline(results.retrain[part], color=colour, linestyle="--", linewidth=1)
+        erosion.set(title="erosion (dashed: retrain)", xlabel="requests", ylabel=RECALL, ylim=(-3, 103))
+        erosion.legend()
+        for colour, (name, shares) in zip(COLOURS, results.shares.items(), strict=False):
+            cost.plot(places, [100 * share for share in shares], marker="o", color=colour, label=COSTS[name])
+        cost.axhline(25, color=FIXED["Retrain"], linestyle=":", linewidth=1)
+        cost.legend()
+        cost.set(title="cost so far", xlabel="requests", ylabel="share of retraining each time (%)")
+        cost.set_ylim(bottom=0)
+        return figure
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from benchmarks.paths import flatten, paths_figure
 from matplotlib.text import Annotation, Text
 
 from ease.show.figures import encode
-from ease.show.paths import flatten, paths_figure
 
 START = np.array([1.0, 1.0, 1.0, 0.0])
 

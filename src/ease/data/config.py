@@ -13,11 +13,9 @@ from ease.config import Config
 from ease.data.canaries import check_count
 from ease.data.pairs import PairSet
 from ease.data.partition import MINIMUM_PAIRS, check_clients
-from ease.data.readers.coco import coco_rows
+from ease.data.readers.captions import coco_rows, karpathy_rows, textcaps_rows
 from ease.data.readers.hf import hf_rows
-from ease.data.readers.karpathy import karpathy_rows
 from ease.data.readers.table import folder_rows, table_rows
-from ease.data.readers.textcaps import textcaps_rows
 from ease.data.rows import Row, check_links, pairs_from_rows
 from ease.data.scenes import load_scenes
 from ease.errors import UserError, did_you_mean

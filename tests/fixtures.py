@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 from pydantic import TypeAdapter
+from tests.photographs import FOLDER, draw_photographs
 
 import ease as package
 from ease.audit.config import AuditConfig
@@ -564,3 +565,25 @@ def barriers() -> Callable[[Any], list[str]]:
         ]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def kept_place(small, tmp_path_factory) -> tuple[Path, Path]:
+    """A place with photographs, a run over them and its cache, and a copy of it all."""
+    here = tmp_path_factory.mktemp("home") / "here"
+    here.mkdir()
+    draw_photographs(here / "photos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASE_CACHE", str(here / "cache"))
+        train_run(load_config(None, (*small, *FOLDER, f'data.path="{here / "photos"}"')), here / "run", quiet=True)
+    return here, shutil.copytree(here, here.parent / "kept")
+
+
+@pytest.fixture
+def place(kept_place, monkeypatch) -> Path:
+    """The place as it was when the run was trained: tests take photographs away."""
+    here, copy = kept_place
+    shutil.rmtree(here)
+    shutil.copytree(copy, here)
+    monkeypatch.setenv("EASE_CACHE", str(here / "cache"))
+    return here

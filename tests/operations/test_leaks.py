@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.operations.ledger.test_work import listed, run_json
-from tests.runs.test_head import FOLDER, draw_photographs
+from tests.photographs import FOLDER, draw_photographs
 
 from ease.commands.train import train_run
 from ease.data.images import decode_image

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from tests.operations.ledger.test_work import ids_of, run_json
-from tests.runs.test_head import FOLDER, draw_photographs, more_rounds
+from tests.photographs import FOLDER, draw_photographs
+from tests.runs.test_head import more_rounds
 
 from ease.commands.train import train_run
 from ease.methods.ease.contribution import contribution_of

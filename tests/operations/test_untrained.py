@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from tests.operations.ledger.test_work import listed, run_json, states
-from tests.runs.test_head import FOLDER, draw_photographs
 
-from ease.commands.train import train_run
 from ease.errors import UserError
 from ease.operations.ledger.impact import impact_of
 from ease.requests.request import ClientRequest, SampleRequest, every_id, remaining, untrained_in
 from ease.runs.answers import default_method, open_world, release, trained_of
-from ease.runs.config import load_config
 from ease.runs.evaluation import evaluation_sets
 from ease.runs.resolve import check_request
 from ease.runs.run import Run
@@ -26,25 +23,10 @@ from ease.storage import sha256
 LENIENT = "[hold]\nretain_points = 100\n[retrain]\nforgotten_fraction = 1\n"
 
 
-@pytest.fixture(scope="module")
-def kept(small, tmp_path_factory) -> tuple[Path, Path]:
-    here = tmp_path_factory.mktemp("home") / "here"
-    here.mkdir()
-    draw_photographs(here / "photos")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(here / "cache"))
-        train_run(load_config(None, (*small, *FOLDER, f'data.path="{here / "photos"}"')), here / "run", quiet=True)
-    (here / "run" / "policy.toml").write_text(LENIENT)
-    return here, shutil.copytree(here, here.parent / "kept")
-
-
 @pytest.fixture
-def here(kept, monkeypatch) -> Path:
+def here(place: Path) -> Path:
     """Photographs, a run over them and its cache, as they were after the training."""
-    place, copy = kept
-    shutil.rmtree(place)
-    shutil.copytree(copy, place)
-    monkeypatch.setenv("EASE_CACHE", str(place / "cache"))
+    (place / "run" / "policy.toml").write_text(LENIENT)
     return place
 
 

@@ -9,51 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from ease.commands.train import train_run
 from ease.params import Params
 from ease.requests.request import ClientRequest, SampleRequest, forget_mask, without
 from ease.runs.answers import find_answer, open_world, release, start_hash, trained_of
-from ease.runs.config import load_config
 from ease.runs.run import Run
 from ease.storage import sha256, write_json
-
-PICTURES = 60
-FOLDER = ("data.name=folder", "partition.clients=3", "partition.validation_share=0.2", "data.held_out_share=0.3")
-
-
-def draw_photographs(folder: Path) -> None:
-    """Sixty different pictures in a folder, each with a caption of its own."""
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    lines = []
-    for number in range(PICTURES):
-        Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).resize((64, 64)).save(
-            folder / f"{number}.png"
-        )
-        lines.append({"image": f"{number}.png", "captions": [f"a picture of number {number}", f"the {number}"]})
-    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-
-
-@pytest.fixture(scope="module")
-def kept(small, tmp_path_factory) -> tuple[Path, Path]:
-    """A place with photographs, a run over them and its cache, and a copy of it all."""
-    here = tmp_path_factory.mktemp("home") / "here"
-    here.mkdir()
-    draw_photographs(here / "photos")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASE_CACHE", str(here / "cache"))
-        train_run(load_config(None, (*small, *FOLDER, f'data.path="{here / "photos"}"')), here / "run", quiet=True)
-    return here, shutil.copytree(here, here.parent / "kept")
-
-
-@pytest.fixture
-def place(kept, monkeypatch) -> Path:
-    """The place as it was when the run was trained: tests take photographs away."""
-    here, copy = kept
-    shutil.rmtree(here)
-    shutil.copytree(copy, here)
-    monkeypatch.setenv("EASE_CACHE", str(here / "cache"))
-    return here
 
 
 @pytest.fixture

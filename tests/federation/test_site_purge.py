@@ -219,6 +219,11 @@ def test_a_site_that_is_gone_for_good_is_recorded_and_blocks_no_purge(ease, site
         assert "client 2 is gone for good: burnt down" in purged.out
         socket.touch()  # as a machine that lost power leaves it
         status = ease("status", sites.folder / "fed", "--run", apart.folder, "--exit-code", "--json")
+        # Nobody waits for it either who asks whether a picture is held.
+        photograph = sites.folder / "a" / f"{later.ids[0]}.png"
+        assert later.ids[0].startswith("a")
+        found = json.loads(ease("request", "find", apart.folder, "--image", photograph, "--json").out)
+        assert [each["id"] for each in found["pairs"]] == [later.ids[0]] and found["not_asked"] == [2]
         assert status.code == 0 and json.loads(status.out)["nodes"][2]["state"] == "gone for good"
         socket.unlink()
         stayed = [line for line in read_purges(apart.folder).passes[0].stayed if line.what.startswith("client 2: ")]

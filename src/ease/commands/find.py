@@ -6,9 +6,10 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from ease.config import Config
-from ease.console import status, table
+from ease.console import labelled, status, table
 from ease.errors import UserError
 from ease.operations.find import HeldPair, held_pairs, matching_ids, pairs_like
+from ease.operations.lost_sites import read_lost_sites
 from ease.runs.resolve import read_ids
 from ease.runs.run import Run
 
@@ -18,8 +19,13 @@ class FindSummary(Config):
 
     run: Path
     pairs: tuple[HeldPair, ...]
+    not_asked: tuple[int, ...]
+    """Sites that are gone for good, which could not be asked for the picture."""
 
     def render(self) -> Iterator[RenderableType]:
+        if self.not_asked:
+            names = ", ".join(map(str, self.not_asked))
+            yield labelled("not asked for the picture", f"clients {names}, whose sites are gone for good", "yellow")
         if not self.pairs:
             yield f"{self.run} holds no such pair in any split or at any site"
             return
@@ -50,9 +56,10 @@ def find_pairs(folder: Path, patterns: Sequence[str], ids: Path | None, image: P
     # A whole id is looked for even if it was purged, because its mark is still known.
     named = held_pairs(run, found | set(patterns) | (set() if ids is None else read_ids(ids, "--ids")))
     if image is None:
-        return FindSummary(run=folder, pairs=named)
+        return FindSummary(run=folder, pairs=named, not_asked=())
     with status("looking at pictures", quiet):
         shown = pairs_like(run, image)
     seen = {each.id for each in named}
     more = (each for each in shown if each.id not in seen)
-    return FindSummary(run=folder, pairs=(*named, *more))
+    lost = read_lost_sites(folder).clients
+    return FindSummary(run=folder, pairs=(*named, *more), not_asked=tuple(sorted(lost)))

@@ -1,5 +1,7 @@
 """Search for words at the sites: each node compares its own captions and returns two numbers for each pair."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from ease.data.words import LONGEST
@@ -44,12 +46,12 @@ def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[n
     return reported
 
 
-def holders_of(remote: Remote, picture: str) -> set[str]:
+def holders_of(remote: Remote, picture: str, clients: Collection[int]) -> set[str]:
     """Return ids of the pairs at sites that show a picture, which is named by the hash of its pixels; all must answer.
 
     Sites do not get the picture. A node that holds none learns a hash that fits no picture of its own.
     """
-    asks = {client: remote.ask("find", client, len(remote.clients), picture=picture) for client in remote.clients}
+    asks = {client: remote.ask("find", client, len(clients), picture=picture) for client in sorted(clients)}
     found, reasons = collected(remote, asks, {}, lambda data: (decode_found(data), {}))
     reported = set[str]()
     for client, (answer, _) in found.items():
@@ -58,5 +60,8 @@ def holders_of(remote: Remote, picture: str) -> set[str]:
             reasons[client] = "it names pairs that this run does not know of; look at its node"
         reported |= own.intersection(answer.ids)
     if reasons:
-        raise UserError(f"--image: every site must be asked, and some have no answer ({each_reason(reasons)})")
+        raise UserError(
+            f"--image: every site must be asked, and some have no answer ({each_reason(reasons)}); record one that is "
+            "gone for good with `ease purge --lost-site`"
+        )
     return reported

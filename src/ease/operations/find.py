@@ -14,7 +14,8 @@ from ease.errors import UserError
 from ease.federation.remote import Remote
 from ease.federation.search import holders_of
 from ease.operations.ledger.store import Ledger
-from ease.requests.request import every_id
+from ease.operations.lost_sites import read_lost_sites
+from ease.requests.request import every_id, leaving_clients
 from ease.requests.tombstones import read_tombstones
 from ease.runs.answers import open_world
 from ease.runs.resolve import request_id
@@ -86,7 +87,7 @@ def pairs_like(run: Run, picture: Path) -> tuple[HeldPair, ...]:
     """Return pairs that show the same picture, or one so similar that it may be a copy of it.
 
     Sites are asked by a hash of the decoded picture, so there only equal pictures are found. A site never gets the
-    picture.
+    picture. Sites that left and were purged hold nothing of the run, and those that are gone for good cannot be asked.
     """
     world = open_world(run)
     backbone = world.server.backbone
@@ -96,8 +97,14 @@ def pairs_like(run: Run, picture: Path) -> tuple[HeldPair, ...]:
         raise UserError(f"--image {picture}: cannot be read as a picture ({error}); name an image file") from error
     same, similar = _alike(world, pixels)
     if run.config.partition.on_site and isinstance(world.federation, Remote):
-        same |= holders_of(world.federation, picture_digest(pixels))
+        same |= holders_of(world.federation, picture_digest(pixels), set(world.federation.clients) - silent_sites(run))
     return (*held_pairs(run, same, "same picture"), *held_pairs(run, similar - same, "similar picture"))
+
+
+def silent_sites(run: Run) -> frozenset[int]:
+    """Return sites that nobody asks any more: they are gone for good, or left and were purged."""
+    left = {client for each in run.head.releases if each.purged for client in leaving_clients(each.request)}
+    return read_lost_sites(run.folder).clients | left
 
 
 def _alike(world: World, pixels: np.ndarray) -> tuple[set[str], set[str]]:

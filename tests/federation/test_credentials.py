@@ -15,6 +15,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ease.commands import federation as commands
 from ease.commands.federation import FederationStatus, NodeStatus, RunStatus, WaitingRequest
 from ease.errors import Disconnected, UserError
 from ease.federation import flower
@@ -298,3 +299,24 @@ def test_a_silent_node_and_waiting_requests_have_exit_codes() -> None:
     assert status("ready", "working") == 0 and status("ready", "no answer") == 1
     assert status("ready", waiting=1) == 4 and status("ready", waiting=2, late=1) == 5
     assert status("ready", until="2020-01-01") == 1 and status("ready", until=None) == 0
+
+
+def test_a_node_that_is_turned_away_says_so_once_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Flower's end stops at once, as it does with a key that was not admitted, and is started again and again."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("flower-superlink", "flwr", "flower-supernode"):
+        (programs / name).write_text(f"#!/bin/sh\necho started >> {tmp_path}/starts\nexit 1\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("EASE_FLOWER", str(programs))
+    monkeypatch.setattr(commands, "RETURNING", 0.05)
+    upstream = commands.Upstream("127.0.0.1:9", tmp_path / "node.key", tmp_path / "ca.crt")
+    with commands.connected(upstream, tmp_path, 3, tmp_path / "node.sock"):
+        until = time.monotonic() + 20
+        while not (tmp_path / "starts").is_file() or (tmp_path / "starts").read_text().count("started") < 3:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("client 3: not connected to 127.0.0.1:9") and "ease keys admit" in line and "ca.crt" in line

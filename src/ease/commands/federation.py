@@ -223,9 +223,13 @@ def connected(upstream: Upstream, folder: Path, client: int, path: Path) -> Iter
     ended, running = threading.Event(), list["subprocess.Popen[bytes]"]()
 
     def keep() -> None:
+        said = False
         while not ended.is_set():
             running[:] = [start_supernode(folder, client, path, upstream.server, upstream.key, upstream.certificate)]
             running[0].wait()
+            if not said and not ended.is_set():
+                said = True  # once: it tries again every few seconds
+                print(_turned_away(folder, client, upstream), file=sys.stderr, flush=True)
             ended.wait(RETURNING)
 
     thread = threading.Thread(target=keep, daemon=True)
@@ -237,6 +241,15 @@ def connected(upstream: Upstream, folder: Path, client: int, path: Path) -> Iter
         for process in running:
             stop(process)
         thread.join(RETURNING)
+
+
+def _turned_away(folder: Path, client: int, upstream: Upstream) -> str:
+    """Why Flower's end stops, in one line for the person at the site."""
+    log = folder / "flower" / f"node-{client}.log"
+    return (
+        f"client {client}: not connected to {upstream.server}, trying again. If the server runs, its operator has to "
+        f"admit this node's key (`ease keys admit`), and --ca has to be the server's ca.crt; see {log}"
+    )
 
 
 def _group(name: str | None) -> int | None:

@@ -40,7 +40,7 @@ def test_the_pool_fits_the_data_and_the_line_names_it(learnt) -> None:
 
 def test_a_few_pairs_are_audited_without_attacks_and_it_says_so(learnt) -> None:
     world, one = with_test_pairs(learnt.world, 600), SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
-    said = "an audit will go by ranks and levels beside retraining alone: attacks compare many pairs, 8 at least"
+    said = "an audit will go by ranks and levels compared with retraining only: attacks compare many pairs, 8 at least"
     assert audit_prospects(world, one).startswith(said) and audit_prospects(world, one).endswith("the request names 1")
     smaller = audit_prospects(learnt.world)
     assert audit_prospects(learnt.world, one) == f"{smaller}; {audit_prospects(world, one)}"

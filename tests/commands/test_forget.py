@@ -122,7 +122,9 @@ def test_a_quick_look_ends_an_answer_and_says_what_an_audit_would_need(ease, run
     kept = read_json(run / "requests" / "client-1" / "finetune" / "quick.json")
     assert shown["check"] == kept and kept["words"] in first.out
     assert f"audit: {shown['prospects']}" in first.out
-    pool, _, why = shown["prospects"].partition("; an audit will go by ranks and levels beside retraining alone: ")
+    pool, _, why = shown["prospects"].partition(
+        "; an audit will go by ranks and levels compared with retraining only: "
+    )
     assert pool.startswith("an audit will compare with 16 pairs instead of 512, since there are 20 validation and test")
     assert why.endswith("and 0 of those are of the forget pairs' pseudo-classes")
     asked = ("audit", run, "--request", "client-1/finetune", "--retrain", "--retrains", 1, "--workers", 1, "--json")

@@ -455,7 +455,7 @@ def test_a_killed_nodes_socket_is_taken_over_and_a_file_is_not(tmp_path: Path) -
     listen(tmp_path / "a.sock").close()
     listen(tmp_path / "a.sock").close()
     (tmp_path / "photo.png").write_bytes(b"photo")
-    with pytest.raises(UserError, match="is no socket"):
+    with pytest.raises(UserError, match="is not a socket"):
         listen(tmp_path / "photo.png")
 
 

@@ -156,7 +156,10 @@ def test_the_command_writes_a_verdict_and_says_what_was_not_tested(there: Traine
     record = audit_run(there.run.folder, "client-1/finetune", SETTINGS, retrain=False, quiet=True)
     assert record.verdict.joint is not None and record.verdict.joint.retrained == 7
     assert len(record.similarities["unlearned"]) == len(there.pooled.shards[1].train)
-    assert "membership attacks by shadows" in record.not_tested[0] and "sites tell the truth" in record.not_tested[1]
+    assert (
+        "membership attacks by shadows" in record.not_tested[0]
+        and "sites report their own pairs truthfully" in record.not_tested[1]
+    )
     assert record.attack == "held-out/auc" and set(record.attacks["held-out/auc"]) >= {
         "trained",
         "unlearned",

@@ -314,7 +314,7 @@ def test_a_wrong_total_is_refused(secure: Site, place: int) -> None:
 
     lying = LyingInSecret(secure.run.hosted(secure.world).federation)
     reason = {-1: "and .* are expected", 1: "not positive semi-definite", 0: "larger than those of any"}[place]
-    with pytest.raises(UserError, match=f"the total of 3 clients is refused: .*{reason}.*cannot tell whose"):
+    with pytest.raises(UserError, match=f"the total of 3 clients is refused: .*{reason}.*cannot show whose"):
         list(Exact().unlearn(trained_of(secure.run), ClientRequest(clients=(0,)), lying))
 
 

@@ -45,17 +45,17 @@ from ease.seeding import generator
 AMONG = "pairs that its own client holds out"
 NOT_TESTED_THERE = (
     "membership attacks by shadows, and relearning: they need the clients' pairs in one place",
-    "whether sites tell the truth of their own pairs: numbers that no model gives are refused, others are believed",
+    "whether sites report their own pairs truthfully: numbers that no model gives are refused, others are believed",
 )
 JUDGED = {"forget": "held-out/auc", "retain": "retained/auc"}
-"""Kind of pairs that are told from held-out ones -> the measure."""
+"""Kind of pairs that an attack separates from held-out ones -> the measure."""
 
 
 def retrain_at_sites(plan: ShadowPlan, trained: Trained, engine: Engine, orders: Sequence[int]) -> Iterator[int]:
     """Retrain at the nodes in other orders of the data and store the models; yields ticks.
 
     All clients take part in every round: a retraining that lacks one is none of this federation. Their answers are
-    kept until a retraining is whole, so that one which ended in the middle goes on.
+    kept until a retraining is whole, so that an interrupted one can resume.
     """
     rounds = trained.training.rounds
     stops = {share: max(1, round(share * rounds)) for share in (*SHARES, 1.0)}
@@ -211,7 +211,7 @@ class AtSites(References):
                     count = len(readings[client][f"{kind}/{name}"])
                     if count != counts[kind]:
                         raise UserError(
-                            f"client {client}: tells of {count} {kind} pairs, and the run knows of {counts[kind]}; "
+                            f"client {client}: reports {count} {kind} pairs, and the run knows of {counts[kind]}; "
                             "give its node the run's data"
                         )
         return SiteReadings(readings, self.recalls_of(state))

@@ -26,7 +26,7 @@ FEWEST_CANARIES = 16
 MOST_RETAINED = 500
 """Retained pairs that are attacked."""
 REPORTED_MODELS = ("trained", "unlearned", "retrain")
-"""Models of which every attack is told; the others are attacked for the verdict alone, by those that it takes."""
+"""Models for which every attack is reported. The others are attacked only by those attacks that the verdict uses."""
 ResultsByModel = Mapping[str, AttackResult]
 """Model -> what an attack says of it."""
 Records = dict[str, dict[str, AttackRecord]]
@@ -54,10 +54,9 @@ class OnRetained:
 def attack_all(attacker: Attacker, targets: Mapping[str, tuple[Readings, Readings]], config: AuditConfig) -> Attacked:
     """Attack every model, given its readings of the candidates and of the population.
 
-    The verdict takes the classifier, one attack from trained shadows and one from unlearned ones, RMIA, and whoever
-    compares the models from before and after. BaVarIA on log-odds is named in advance; the strongest is chosen by
-    looking, and looks stronger for that.
-    """
+    The verdict takes the classifier, one attack from trained shadows and one from unlearned ones, RMIA, and the attack
+    that compares the models before and after. BaVarIA on log-odds is named in advance; the strongest is chosen by
+    looking, and looks stronger for that."""
     if config.attack == "bavaria":
         family, attack, informed = "bavaria", "bavaria-online/log_odds", "u-bavaria/log_odds"
         why = attack

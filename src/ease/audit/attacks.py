@@ -52,15 +52,15 @@ class Attacker:
     """The attacker's knowledge: shadows before and after unlearning, and who trained on what."""
 
     shadows: Readings
-    """Of trained shadows [candidates, shadows]."""
+    """Readings of the candidates by trained shadows [candidates, shadows]."""
     unlearned: Readings
-    """Of the same shadows after unlearning; empty when they were left as trained."""
+    """Readings by the same shadows after unlearning; empty when they were left as trained."""
     included: np.ndarray
     """bool [candidates, shadows]."""
     member: np.ndarray
     """bool [candidates]: members of the audited model."""
     population: Readings
-    """Of trained shadows on further pairs that no model saw [pairs, shadows]."""
+    """Readings by trained shadows of further pairs that no model saw [pairs, shadows]."""
     fpr: float
 
     def attacks(self) -> list[str]:

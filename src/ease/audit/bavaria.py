@@ -20,7 +20,7 @@ from ease.audit.membership import attack_inputs, shared_spread
 
 Predictive = Literal["student", "normal"]
 LEAST_WEIGHT = 1e-3
-"""Of one shadow against a fitted prior, or the reverse: beyond it scores hardly change, and rounding would decide."""
+"""Bounds the weight of one shadow against a fitted prior. Beyond it scores hardly change and rounding would decide."""
 CONVERGED = {"ftol": 1e-13, "gtol": 1e-7, "maxiter": 500}
 FAR_TAIL = 30.0
 """Spreads from which a closed form of the upper tail errs by less than 1 in 900, before probabilities underflow."""

@@ -7,7 +7,7 @@ import numpy as np
 from ease.audit.membership import refuse_copy
 
 LEAST_VARIANCE = 1e-9
-"""Of the larger one, added to both: two readings that always agree leave one direction to tell by."""
+"""Share of the larger variance, added to both. Two readings that always agree leave only one direction."""
 
 
 @dataclass(frozen=True)

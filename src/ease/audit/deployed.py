@@ -1,4 +1,5 @@
-"""The forms in which a model is deployed, ONNX and int8, beside the float model: whether forget pairs come back.
+"""The forms in which a model is deployed, ONNX and int8, compared with the float model: whether forget pairs are
+recognised again.
 
 Coarser weights can undo small changes, and unlearning is a small change. So forget and unseen pairs are scored by every
 form, and what counts is how much more the forget pairs gained than the unseen ones.
@@ -29,11 +30,11 @@ from ease.runs.using import Source, encode_image, encode_text
 from ease.runs.world import World
 
 CONFIDENCE = 0.98
-"""Of the interval of what came back."""
+"""Confidence of the interval of what is recognised again."""
 FEWEST = 8
-"""Pairs of each kind, below which nothing can be told."""
+"""Pairs of each kind, below which nothing can be measured."""
 AT_ONCE = 64
-RULE = "something came back where forget pairs gained more than unseen ones and the 98 % interval excludes 0"
+RULE = "memories returned if forget pairs gained more than unseen ones and the 98 % interval excludes 0"
 Form = Literal["float", "onnx", "int8"]
 Embed = Callable[[np.ndarray, list[str]], tuple[np.ndarray, np.ndarray]]
 """Pixels and captions -> unit-norm embeddings of both."""
@@ -52,7 +53,7 @@ class DeployedForm(Config):
     came_back: Estimate
     """How much more the forget pairs gained over the float model than the unseen ones, with its 98 % interval."""
     largest_change: float
-    """Of the cosine of a pair, against the float model."""
+    """Largest change of the cosine of a pair, against the float model."""
 
 
 class DeployedAudit(Record, WithComputedFields):

@@ -44,7 +44,7 @@ def ks_distance(a: np.ndarray, b: np.ndarray, rng: np.random.Generator, replicat
 
 
 def distance_between(a: np.ndarray, b: np.ndarray) -> float:
-    """The KS distance alone."""
+    """The KS distance without a p-value."""
     return _ks(_sample("first", a), _sample("second", b))[0]
 
 

@@ -9,7 +9,7 @@ from scipy.special import betaincinv
 from ease.audit.membership import CONFIDENCE
 
 GUESSED_SHARE = 0.5
-"""Of the canaries are guessed, half of these as in and half as out; of the rest an auditor says nothing."""
+"""Share of the canaries that are guessed, half of them as in and half as out. The auditor abstains on the rest."""
 
 
 @dataclass(frozen=True)

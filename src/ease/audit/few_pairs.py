@@ -28,7 +28,7 @@ class Place:
     """The readings of one model."""
 
     log_odds: np.ndarray
-    """Of the forget pairs, against the pool."""
+    """Log-odds of the forget pairs, against the pool."""
     standing: Standing
     similar: Tensor
     recalls: Mapping[str, GalleryRecall]
@@ -38,9 +38,8 @@ class Place:
 class OneByOne(Instruments):
     """Instruments for a few forget pairs, one by one, without attacks and shadows.
 
-    The traces that are planted go up to the trained model itself, to tell whether anything can be seen at all, and into
-    several retrained models: the noise of one is as large as what is looked for.
-    """
+    Planted traces go up to the trained model itself, which shows whether anything can be seen at all. They are planted
+    into several retrained models, because the noise of one is as large as the trace."""
 
     kept: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4, 0.7, 1.0)
     planted_into: ClassVar[int] = 3

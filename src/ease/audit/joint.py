@@ -1,10 +1,9 @@
 """Joint test over all measures: whether a result is indistinguishable from retraining.
 
 Retrained models that differ in the order of their data alone say how measures spread and go together. An answer is
-compared with them in two ways: along the line to the trained model, on which what was kept lies, and in every
-direction. What either would be for one more retraining is simulated with all that is estimated from so few models, and
-the smaller of both p-values is judged by what smaller ones come to.
-"""
+compared with them in two ways: along the line to the trained model, which shows what was kept, and in every direction.
+The value of either for another retraining is simulated with all that is estimated from so few models, and the smaller
+p-value is compared with the smaller p-values of the simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ease.audit.membership import Estimate
 from ease.config import Config
 
 LEVEL = 0.05
-"""How often one more retraining would be refused."""
+"""How often another retraining would be refused."""
 LEAST_RETRAINED = 6
 """With fewer retrained models their spread is hardly known, and nothing is judged."""
 WANTED_POWER = 0.9
@@ -29,7 +28,7 @@ class JointTest(Config):
     """The result of the joint test."""
 
     p_value: float
-    """How often one more retraining would lie as far from the others."""
+    """How often another retraining would be as far from the others."""
     level: float
     retrained: int
     measures: int
@@ -58,7 +57,7 @@ class Null:
     spread: np.ndarray  # [m]
     correlation: np.ndarray  # [m, m]
     residuals: np.ndarray
-    """Of the models [models, m]."""
+    """Differences of the models from their mean [models, m]."""
 
     @classmethod
     def of(cls, retrained: np.ndarray, least: np.ndarray) -> "Null":
@@ -74,9 +73,8 @@ class Null:
         """Models [*shape, m] that differ as the retrained ones do, about 0.
 
         Mixtures of their residuals, so that measures go together as they did: correlations drawn towards none would
-        make what all measures share look rarer than it is. Tails are heavier than normal ones, for so few models do
-        not tell them.
-        """
+        make what all measures share look rarer than it is. Tails are heavier than normal ones, because so few models do
+        not determine them."""
         mixed = rng.standard_normal((*shape, self.models)) @ self.residuals / np.sqrt(self.models - 1)
         missing = np.sqrt(np.maximum(self.spread**2 - self.residuals.var(axis=0, ddof=1), 0))
         tails = np.sqrt((TAILS - 2) / rng.chisquare(TAILS, (*shape, 1)))
@@ -97,10 +95,10 @@ def joint_test(
 
     `kept` are (share, measures) of models between a retrained and the trained one, the first of them with share 0: the
     way from there to the smallest other share is the direction in which traces are looked for, and what the others
-    measure says how well they would have been found. Where the trained model itself is among them, as of few pairs, of
-    which no small trace can be seen, it is the way to that one. The share kept is told by the `signed` measures [m]
-    alone, if they are named: distances grow on either side of retraining, and cannot tell too little from too much.
-    """
+    measure says how well they would have been found. If the trained model itself is among them (for few pairs, whose
+    small traces cannot be seen), it is the difference to that model. The share kept is estimated by the `signed`
+    measures [m] , if they are named. Distances grow on both sides of retraining and cannot distinguish too little from
+    too much."""
     null = Null.of(retrained, least)
     (_, origin), (share, near) = kept[0], kept[-1] if kept[-1][0] >= 1 else kept[1]
     effect = (near - origin) / share
@@ -126,7 +124,7 @@ class _Simulated:
     effect: np.ndarray
     further: np.ndarray  # [draws, m]
     estimated: "Estimated"
-    """What the models drawn as retrained ones tell."""
+    """The statistics of models drawn as retrained ones."""
     statistics: np.ndarray  # [draws, 2]
     least_p: np.ndarray
     """The smaller p-value of each draw, sorted."""
@@ -142,7 +140,7 @@ class _Simulated:
         return cls(effect, further, estimated, statistics, np.sort(smaller))
 
     def p_value(self, statistics: np.ndarray) -> float:
-        """Of one pair of statistics [2], the smaller tail judged by the smaller tails of the draws."""
+        """The p-value of one pair of statistics [2]: its smaller tail compared with the smaller tails of the draws."""
         smaller = _tails(statistics[None], self.statistics).min()
         return float((1 + np.searchsorted(self.least_p, smaller, "right")) / (1 + len(self.least_p)))
 
@@ -178,7 +176,7 @@ Estimated = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _statistics(answer: np.ndarray, estimated: Estimated, effect: np.ndarray) -> np.ndarray:
-    """How far answers [b, m] lie from retrained models: along the effect, in all directions [b, 2]."""
+    """Distances of results [b, m] from retrained models: along the effect, in all directions [b, 2]."""
     centre, spread, correlation = estimated
     away, line = (answer - centre) / spread, effect / spread
     weighted = np.linalg.solve(correlation, np.stack([away, line], axis=-1))
@@ -221,7 +219,7 @@ def _estimated(retrained: np.ndarray, least: np.ndarray) -> Estimated:
 def _smallest_caught(power: Sequence[tuple[float, float]]) -> float | None:
     """The smallest share from which on the power is high enough, interpolated between the tried shares.
 
-    Halfway between two models lies now and then something unlike either, which is caught where larger shares are not.
+    A model halfway between two others is now and then unlike either, and is caught although larger shares are not.
     """
     missed = [place for place, (_, caught) in enumerate(power) if caught < WANTED_POWER]
     last = missed[-1] if missed else -1

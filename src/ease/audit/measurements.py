@@ -54,7 +54,7 @@ class Measured:
     similar: Mapping[str, Tensor]
     reads: Mapping[str, Readings]
     pairs: tuple[PairRecord, ...] = ()
-    """Of a few forget pairs, each by itself."""
+    """Measures of a few forget pairs, each by itself."""
     relative: RelativeTest | None = None
     strata: tuple[Stratum, ...] = ()
     neighbours: RelativeTest | None = None
@@ -65,7 +65,7 @@ class ModelReadings:
     """The readings of one model."""
 
     read: Readings
-    """Of the subjects."""
+    """Readings of the subjects."""
     retained: np.ndarray
     """Log-odds of some retained pairs."""
     similar: Tensor
@@ -249,7 +249,7 @@ class Instruments(References):
     def _relearning(self, models: Mapping[str, Params], odds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Curve]]:
         """Relearning curves of unlearned and retrained models, all with the same steps.
 
-        Where they start from is in the log-odds of the subjects, which were read already.
+        Their start is in the log-odds of the subjects, which were read already.
         """
         rng = generator(self.world.config.seed, "relearn")
         forget = rng.permutation(self.sets["forget"])

@@ -138,7 +138,7 @@ def rmia(
 
 
 def tune_offline_a(shadows: np.ndarray, members: np.ndarray, population_shadows: np.ndarray) -> float:
-    """The `offline_a` of best mean AUC when each shadow in turn stands in for the target, which is never looked at.
+    """The `offline_a` of best mean AUC when each shadow in turn replaces the target, which is never used.
 
     Differs from the published code, which attacks one paired model, and ranks it against the target's population.
     """
@@ -222,7 +222,7 @@ def roc(members: np.ndarray, nonmembers: np.ndarray) -> Roc:
 def auc(members: np.ndarray, nonmembers: np.ndarray) -> Estimate:
     """Chance that a member scores above a non-member, ties counting half, with DeLong's interval on the logit scale.
 
-    Where DeLong sees no variance (perfect separation, or all scores equal) the interval is Newcombe's, which does not
+    If DeLong sees no variance (perfect separation, or all scores equal), the interval is Newcombe's, which does not
     shrink to a point however few the pairs.
     """
     from scipy.stats import rankdata
@@ -242,7 +242,7 @@ def auc(members: np.ndarray, nonmembers: np.ndarray) -> Estimate:
 
 
 def leakage(auc: float) -> float:
-    """max(AUC, 1 - AUC): pairs pushed far below the non-members stand out as much as members do."""
+    """max(AUC, 1 - AUC): pairs pushed far below the non-members are as conspicuous as members."""
     return max(auc, 1 - auc)
 
 

@@ -96,7 +96,8 @@ def vectorized_scores(
 
 
 def comparison(client: ClientData, job: LocalJob) -> Comparison:
-    """What a client scores, and against which of its pairs: retained ones, or its own others if it withdraws.
+    """Choose the pairs that a client scores, and those to compare with: retained ones, or its own others if it
+    withdraws.
 
     The same pairs are drawn under every state, so that only the state makes a difference.
     """

@@ -47,12 +47,12 @@ def audit_prospects(world: World, request: Request | None = None) -> str:
         return f"{_NONE}{found[SMALLEST_POOL]}"
     missing = next((each for each in possible if not each.candidates.why_no_attack()), possible[0])
     if why := missing.candidates.why_no_attack():
-        said.append(f"an audit will go by ranks and levels beside retraining alone: {why}")
+        said.append(f"an audit will go by ranks and levels compared with retraining only: {why}")
     return "; ".join(said)
 
 
 def fitted_pool(world: World, request: Request, asked: int | None) -> int:
-    """The size of the pool that was asked for, or one that the data allow.
+    """The requested size of the pool, or one that the data allow.
 
     The largest of the usual pool, half of the pairs that no client holds and the smallest one; a smaller one only if it
     leaves enough pairs for the attacks.

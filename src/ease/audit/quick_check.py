@@ -32,8 +32,8 @@ from ease.seeding import generator
 from ease.storage import remove_leftovers
 
 CONFIDENCE = 0.98
-"""Of the gap's interval. With 95 % retrained models were suspected in 19 of 286 looks, which may be chance or more than
-one of twenty; the wider interval is on the safe side."""
+"""Confidence of the gap's interval. With 95 % retrained models were suspected in 19 of 286 looks, which may be chance
+or more than one of twenty; the wider interval is on the safe side."""
 RULE = (
     "something is found where the 98 % interval of the gap to own held-out pairs excludes 0, on either side; by chance "
     "that happens in less than one of twenty looks"
@@ -51,9 +51,9 @@ class Level(Config):
 
     forget: float
     held_out: float
-    """Of unseen pairs that resemble them."""
+    """Level of unseen pairs that resemble them."""
     expected: float
-    """Where retraining is expected to leave the forget pairs.
+    """Level at which retraining is expected to leave the forget pairs.
 
     To a retrained model they are pairs like the held-out ones: neither was trained on. Those that were easier at the
     start of training, when nobody was a member, stay easier. So this is the level of held-out pairs of the same client
@@ -93,7 +93,7 @@ class QuickCheck(MethodRecord, WithComputedFields):
         """The finding in one line."""
         gap = self.after.gap
         if not self.found:
-            said = "Nothing found: forget pairs stand"
+            said = "Nothing found: forget pairs are at"
         else:
             said = f"Something found: forget pairs are held {'more' if gap.value > 0 else 'less'} than unseen ones,"
         return (
@@ -182,8 +182,8 @@ def held_out_like(world: World, request: Request) -> Matches | None:
     if world.config.partition.on_site:
         if by_rule:
             raise UserError(
-                "no quick look: only the sites know which held-out pairs the words fit, and other pairs stand lower or "
-                "higher without having been forgotten; run `ease audit` instead"
+                "no quick check: only the sites know which held-out pairs the words fit, and other pairs have other "
+                "levels without having been forgotten; run `ease audit` instead"
             )
         return None
     mine = [shard.train[forget_mask(request, shard)] for shard in world.shards]

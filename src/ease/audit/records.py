@@ -27,7 +27,7 @@ class AttackRecord(Config):
 
     auc: Estimate
     leakage: float
-    """How far the AUC lies from a guess, to either side."""
+    """Distance of the AUC from a guess, to either side."""
     tpr: OperatingPoint | None
     """None: too few non-members to set a threshold by."""
     unscored: int
@@ -59,7 +59,7 @@ class Gallery(Config):
     pairs: int
     chance: Metrics
     among: str = "test pairs of its pseudo-class, the nearest first, and others where it has few"
-    """What a few pairs, each by itself, are looked for among."""
+    """The gallery in which a few pairs are searched, each by itself."""
 
 
 class Price(Config):
@@ -83,7 +83,7 @@ class Costs(Config):
     training_rounds: int = 0
     """Rounds that could be replayed."""
     replayed_rounds: int = 0
-    """Of those, how many the answer replayed; none for methods that replay nothing."""
+    """How many of those the method replayed; none for methods that replay nothing."""
 
 
 class AuditRecord(MethodRecord):

@@ -19,12 +19,12 @@ HALFWAY = 0.5
 FEWEST_RETRAINED = 3
 """With fewer retrained models their spread is not estimated."""
 FEWEST_PAIRS = 8
-"""Of a stratum; fewer pairs are not judged by themselves."""
+"""Smallest stratum that is judged by itself."""
 Closer = Literal["retrained", "trained", "undecided"]
 
 
 class RelativeTest(WithComputedFields):
-    """Where a model lies between retrained models (0) and the trained one (1), by the log-odds of the forget pairs."""
+    """Position of a model between retrained models (0) and the trained one (1), by the log-odds of the forget pairs."""
 
     pairs: int
     retrained: int

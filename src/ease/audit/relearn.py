@@ -63,7 +63,7 @@ def relearn(
     job: LocalJob,
     rng: np.random.Generator,
 ) -> list[Curve]:
-    """Train all states on the same batches of `taught` pairs and watch other forget pairs come back.
+    """Train all states on the same batches of `taught` pairs and measure how quickly other forget pairs are relearned.
 
     `margins` are where the states start from, and `top` is the trained model's.
     """

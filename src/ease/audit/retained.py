@@ -9,11 +9,10 @@ def beyond_unseen(
     """Scores of retained and unseen pairs: log-odds above those of an equally hard unseen pair.
 
     A retained pair is a member of every shadow and of every retrained model, so there is no model without it to compare
-    with, and no likelihood ratio. What the attacker does have is the public start of training, which tells how hard a
-    pair is, and pairs that nobody trained on. A line through the latter says what log-odds the attacked model gives to
-    an unseen pair of a given hardness; the score is how far a pair lies above that line. Without any relation between
-    the two models the line is level, and the score is the plain log-odds.
-    """
+    with, and no likelihood ratio. The attacker does have the public start of training, which shows how hard a pair is,
+    and pairs that nobody trained on. A line through the latter predicts the log-odds that the attacked model gives to
+    an unseen pair of a given hardness. The score of a pair is its distance above that line. Without any relation
+    between the two models the line is level, and the score is the plain log-odds."""
     hardness = unseen_at_start - unseen_at_start.mean()
     slope = float(hardness @ unseen) / max(float(hardness @ hardness), np.finfo(float).tiny)
 

@@ -98,7 +98,7 @@ class Audit:
 
     @property
     def on_site(self) -> bool:
-        """Whether pairs lie at their sites, where nodes retrain and measure."""
+        """Whether pairs stay at their sites, where nodes retrain and measure."""
         return self.world.config.partition.on_site
 
     @property

@@ -44,13 +44,13 @@ from ease.storage import (
 )
 
 FORMAT = 4
-"""Of the stored shadows; raise it when the same settings give other numbers."""
+"""Version of the stored shadows; raise it when the same settings give other numbers."""
 SHARES = (0.25, 0.5, 0.75)
-"""Where the compute-matched retrainings stop."""
+"""Shares of training at which the compute-matched retrainings stop."""
 SHADOWS_AT_ONCE = 8
 """Shadows of one pass on a CPU: more do not make it faster."""
 SCRATCH_BYTES = 5 * 10**9
-"""Of histories that may lie on the disk at the same time; a GPU takes as many shadows in one pass as that allows."""
+"""Largest size of histories on the disk at the same time. It limits the number of shadows in one pass on a GPU."""
 MOST_AT_ONCE = 64
 
 
@@ -63,7 +63,7 @@ class ShadowPlan:
     """Everything that decides the bytes of retrainings and shadows, and where they are kept.
 
     What one request's audits have in common is stored once, whatever the method: retrainings, which know of no pool
-    either, and the trained shadows with what was read of them. What was read after the unlearning is each method's own.
+    either, and the trained shadows with what was read of them. Readings after unlearning belong to each method.
 
     A method that reads the history cannot begin from a stored shadow, whose end alone is kept: the histories of a few
     shadows are larger than all else in a run. It has its shadows trained again, to the same models up to rounding,
@@ -73,7 +73,7 @@ class ShadowPlan:
     config: RunConfig
     request: Request
     method: Unlearner | None
-    """What the shadows go through after their training; None: nothing, they are left as trained."""
+    """Applied to the shadows after their training; None leaves them as trained."""
     gone: tuple[Request, ...]
     """Requests that were closed before: their pairs are in no shadow."""
     start_sha256: str
@@ -81,7 +81,7 @@ class ShadowPlan:
     """Fingerprint of the pairs."""
     pool: int
     folder: Path
-    """Of the run."""
+    """Clients that left the run earlier."""
     other_methods: tuple[Unlearner, ...] = ()
     """Further methods that are audited with it: the shadows go through each, from one training."""
     many: tuple[int, int] | None = None
@@ -120,14 +120,14 @@ class ShadowPlan:
         return self.shadow_store / f"shadow-{shadow:04d}-state.safetensors"
 
     def shadow_path(self, shadow: int) -> Path:
-        """What was read of a shadow after its training; written last, it makes the shadow count."""
+        """Readings of a shadow after its training. It is written last and makes the shadow count."""
         return self.shadow_store / f"shadow-{shadow:04d}.safetensors"
 
     def unlearned_path(self, shadow: int) -> Path:
-        """What was read of it after the unlearning."""
+        """Readings of the shadow after unlearning."""
         return self.unlearned_store / f"shadow-{shadow:04d}.safetensors"
 
-    # What is to be done
+    # Work to do
 
     def untrained(self, shadow: int) -> bool:
         return not (self.shadow_path(shadow).is_file() and self.state_path(shadow).is_file())
@@ -160,11 +160,11 @@ class ShadowPlan:
         trained = sum(len(some) + len(also) for some, also in passes if also or any(map(self.to_train, some)))
         return trained * self.config.training.rounds + sum(one.not_unlearned(n) for one in self.each for n in shadows)
 
-    # What is trained in one pass
+    # Training in one pass
 
     @property
     def at_once(self) -> int:
-        """Shadows of one pass: their histories lie on the disk together."""
+        """Shadows of one pass; their histories are on the disk at the same time."""
         if self.many is None:
             return SHADOWS_AT_ONCE
         (state, clients), training = self.many, self.config.training
@@ -178,8 +178,8 @@ class ShadowPlan:
         return self.store / f"passes-{self.pool}.json"
 
     def passes(self, shadows: Sequence[int], orders: Sequence[int], workers: int = 1) -> list[Pass]:
-        """What is trained and unlearned together. A pass that was interrupted is done once more as it was: in other
-        company the same model rounds otherwise."""
+        """Shadows and orders that are trained and unlearned together. A pass that was interrupted is done once more as
+        it was: in other company the same model rounds otherwise."""
         stored = read_json(self._passes_path)["passes"] if self._passes_path.is_file() else []
         wanted, left = set(shadows), set(orders)
         begun = [(tuple(some), tuple(also)) for some, also in stored if wanted & {*some} or left & {*also}]
@@ -236,7 +236,7 @@ def make_shadows(
 ) -> Iterator[int]:
     """Make what is missing of the named shadows and retrainings, and store it; yields ticks.
 
-    What has to be trained is trained together; shadows that are there are only unlearned.
+    Missing models are trained together; existing shadows are only unlearned.
     """
     passes = plan.passes(shadows, orders)
     plan.begin(passes)

@@ -73,7 +73,7 @@ class _SharedFederation:
         threading.Thread(target=whole, daemon=True).start()
 
     def wake(self) -> None:
-        """Let it go on until it asks again or ends."""
+        """Let it run until it asks again or ends."""
         self._awake.release()
         self._asleep.acquire()
 
@@ -86,7 +86,7 @@ class SideBySide:
     pool: SharedPool
     """By numbers of our own, one for each client of each federation."""
     keys: Sequence[Mapping[int, int]]
-    """Of each federation: client -> its number in the pool."""
+    """For each federation: client -> its number in the pool."""
     group_size: GroupSize
 
     @classmethod
@@ -111,7 +111,7 @@ class SideBySide:
         return cls(model, SharedPool(shared, data, {}, rows), keys, GroupSize.on(device))
 
     def unlearn(self, jobs: Sequence[Work]) -> list[Params]:
-        """Where each of them ends, given to its own federation; the first mistake is everyone's."""
+        """Run each job with its own federation and return the final states. The first exception ends all of them."""
         lanes = [
             _SharedFederation(
                 {client: frozenset(self.pool.clients[key].shard.train_ids) for client, key in keys.items()}
@@ -176,8 +176,8 @@ class SideBySide:
     def _groups(self, entries: list[ClientJob]) -> list[list[ClientJob]]:
         """On a CPU the same client of all federations, whose batches are alike and need no padding.
 
-        Where each is asked for many trainings, as by a replay, elsewhere too: what all of them answer fills the memory.
-        """
+        If each has to do many trainings, as in a replay, the same holds elsewhere: all replies together fill the
+        memory."""
         if self.pool.examples.device.type != "cpu" and not isinstance(objective(entries[0][2].objective), Composite):
             return [entries]
 

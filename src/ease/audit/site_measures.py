@@ -1,4 +1,4 @@
-"""What a client tells where it alone can measure its pairs: where they stand beside pairs that it holds out.
+"""Measures of a client that only it can take: how they compare with pairs that it holds out.
 
 Its held-out pairs, which no model saw, are pool and gallery: every pair is measured against them as an audit measures
 pairs in one place. Four numbers for each pair are all that leaves; no picture, caption or embedding does.
@@ -28,11 +28,11 @@ AUDIT = "audit"
 KINDS = ("forget", "held_out", "retain", "unseen")
 """Pairs to forget, held-out ones that resemble them, some retained ones, and held-out ones that resemble those."""
 NUMBERS = ("log_odds", "cosine", "rank", "margin")
-"""Of each pair: two-way log-odds, similarity of picture and captions, and where it stands in its gallery."""
+"""Values of each pair: two-way log-odds, similarity of picture and captions, and its rank and margin in its gallery."""
 MOST_UNSEEN = 128
 """Held-out pairs, at most, that pairs are measured against, and of each kind that are measured themselves."""
 FEWEST_UNSEEN = 4
-"""With fewer held-out pairs nothing is told: among so few every pair is found."""
+"""With fewer held-out pairs nothing is reported: among so few every pair is found."""
 RETAINED = "retained"
 """The setting that says how many retained pairs a client looks at, at most."""
 ROWS_AT_ONCE = 64
@@ -113,7 +113,8 @@ def _embedded(model: DualEncoder, params: Params, examples: Examples, rows: np.n
 
 
 def expected(state: Params, job: LocalJob, client: int, held: int) -> Expected:
-    """Numbers that some model could give; how many there are of each kind is for whoever knows the client's classes."""
+    """Numbers that some model could give; the number of each kind is checked by code that knows the client's
+    classes."""
     named, reach = named_pairs(job, client, held), 2 / job.temperature
     ends: Mapping[str, tuple[float, float]] = {
         "log_odds": (-1.001 * reach, 1.001 * reach),

@@ -15,7 +15,7 @@ from ease.model.dual_encoder import DualEncoder
 from ease.params import Params
 
 STATISTICS = ("log_odds", "cosine", "loss")
-"""Higher means held more strongly, but for the loss."""
+"""Higher means memorised more strongly, except for the loss."""
 
 
 @dataclass(frozen=True)

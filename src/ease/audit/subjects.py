@@ -76,7 +76,7 @@ def choose_candidates(
 ) -> Candidates:
     """Forget pairs and as many of `others`, which no client holds, as have the same mix of pseudo-classes.
 
-    There may be few of either kind; `why_no_attack` tells whether they do for attacks.
+    There may be few of either kind; `why_no_attack` reports whether they suffice for attacks.
     Non-members of another mix would let an attack score by telling the classes apart. Each gets a home where pairs of
     its class are forgotten, since shadows train on it there.
     """
@@ -169,7 +169,7 @@ class Subjects:
 
 def _comparable(world: World, request: Request, unseen: np.ndarray) -> tuple[Sequence[Shard], np.ndarray]:
     """Whose membership can be tested, and the pairs of no client to compare with: data with data, canaries with
-    canaries, since a mismatched pair is told from others at a glance."""
+    canaries, because a mismatched pair is easy to distinguish from others."""
     canaries = world.evaluator.canaries
     if not len(canaries):
         return world.shards, unseen

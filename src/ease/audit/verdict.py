@@ -18,7 +18,7 @@ EVIDENCE = "evidence of approximate erasure"
 LARGEST_MISSED = 0.5
 """An audit that would overlook a model that keeps this share of the forget effect cannot let anything pass."""
 LEAST_SPREAD = 1e-3
-"""Of measures that are no shares of pairs: models that agree to more digits agree by chance."""
+"""Smallest spread of measures that are not shares of pairs. Models that agree to more digits agree by chance."""
 TITLES = {
     "rho": "alignment rho",
     "ks/distance": "KS distance to retrain",
@@ -64,14 +64,14 @@ class Measure(WithComputedFields):
     value: float
     retrain: float
     before: float | None
-    """Of the trained model; None where it is the measure's own zero."""
+    """Value of the trained model; None if it is zero by definition."""
     band: Band | None
-    """Where one more retrained model would fall; it explains the verdict, which all measures make together."""
+    """Range in which another retrained model would fall. It explains the verdict, which uses all measures together."""
     retrained: tuple[float, ...]
-    """Of every retrained model."""
+    """Values of all retrained models."""
     kept: tuple[tuple[float, float], ...]
-    """(share, value) of models between the first retrained and the trained one: what a trace would do to it. Where
-    such models were made from several retrained ones, the first one's value and what they changed on average."""
+    """(share, value) of models between the first retrained and the trained one: what a trace would do to it. If such
+    models were made from several retrained ones: the first one's value plus their mean change."""
     resolution: float = 0.0
     note: str = ""
 
@@ -151,7 +151,7 @@ class Identity(Config):
     """Hashes of an exact answer beside those of retraining."""
 
     sums: str
-    """Of the sums that the answer was solved from."""
+    """Hash of the sums from which the result was solved."""
     retrain_sums: str
     model: str
     retrain_model: str
@@ -183,7 +183,7 @@ class Verdict(WithComputedFields):
     """None with too few retrained models."""
     level: float = LEVEL
     identity: Identity | None = None
-    """Of an exact answer: the hashes that decide instead of measures."""
+    """Hashes that decide instead of measures, for an exact result."""
 
     @property
     def retrained(self) -> int:

@@ -13,7 +13,7 @@ from ease.federation.protocol import Update
 from ease.params import Params, weighted_mean
 
 FEWEST = 3
-"""With fewer updates nobody can tell which is the outlier, and every rule is the mean."""
+"""Fewer updates do not show which one is the outlier, so every rule is the mean."""
 
 
 def clipped(

@@ -1,4 +1,4 @@
-"""Protection against clients that fail or lie: only sound answers pass, and the other clients are named.
+"""Protection against clients that fail or send false answers: only sound answers pass, and the other clients are named.
 
 `Checked` checks every answer before it is journaled. `Quorum` passes sound answers on and stops if there are too few.
 """
@@ -35,8 +35,8 @@ class Checked(Middleware):
         """Seconds to wait for an answer; absent: as long as it takes."""
 
     def run(self, params: Params, job: LocalJob, clients: Sequence[int]) -> Iterator[Update]:
-        # An answer names its sender by itself. Asked alone, no client can speak for another; engines that must have
-        # all at once are believed where each client has one answer.
+        # An answer names its sender by itself. Asked one by one, no client can speak for another; engines that must
+        # have all at once are believed where each client has one answer.
         jobs, found = own_jobs(self.inner, job, clients), dict[int, list[Update]]()
         if self.inner.capabilities.concurrent:
             found = self._all(params, job, clients)
@@ -91,7 +91,8 @@ class Checked(Middleware):
 
 
 class Quorum(Middleware):
-    """A federation that hands on sound answers alone; with too few of them it raises an error that names the rest."""
+    """A federation that passes on only sound answers; with too few of them it raises an error that names the other
+    clients."""
 
     def __init__(
         self, inner: Federation, share: float, patient: bool, everyone: bool, left_out: MutableMapping[int, str]
@@ -129,7 +130,7 @@ def each_reason(reasons: Mapping[int, str]) -> str:
 def too_few(
     job: LocalJob, sound: int, asked: int, needed: int, refused: Mapping[int, str], everyone: bool = False
 ) -> UserError:
-    """What to say when a round cannot go on."""
+    """The error of a round that cannot continue."""
     named = each_reason(dict(sorted(refused.items())[:NAMED]))
     more = f"; and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     if refused and not sound and all(NOT_FINITE in reason for reason in refused.values()):
@@ -142,7 +143,7 @@ def too_few(
 
 
 def refusal(client: int, reason: str) -> Update:
-    """Stands for an answer that is not there or must not be used."""
+    """Replaces an answer that is missing or must not be used."""
     line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
     return Update(client, 0, None, refused=line[:LONGEST_REASON])
 
@@ -150,7 +151,7 @@ def refusal(client: int, reason: str) -> Update:
 def within(seconds: float, start: Callable[[], Iterator[Update]]) -> Iterator[Update]:
     """The same answers; a wait of more than so many seconds for the next one is a TimeoutError.
 
-    What does not answer cannot be stopped from here. It goes on in a thread of its own, to which no one listens.
+    What does not answer cannot be stopped from here. It continues in its own thread, and its result is ignored.
     """
     arrived: queue.SimpleQueue[Update | BaseException | None] = queue.SimpleQueue()
 
@@ -159,7 +160,7 @@ def within(seconds: float, start: Callable[[], Iterator[Update]]) -> Iterator[Up
             for update in start():
                 arrived.put(update)
             arrived.put(None)
-        except BaseException as error:  # told to the one who waits
+        except BaseException as error:  # reported to the waiting caller
             arrived.put(error)
 
     threading.Thread(target=listen, daemon=True).start()

@@ -31,7 +31,7 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Part = Literal["state", "lock", "reference", "base"]
 INBOX = "inbox/"
 UNKNOWN = "0" * 64
-"""Stands for a hash where only the length counts."""
+"""Replaces a hash if only the length counts."""
 
 
 class StateHeader(Config):
@@ -44,7 +44,7 @@ class UpdateHeader(Config):
     client: int = Field(ge=0)
     pairs: int = Field(ge=0)
     blocks: tuple[Block, ...] | None
-    """Of the change of parameters, where there is one."""
+    """Layout of the change of parameters, if there is one."""
     values: tuple[str, ...]
     """Names of the values, in their order."""
 
@@ -64,7 +64,7 @@ class ReplayHeader(Config):
 
 
 class TensorsHeader(Config):
-    """What a job's header says about tensors, which are parts of their own."""
+    """The tensors of a job in its header; they are separate parts."""
 
     kind: Literal["job"] = "job"
     state: Hash
@@ -140,7 +140,7 @@ def _update_content(update: Update) -> tuple[UpdateHeader, dict[str, Tensor]]:
 
 
 def parts_of(job: LocalJob, state: Params) -> dict[Part, Params | LockMessage]:
-    """What a job is sent with: the state it starts from, and what else is heavy."""
+    """The parts sent with a job: its initial state and other large tensors."""
     parts: dict[Part, Params | LockMessage | None] = {
         "state": state,
         "lock": job.lock,

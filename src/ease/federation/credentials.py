@@ -1,8 +1,7 @@
 """Keys of a federation: its own authority, the server's certificate, and one key for each client's node.
 
-A node is known by its key alone: the key of a client is written down beside its number, and whoever has not the key
-cannot speak as that client.
-"""
+A node is identified by its key: the server records each client's key, and without that key no node can act as the
+client."""
 
 import base64
 import datetime
@@ -107,7 +106,7 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> Authority:
 
 
 def make_node_key(path: Path) -> Path:
-    """A key pair for a node; the public half lies beside it, as .pub."""
+    """A key pair for a node; the public half is next to it, as .pub."""
     public = path.with_name(f"{path.name}.pub")
     if path.exists() or public.exists():
         raise UserError(f"{path}: is there already; choose another name")
@@ -140,7 +139,7 @@ def read_admitted(folder: Path) -> Admitted:
 
 
 def admit(folder: Path, client: int, key: Path) -> None:
-    """Let the node with this key speak as a client, and no other node; a key speaks for one client alone."""
+    """Admit the node with this key, and no other, as this client. A key belongs to one client."""
     text, known = read_bytes(key, LARGEST_KEY), read_admitted(folder)
     holder = known.by_key().get(public_key(text, str(key)).hex(), client)
     if holder != client:

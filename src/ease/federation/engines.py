@@ -36,7 +36,7 @@ def make_engine(
     """`sequential`: one client after the other; `vectorized`: all clients of a round in one pass; `auto`: the faster.
 
     What nodes do, one after the other does as well: so they are simulated.
-    Clients keep what they are told to in folders of their own in `disks`.
+    Clients store what jobs ask them to keep in their own folders in `disks`.
     """
     engine: Sequential
     if kind == "vectorized" or (kind == "auto" and prefers_vectorized(model, len(shards), device)):

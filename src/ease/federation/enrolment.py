@@ -1,4 +1,4 @@
-"""How a run begins whose pairs lie apart: clients agree on classes, then each says by ids what it takes part with.
+"""Start of a run with pairs on site: clients agree on classes, then each lists the ids of the pairs it contributes.
 
 The server learns sums and counts of groups of pairs, then the id and the class of every pair. No picture, caption or
 activation leaves a client.
@@ -18,7 +18,7 @@ from ease.federation.remote import Remote, collected
 from ease.federation.wire import CENTRES, COUNTS, SUMS, Deal, DealReply, decode_deal_reply, numbers_in, numbers_of
 
 LONGEST = 2.0**0.5 + 1e-6
-"""Of the embedding of one pair: two unit vectors beside each other."""
+"""Width of the embedding of one pair: two concatenated unit vectors."""
 
 
 def enrolled(remote: Remote, deal: Deal, width: int) -> tuple[tuple[Holding, ...], np.ndarray]:
@@ -36,7 +36,7 @@ def enrolled(remote: Remote, deal: Deal, width: int) -> tuple[tuple[Holding, ...
 
 
 def enrolled_later(remote: Remote, deal: Deal, centres: np.ndarray) -> Holding:
-    """What the one client of `remote`, which comes to a run that is there, takes part with in the run's classes."""
+    """Holding of the one client of `remote`, which joins an existing run, in the run's classes."""
     _check_backbones(remote)
     (holding,) = _joined(remote, deal, centres)
     return holding
@@ -79,7 +79,7 @@ def _asked(
 
 
 def _groups(client: int, blobs: Mapping[str, bytes], width: int, centres: np.ndarray | None) -> Groups:
-    """What a client says of its groups, if it can be true."""
+    """Group sums reported by a client; implausible ones are refused."""
     counts = numbers_in(blobs.get(COUNTS, b""), "<i8", 1, f"client {client}")[0]
     sums = numbers_in(blobs.get(SUMS, b""), "<f8", len(counts), f"client {client}")
     sums = sums if len(counts) else np.zeros((0, width))
@@ -96,7 +96,7 @@ def _groups(client: int, blobs: Mapping[str, bytes], width: int, centres: np.nda
 
 
 def _holding(client: int, reported: DealReply, deal: Deal) -> Holding:
-    """What a client takes part with, if it is one client's holding in these classes."""
+    """The client's holding in these classes; an invalid one is refused."""
     found = reported.holding
     ids: Sequence[str] = () if found is None else (*found.train_ids, *found.validation_ids)
     if (

@@ -18,7 +18,7 @@ class Value:
     """One tensor of an answer: its shape, its type and the range of its numbers."""
 
     shape: tuple[int | None, ...] = ()
-    """None stands for any length."""
+    """None means any length."""
     dtype: torch.dtype | None = None
     """Absent: any kind of float."""
     least: float = -math.inf
@@ -68,7 +68,7 @@ TRAINED = Expected(change=True, values={"loss": Value(least=-LARGEST_LOSS, most=
 
 def contrasted(state: Params, job: LocalJob, client: int, pair_count: int) -> Expected:
     """The answer to a job that minimises InfoNCE: a cross-entropy over n pairs whose logits differ by at most
-    2 / temperature, which lies between 0 and log n + 2 / temperature."""
+    2 / temperature, so it is between 0 and log n + 2 / temperature."""
     batch = max(2, min(pair_count, 2 * job.batch_size))  # the last pairs join a batch instead of forming a small one
     most = ROUNDING * (math.log(batch) + 2 / job.temperature)
     return Expected(change=True, values={"loss": Value((), least=-1e-3, most=most)})
@@ -95,7 +95,7 @@ def answer_fault(update: Update, expected: Expected | None, state: Params, pair_
         if reason is not None:
             return reason
     elif update.delta is not None:
-        return "it carries parameters, and values alone were asked for"
+        return "it contains parameters, and only values were requested"
     reason = _values_fault(update.values, expected)
     return expected.fault(update) if reason is None and expected.fault is not None else reason
 

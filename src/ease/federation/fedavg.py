@@ -22,7 +22,7 @@ from ease.seeding import generator
 from ease.subspace import ServerLock
 
 LARGEST_RATE = 1e6
-"""Of a step: more overflows fp32 within a few of them, whatever the gradient."""
+"""Largest learning rate of a step. More overflows fp32 within a few steps, whatever the gradient."""
 
 
 class TrainingConfig(Config):
@@ -136,7 +136,7 @@ class TrainingConfig(Config):
         return self.history_every > 1
 
     def weight(self, pairs: int) -> float:
-        """Of a client in the average."""
+        """Weight of a client in the average."""
         return float(pairs) if self.weighting == "pairs" else float(pairs > 0)
 
     def job(
@@ -160,7 +160,7 @@ class TrainingConfig(Config):
 
 
 class SentUpdate(Config):
-    """What the server remembers of an update that only its client stores.
+    """The server's record of an update that only its client stores.
 
     It is enough to bound sums of such updates, and to recognise the update if the client sends it again.
     """
@@ -188,7 +188,7 @@ class Round:
     moved: float | None = None
     """Norm of what the updates became; absent: nobody looked."""
     sums: Params | None = None
-    """Of a closed-form head: the sums that the state was solved from."""
+    """Sums from which the state was solved, for a closed-form head."""
     ridge: Ridge | None = None
     """Of a closed-form head: how strongly it is regularised."""
     features: dict[int, int] = field(default_factory=dict)
@@ -198,15 +198,14 @@ class Round:
     def loss(self) -> float | None:
         """Median of the training losses that clients reported, weighted by pairs.
 
-        Goals and early stopping rest on it. A client that lies can move it no further than to the loss of an honest
-        client next to the middle, where it could move a mean anywhere in the range of a loss.
-        """
+        Goals and early stopping rest on it. A client that reports a false loss can move it no further than to the loss
+        of an honest client next to the middle, where it could move a mean anywhere in the range of a loss."""
         losses = [(float(update.values["loss"]), update.pairs) for update in self.updates if "loss" in update.values]
         return weighted_median([(loss, pairs) for loss, pairs in losses if math.isfinite(loss)])
 
 
 def weighted_median(weighted: Sequence[tuple[float, float]]) -> float | None:
-    """The value below and above which lies half of the weight; between two such values, their mean."""
+    """The value with half of the weight on each side; between two such values, their mean."""
     ordered, half = sorted(weighted), sum(weight for _, weight in weighted) / 2
     below = 0.0
     for place, (value, weight) in enumerate(ordered):
@@ -299,8 +298,8 @@ def fedavg(
 ) -> Iterator[Round]:
     """Train from `params`; with a request, only on retained pairs. Yields every finished round.
 
-    `past` are the mean updates of earlier rounds, from which a strategy with a state resumes. What is `locks` is taken
-    back to its place after every round. With `keep` clients keep what they are sent and send.
+    `past` are the mean updates of earlier rounds, from which a strategy with a state resumes. Directions in `locks` are
+    restored after every round. With `keep` clients keep what they are sent and send.
     """
     everyone = sorted(federation.clients if clients is None else clients)
     rule = strategy_of(config)

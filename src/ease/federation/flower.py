@@ -24,9 +24,9 @@ from ease.storage import read_json
 GRID = "grid.sock"
 SERVER = "server.json"
 DATABASE = Path("flower") / "link.db"
-"""Where Flower keeps messages until they are fetched."""
+"""Flower's store of messages until they are fetched."""
 GRACE = 30.0
-"""Seconds in which nodes may come back at the start of a command, as after a restart of the server."""
+"""Seconds in which nodes may reconnect at the start of a command, as after a restart of the server."""
 LOOK = 1.0
 SPEAKING = 10.0
 """Seconds in which the stub must say who is there."""
@@ -54,7 +54,7 @@ class Flower:
             yield clients[node], answer
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Nodes that are connected, as Flower tells of them."""
+        """Nodes that are connected, as Flower lists them."""
         (answer,) = self._asked({"op": "nodes"}, b"", time.monotonic() + SPEAKING)
         return list(answer[0]["nodes"])
 
@@ -69,7 +69,8 @@ class Flower:
             time.sleep(LOOK)
 
     def _identified(self, until: float | None = None) -> dict[int, int]:
-        """Client -> node. A key is bound to one client; without keys, as on one machine alone, nodes are asked."""
+        """Client -> node. A key is bound to one client; without keys (on one machine only) nodes identify
+        themselves."""
         nodes = self.nodes()
         if not is_insecure(self.folder):
             keys = read_admitted(self.folder).by_key()
@@ -83,7 +84,7 @@ class Flower:
         return {client: node for node, client in self._known.items() if node in there}
 
     def _sent(self, messages: Mapping[int, bytes], until: float | None) -> Iterator[tuple[int, bytes | str]]:
-        """Node -> its answer; after `until` whoever has not answered is late."""
+        """Node -> its answer; after `until` a client without an answer is late."""
         if not messages:
             return
         waiting = set(messages)

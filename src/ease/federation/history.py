@@ -58,7 +58,7 @@ Length = Annotated[float, Field(strict=True, ge=0)]
 
 
 class StoredUpdate(Config):
-    """Where a client's update is in `updates.bin`."""
+    """Position of a client's update in `updates.bin`."""
 
     offset: Count
     bytes: Count
@@ -125,9 +125,9 @@ class History:
     half: bool = False
     """Whether updates are written in half precision; what is there already is read as it was written."""
     place: str = ROUNDS
-    """Where the rounds lie under the folder: a training that was made again has a place of its own."""
+    """Subfolder of the rounds; a repeated training has its own."""
     keeps: frozenset[int] | None = None
-    """Clients whose updates are kept; absent: all. Only scratch histories are for readers that ask for some alone."""
+    """Clients whose updates are kept; absent: all. Only scratch histories serve readers that need some rounds."""
     every: int = 1
     """Updates are kept of one round in so many."""
 
@@ -182,7 +182,8 @@ class History:
         return self.moved_over([number])
 
     def moved_over(self, rounds: Iterable[int]) -> Params:
-        """The sum of the mean updates of some rounds. Of consecutive rounds only the two ends are read."""
+        """The sum of the mean updates of some rounds. For consecutive rounds only the first and the last state are
+        read."""
         return _sum(self._way(first, last) for first, last in self._stretches(rounds))
 
     def moved_length(self, number: int) -> float:

@@ -1,4 +1,4 @@
-"""Client answers kept on disk as they arrive, so that an interrupted method replays them and goes on, byte for byte.
+"""Client answers kept on disk as they arrive, so that an interrupted method replays them and resumes, byte for byte.
 
 Methods are deterministic functions of the answers they get. Keeping the answers therefore makes every method
 resumable without a line of its own. An answer is kept with the key of the work it belongs to, above all the hash of the
@@ -19,7 +19,7 @@ from ease.storage import read_json, read_sealed, write_json, write_sealed
 
 SUFFIX = ".update"
 REFUSED = ".refused"
-"""Who was left out and why, so that a method that goes on does so without the same clients."""
+"""Store which clients were left out and why, so that a resumed method leaves out the same clients."""
 
 
 class Journal(Middleware):

@@ -85,7 +85,7 @@ def start(folder: Path, log: str, *command: str) -> "subprocess.Popen[bytes]":
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 DEATH_SIGNAL = 1
-"""The system's number for: tell me when my parent dies."""
+"""The option of `prctl` that sends a signal when the parent dies."""
 
 
 def die_with_parent() -> None:
@@ -122,7 +122,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def _facts(pid: int) -> list[str]:
-    """What the system tells of a process after its name."""
+    """The fields of /proc/PID/stat after the name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -194,7 +194,7 @@ class FlowerServer:
         return self.process is not None and self.process.poll() is None
 
     def register(self) -> None:
-        """Make the keys of admitted clients known to Flower, and those alone."""
+        """Make the keys of admitted clients known to Flower, and no others."""
         if self.insecure:
             return
         new = {c: text for c, text in read_admitted(self.folder).clients.items() if text not in self._registered}

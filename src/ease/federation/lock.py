@@ -25,7 +25,7 @@ from ease.subspace import Basis, Factors, displacement
 
 WEIGHTS = ":weights"
 DENSE = {":directions": 2, ":scales": 1, WEIGHTS: 1}
-"""What is sent of a block's plain directions, by the end of its name, and its dimensions."""
+"""Tensors sent for a block's plain directions: end of the name -> dimensions."""
 FACTORED = {":left": 3, ":left_scales": 1, ":right": 3, ":right_scales": 1, ":coefficients": 2, WEIGHTS: 1}
 """The same where directions are made of products of factors."""
 
@@ -95,7 +95,7 @@ class LockMessage:
         return {name: _basis(name, self.packed) for name in names}
 
     def on(self, device: torch.device | str) -> "ClientLock":
-        """What a client computes with, derived from what it was sent, on its device."""
+        """The directions with which a client computes, on its device, derived from the message."""
         bases = {name: basis.to(torch.device(device)) for name, basis in self._bases.items()}
         return ClientLock(self.strength, bases, self.reference.to(device))
 
@@ -116,7 +116,7 @@ class ClientLock:
 
 
 def pack_directions(bases: Mapping[str, Basis]) -> dict[str, Tensor]:
-    """What is sent of directions: 8-bit values, one scale for each direction or factor; no direction, nothing."""
+    """Directions as they are sent: 8-bit values and one scale for each direction or factor."""
     packed: dict[str, Tensor] = {}
     for name, basis in bases.items():
         if basis.count == 0:
@@ -151,7 +151,7 @@ def _basis(name: str, packed: Mapping[str, Tensor]) -> Basis:
 
 
 def _ordered(packed: Mapping[str, Tensor], reference: Params, what: str) -> dict[str, Tensor]:
-    """What was sent of directions, checked, block by block in the order of the reference."""
+    """The received directions, checked, by block in the order of the reference."""
     ordered: dict[str, Tensor] = {}
     for block in reference.blocks:
         ends = DENSE if f"{block.name}:directions" in packed else FACTORED

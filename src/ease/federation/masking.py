@@ -44,7 +44,8 @@ def derived(secret: bytes, salt: bytes, purpose: bytes, length: int = SECRET) ->
 
 @dataclass(frozen=True)
 class Card:
-    """What a client advertises: public keys, a commitment to its self-mask, and the nonce that its keys derive from."""
+    """The advertisement of a client: public keys, a commitment to its self-mask, and the nonce that its keys derive
+    from."""
 
     sealing: bytes
     masking: bytes
@@ -164,7 +165,7 @@ def sealed(own: X25519PrivateKey, other: bytes, session: bytes, way: bytes, mess
 
 
 def opened(own: X25519PrivateKey, other: bytes, session: bytes, way: bytes, message: bytes) -> bytes | None:
-    """What was sealed, or None if it was altered."""
+    """The sealed message, or None if it was altered."""
     try:
         return ChaCha20Poly1305(agreed(own, other, session, b"seal " + way)).decrypt(NO_NONCE, message, way)
     except InvalidTag:

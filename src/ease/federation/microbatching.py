@@ -109,5 +109,5 @@ def _small_steps(model: DualEncoder, examples: Examples, job: LocalJob) -> bool:
         return False
     if projects_alone(model):
         return True
-    # Blocks that are computed again on the way back are given their tensors then, and layers hold one thread's alone.
+    # Blocks that are computed again on the way back need their tensors then, and layers hold those of one thread only.
     return not model.config.checkpointing and threads * job.batch_size * examples.pair_bytes <= CACHED_BYTES

@@ -83,13 +83,13 @@ FEWEST_PAIRS = 16
 SAME_WORDS = 0.999
 """Cosine of the words' embedding here and at the server: other processors round otherwise."""
 DECIMALS = 3
-"""Of how near a pair is to words, as it leaves the site."""
+"""Decimals of the similarity of a pair and words, as it leaves the site."""
 MOST_CLOSED = 1 << 23
 """Bytes of the closed requests of a run, as JSON."""
 PATHS = re.compile(r"""(^|[\s'"(=:])(?:[A-Za-z]:)?(?:[/\\][^/\\'"]*?)*[/\\]([^/\\\s'":;,)]*)""")
-"""A path from the root: what stands before it, and its last part."""
+"""A path from the root: the text before it, and its last part."""
 GROUPS = "classes"
-"""What a policy calls the search for common classes, which is no objective."""
+"""Name of the search for common classes in a policy; it is not an objective."""
 PURGE = "purge"
 """What it calls the dropping of what is kept of closed requests."""
 SEARCH = "concepts"
@@ -99,7 +99,7 @@ PICTURES = "pictures"
 
 
 class Policy(Config):
-    """What a site lets be done with its data."""
+    """The permissions of a site for its data."""
 
     objectives: tuple[str, ...] | None = None
     """Names of the objectives that it works for; absent: all that it knows."""
@@ -108,7 +108,7 @@ class Policy(Config):
     smallest_cohort: int = Field(1, ge=1)
     """With fewer clients in a round it takes no part; requests of this client alone need 1."""
     most_epochs: int = Field(100, ge=1)
-    """Of one job, replayed rounds included."""
+    """Most epochs of one job, replayed rounds included."""
     largest_message: int = Field(1 << 30, ge=1 << 12)
     """In bytes; a longer one is not even read."""
     fewest_pairs: int = Field(default_factory=lambda: FEWEST_PAIRS, ge=1)
@@ -165,9 +165,9 @@ class Node:
     version: str = ""
     policy: Policy = field(default_factory=Policy)
     pairs: PairSet | None = None
-    """Where pairs lie apart: the client's own, which no one else deals. Its `shard` is then all of them."""
+    """With pairs on site: the client's own pairs, which it deals itself. Its `shard` is then all of them."""
     embed: Callable[[str], np.ndarray] | None = None
-    """Where pairs lie apart: what the frozen text tower makes of words."""
+    """With pairs on site: embeds words with the frozen text tower."""
     log: TextIO | None = None
     busy: bool = False
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -229,7 +229,7 @@ class Node:
         except UserError as error:
             return self.refusal(str(error), ask.nonce)
         except Exception as error:  # a job that cannot be done is the asker's fault; the worker stays up
-            self._log(f"{type(error).__name__}: {error}")  # for the site alone: it may quote what is here
+            self._log(f"{type(error).__name__}: {error}")  # only for the site: it may quote local data
             return self.refusal(f"the work failed with {type(error).__name__}; its log says more", ask.nonce)
 
     def _done(self, ask: Ask, encoded: bytes, parts: dict[str, bytes]) -> bytes:
@@ -332,7 +332,7 @@ class Node:
         if ask.purge.dry_run:
             return encode(answer)
         folder = self.folder / "runs" / ask.run
-        write_json(folder / TOMBSTONES, as_json(stones))  # first: whoever is asked again goes on from it
+        write_json(folder / TOMBSTONES, as_json(stones))  # first: a repeated request resumes from it
         write_json(self._closed_path(ask.run), ClosedRequests(requests=gone).model_dump(mode="json"))
         if members is not None:
             write_json(self._membership_path(ask.run), stones.buried(members).model_dump(mode="json"))
@@ -349,7 +349,7 @@ class Node:
         self._once(ask.nonce)
         now = time.time()
         if self.pairs is None:
-            raise UserError("it was given its pairs, and whoever gave them can look at them")
+            raise UserError("its pairs were dealt by the server, which can look at them")
         if objection := self.policy.reluctance(SEARCH, ask.cohort, self._times, now):
             raise UserError(objection)
         self._check_closed(self._closed(ask.run), ask.gone)
@@ -416,7 +416,7 @@ class Node:
         return self.folder / "runs" / run / "membership.json"
 
     def _membership(self, run: str) -> Membership | None:
-        """What the client takes part in a run with, where it has dealt that itself."""
+        """The client's pairs in a run, if it dealt them itself."""
         path = self._membership_path(run)
         return validate(Membership, read_json(path), str(path)) if path.is_file() else None
 
@@ -432,7 +432,7 @@ class Node:
         return found
 
     def _at_first(self, run: str) -> Shard | Holding:
-        """What the client held when the run began."""
+        """The client's pairs when the run began."""
         members = None if self.pairs is None else self._membership(run)
         return self._named(run) if members is None else members.clients[0]
 
@@ -597,7 +597,7 @@ class ClosedPairs:
 
     ids: Set[str]
     stones: Sequence[Tombstones]
-    """Of what was purged, which is known by marks alone."""
+    """Pairs that were purged and are known only by marks."""
     held: Set[str]
     """Ids that some run still has."""
 
@@ -631,7 +631,7 @@ def pairs_hash(ids: Sequence[str]) -> str:
 
 
 def private_folder(folder: Path) -> None:
-    """A folder for its owner alone."""
+    """Make a folder that only its owner can read."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
 
@@ -665,7 +665,7 @@ def listen(path: Path, group: int | None = None) -> socket.socket:
 
 
 def serve(node: Node, line: socket.socket) -> None:
-    """Answer whoever connects, for ever: a hello at once, jobs one after the other, all in this thread.
+    """Answer all connections, for ever, in this thread: a hello at once, jobs one after the other.
 
     Threads of their own read and write, so that no slow speaker keeps the others waiting.
     """

@@ -35,7 +35,8 @@ class Draw:
     """Positions in the client's training examples."""
     captions: np.ndarray
     split: int = 0
-    """Where the second kind of pairs begins, for objectives that treat forget and retained pairs differently."""
+    """Index at which the second kind of pairs begins, for objectives that treat forget and retained pairs
+    differently."""
     noise_seed: int = 0
 
 
@@ -225,7 +226,7 @@ def embed_states(model: DualEncoder, tensors: Tensors, states: States) -> tuple[
 
 
 def draw_pairs(client: ClientData, positions: np.ndarray, job: LocalJob, rng: np.random.Generator) -> Draw:
-    """One random caption for each image: two captions of one image are no negatives."""
+    """One random caption for each image: two captions of one image are not negatives."""
     return Draw(positions, rng.integers(client.train.captions, size=len(positions)))
 
 

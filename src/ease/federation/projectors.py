@@ -1,9 +1,8 @@
 """Projectors over features that never change: embeddings and gradients of many trainings, written out.
 
 Autograd would record a graph of every step and hand out each gradient as a tensor as large as its weight, for the step
-to read once more. Of two layers and a norm the gradient is a few lines, and that of a weight a product of two factors,
-which a step adds where it belongs.
-"""
+to read once more. The gradient through two layers and a norm takes a few lines. That of a weight is a product of two
+factors, which a step adds in place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,11 +48,11 @@ class Projected:
     features: Tensor | None
     """[trainings, pairs, width]; None where the first layer is someone else's."""
     hidden: Tensor
-    """What the first layer gave."""
+    """Output of the first layer."""
     bent: Tensor
     """The same after the GELU."""
     lengths: Tensor
-    """Of what the second layer gave."""
+    """Lengths of the outputs of the second layer."""
     embeddings: Tensor
 
     @classmethod
@@ -71,7 +70,7 @@ class Projected:
 
     def gradients(self, tensors: Mapping[str, Tensor], slope: Tensor) -> tuple[dict[str, Tensor | Factors], Tensor]:
         """Gradients of this side's layers and of `hidden`, from that of the embeddings [trainings, pairs, width]."""
-        # Of a unit vector only what stands across it moves; what is shorter than the least norm is no unit vector.
+        # A unit vector moves only orthogonally to itself; outputs below the least norm are not normalised.
         along = (self.embeddings * slope).sum(-1, keepdim=True).mul_(self.lengths > LEAST_NORM)
         last = torch.addcmul(slope, self.embeddings, along, value=-1).div_(self.lengths)
         first, second = f"{self.side}.projector.0", f"{self.side}.projector.1"

@@ -54,7 +54,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class LocalJob:
-    """What a client is asked to do, as data: it can be sent, stored and compared.
+    """The task of a client as data: it can be sent, stored and compared.
 
     A field that is added here travels by itself; only fields with tensors need a line in `codec.py`.
     """
@@ -164,11 +164,11 @@ class Capabilities:
     keeps_deadline: bool = False
     """It stops waiting for clients at the deadline and reports who was late."""
     remote: bool = False
-    """Clients are processes of their own. One that is gone can come back, and its data are nowhere else."""
+    """Clients are processes of their own. A client that disconnects can reconnect, and its data are nowhere else."""
 
 
 class Federation(Protocol):
-    """Runs a job on clients. In-process, metered, journaled or over a network: the caller cannot tell."""
+    """Runs a job on clients. In-process, metered, journaled or over a network: the caller sees no difference."""
 
     @property
     def capabilities(self) -> Capabilities: ...

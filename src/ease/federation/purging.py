@@ -1,7 +1,7 @@
 """Purging at the sites: nodes delete what they store of closed pairs and keep salted marks of them.
 
-A mark is a salted hash of an id. With it a node recognises a closed pair that comes back without storing its id.
-"""
+A mark is a salted hash of an id. With it a node recognises a closed pair that is submitted again, without storing its
+id."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a node was asked, written down at its own site: one line each, whatever became of it."""
+"""Log of the questions that a node received, at its own site: one line each, whatever the outcome."""
 
 import json
 import time
@@ -91,7 +91,7 @@ def question_log(folder: Path) -> QuestionLog:
 
 
 def _of_job(job: bytes) -> dict[str, Any]:
-    """What a job says of itself, where it can be read; one that cannot is refused anyway."""
+    """The fields of a job, if it can be read; an unreadable job is refused anyway."""
     if len(job) <= PREFIX.size:
         return {}
     try:

@@ -1,4 +1,5 @@
-"""A federation whose clients are processes of their own: jobs go out as bytes over a line, updates come back.
+"""A federation whose clients are processes of their own: jobs are sent as bytes over a transport, and updates are
+received.
 
 A line only moves messages, over Unix sockets here and over Flower elsewhere. Rounds, checks and sums stay the same
 code as in one process, and so do their bytes.
@@ -44,7 +45,7 @@ from ease.requests.request import Request, SampleRequest
 GREETING = 180.0
 """Seconds in which a node must say who it is; it does so at once, even while it works."""
 SENDINGS = 2
-"""Of one job: a node that has lost parts of it says so, and is sent them again."""
+"""Sendings of one job: a node that lost parts of it reports that and receives them again."""
 
 
 class Transport(Protocol):
@@ -76,7 +77,7 @@ class Sockets:
 
 
 def node_socket(folder: Path, client: int) -> Path:
-    """Where the node of a client listens, in the folder of a federation."""
+    """Socket of a client's node, in the folder of a federation."""
     return folder / "nodes" / f"{client}.sock"
 
 
@@ -113,7 +114,7 @@ class Remote:
     run_name: str
     gone: tuple[Request, ...] = ()
     renewed: int = 0
-    """How many of them came before the training from the start that the run goes on from."""
+    """Number of closed requests before the training from which the run continues."""
     backbone: str = ""
     """Hash of the frozen weights that nodes must have."""
     deadline: float | None = None
@@ -162,7 +163,7 @@ class Remote:
             waiting = again
 
     def present(self) -> dict[int, Present | str]:
-        """What every node tells of itself, or in words why it does not."""
+        """The status of every node, or the reason why there is none."""
         return self._greeted(self.clients)
 
     def _greet(self, clients: Collection[int]) -> dict[int, str]:
@@ -221,7 +222,7 @@ class Remote:
         return answer, update
 
     def gone_of(self, client: int) -> tuple[Request, ...]:
-        """Closed requests as a client is told of them: of single pairs its own."""
+        """Closed requests as sent to a client: only its own single pairs."""
         own = {*self.holdings[client], *self.held_out.get(client, ())}
         return tuple(
             SampleRequest(ids=tuple(each for each in request.ids if each in own))
@@ -240,7 +241,7 @@ class Remote:
         search: Search | None = None,
         picture: str | None = None,
     ) -> Ask:
-        """A message to a client that is no job."""
+        """A message to a client that is not a job."""
         return Ask(
             kind=kind,
             client=client,
@@ -269,7 +270,7 @@ class Remote:
         return encode(ask, {JOB: job, **lacking})
 
     def exchange(self, messages: Mapping[int, bytes], seconds: float | None) -> Iterator[tuple[int, bytes | str]]:
-        """What comes back over the line within so many seconds, counted."""
+        """Send messages, count bytes and yield the replies that arrive within so many seconds."""
         if not messages:
             return
         self.sent += sum(map(len, messages.values()))
@@ -287,7 +288,7 @@ def collected(
     blobs: Mapping[str, bytes],
     decode: Callable[[bytes], tuple[Reply, dict[str, bytes]]],
 ) -> tuple[dict[int, tuple[Reply, dict[str, bytes]]], dict[int, str]]:
-    """Every client's answer to something that is no job, with what it brings along, and why others have none."""
+    """Every client's answer to a message that is not a job, with its blobs, and the reason for each missing answer."""
     found: dict[int, tuple[Reply, dict[str, bytes]]] = {}
     reasons: dict[int, str] = {}
     for client, data in remote.exchange({client: encode(ask, blobs) for client, ask in asks.items()}, remote.deadline):

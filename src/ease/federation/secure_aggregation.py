@@ -68,7 +68,7 @@ def threshold(clients: int) -> int:
 
 
 class LetterHeader(Config):
-    """What a client must know of an aggregation, beside cards and sealed shares."""
+    """The facts of an aggregation that a client needs, besides cards and sealed shares."""
 
     kind: Literal["secure"] = "secure"
     clients: tuple[int, ...]
@@ -129,7 +129,7 @@ class Letter:
         return hashlib.sha256(Letter(known, self.cards, {}).to_bytes()).digest()
 
     def point(self, client: int) -> int:
-        """Where the polynomials of secret shares are evaluated for a client."""
+        """Point at which the polynomials of secret shares are evaluated for a client."""
         return self.header.clients.index(client) + 1
 
 
@@ -137,10 +137,10 @@ class Letter:
 
 
 class AnswerHashes(Config):
-    """What a client did under one nonce, by hashes."""
+    """Hashes of a client's answers under one nonce."""
 
     masked: str
-    """Of the addends and of those who mask."""
+    """Hash of the addends and of the masking clients."""
     senders: str
     survivors: str = ""
 
@@ -278,7 +278,8 @@ def client_secret(folder: Path) -> bytes:
 
 @contextmanager
 def _fails_as_client() -> Iterator[None]:
-    """Turn a user error into a client's: whatever a client refuses or cannot read, the others can go on without it."""
+    """Turn a user error into a client error: if a client refuses or cannot read something, the others continue without
+    it."""
     try:
         yield
     except UserError as error:
@@ -306,7 +307,7 @@ def measure_shares(model: DualEncoder, params: Params, client: ClientData, job: 
 
 @_fails_as_client()
 def measure_masked(client: ClientData, job: LocalJob, addends: Tensor, count: int) -> dict[str, Tensor]:
-    """What the objective of the third round measures: masked addends, and over how many they are, in the clear."""
+    """The measurement of the third round: masked addends, and their number in the clear."""
     return {MASKED: Participant.of(client, job).masked(addends), ADDENDS: torch.tensor(count)}
 
 
@@ -446,7 +447,7 @@ class Aggregation:
     def _enough(
         self, did: str, updates: Iterable[Update], refused: dict[int, str], needed: Sequence[int] = ()
     ) -> dict[int, Update]:
-        """Answers by client, ascending; an error if they are too few to go on."""
+        """Answers by client, ascending; an error if they are too few to continue."""
         answers = {update.client: update for update in updates}
         refused |= {client: update.refused for client, update in answers.items() if update.refused}
         found = {client: update for client, update in sorted(answers.items()) if not update.refused}

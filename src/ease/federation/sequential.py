@@ -34,7 +34,8 @@ class Sequential:
         return self.perform(params, own_jobs(self, job, clients))
 
     def perform(self, state: Params, jobs: Mapping[int, LocalJob]) -> Iterator[Update]:
-        """Do jobs that are each client's own already; whoever is told so keeps what it was sent and what it sends."""
+        """Do jobs that are addressed to single clients. Clients store what they receive and send if the job asks for
+        it."""
         for update in self._answered(state, restored(self.data, jobs)):
             if jobs[update.client].keep:
                 self.data[update.client].keep(jobs[update.client].round, state, update)

@@ -130,7 +130,7 @@ class StackedBatch:
     captions: np.ndarray
     draws: tuple[Draw, ...]
     valid: Tensor | None
-    """Where a pair is real; None when all are."""
+    """Mask of real pairs; None when all are."""
 
     @property
     def active(self) -> int:

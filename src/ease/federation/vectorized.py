@@ -32,7 +32,7 @@ class Vectorized(Sequential):
     def of(
         cls, model: DualEncoder, shards: Sequence[Shard], activations: Activations, device: torch.device
     ) -> "Vectorized":
-        """Clients whose training pairs lie one after the other in one pool, each seeing its own part of it."""
+        """Clients whose training pairs are consecutive in one pool; each sees its own part."""
         pool = examples_at(activations, np.concatenate([shard.train for shard in shards]), device)
         ends = np.cumsum([len(shard.train) for shard in shards])
         clients, offsets = {}, {}

@@ -234,7 +234,7 @@ def _bare(data: bytes, kind: type[Header], limits: Limits) -> Header:
 def decode_search_reply(data: bytes, limits: Limits = LIMITS) -> tuple[SearchReply, dict[str, bytes]]:
     header, tensors = unpack(_whole(data, "answer", limits), SearchReply, "answer", limits)
     blobs = _blobs(tensors, "answer")
-    require(blobs.keys() == {SAYS, NEAR}, "answer", "it does not say what was asked for")
+    require(blobs.keys() == {SAYS, NEAR}, "answer", "it does not contain the requested arrays")
     return header, blobs
 
 

@@ -14,6 +14,6 @@ def pair_similarity(image: Tensor, text: Tensor) -> Tensor:
 def alignment_residual(unlearned: Tensor, trained: Tensor, retrained: Tensor) -> float:
     """rho: median over forget pairs of |s - s_retrained| / (|s_trained - s_retrained| + epsilon).
 
-    0 means that every pair is where retraining leaves it, 1 that it is as far away as before unlearning.
+    0: every pair is where retraining leaves it. 1: pairs are as far away as in the trained model.
     """
     return float(((unlearned - retrained).abs() / ((trained - retrained).abs() + EPSILON)).median())

@@ -66,7 +66,7 @@ def recalls(
 def common_size(sets: Mapping[str, np.ndarray], size: int) -> int:
     """The largest gallery size up to `size` that every set can fill, so that recalls can be compared.
 
-    Where that would be less than `LEAST_GALLERY`, test pairs, if they are among the sets, fill the smaller ones up.
+    If that would be less than `LEAST_GALLERY`, test pairs, if they are among the sets, fill the smaller ones up.
     """
     smallest = min(len(positions) for positions in sets.values())
     return min(size, max(smallest, min(LEAST_GALLERY, len(sets.get("test", ())))))

@@ -165,9 +165,8 @@ def _chance_levels(pairs: int, captions: int, ks: tuple[int, ...]) -> tuple[floa
 def _checked(image: Tensor, text: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The embeddings in fp64 on one device; wrong shapes are refused.
 
-    Scores are multiplied in fp64 and rounded to fp32: equal embeddings then score exactly equal wherever they stand in
-    a matrix and however it is chunked, which no fp32 kernel promises, and the tf32 and bf16 switches have no say.
-    """
+    Scores are multiplied in fp64 and rounded to fp32: equal embeddings then score exactly equal at any position in a
+    matrix and however it is chunked, which no fp32 kernel promises, and the tf32 and bf16 switches have no say."""
     if image.ndim != 2 or text.ndim != 3 or image.shape != (text.shape[0], text.shape[2]) or 0 in text.shape:
         shapes = f"{list(image.shape)} and {list(text.shape)}"
         raise UserError(f"recall needs image [n, d] and text [n, captions, d] embeddings, not {shapes}")

@@ -35,7 +35,7 @@ class Trained:
     training: TrainingConfig
     temperature: float
     seed: int
-    """Of the method's own random numbers."""
+    """Seed of the method's own random numbers."""
     trained_with: Order | None = None
     """The random numbers of the training; absent: the stream `train` of the same seed."""
     answered: Params | None = None
@@ -45,7 +45,7 @@ class Trained:
     locked: Mapping[str, Basis] = field(default_factory=dict)
     """Directions that they keep locked."""
     base: UnlearningBase | None = None
-    """What the last closed request's answer left for the next one, if anything."""
+    """Base stored by the last released result for the next request, if any."""
 
     @cached_property
     def initial(self) -> Params:
@@ -98,11 +98,11 @@ class Step:
     base: UnlearningBase | None = None
     """On the last step: what the next answer starts from."""
     round: Round | None = None
-    """The round as a whole, where the answer is a training that later requests are to go on from."""
+    """The complete round, if the result is a training on which later requests build."""
 
 
 Need = Literal["history", "forget data", "leaving client"]
-"""What a method asks for beyond retained data: stored updates, the forget pairs, the client that withdraws online."""
+"""Needs of a method beyond retained data: stored updates, the forget pairs, the client that withdraws online."""
 
 
 Space = Mapping[str, tuple[Any, ...]]
@@ -122,7 +122,7 @@ class Unlearner(Config, ABC):
     trainers: ClassVar[frozenset[TrainerName]] = frozenset({"fedavg"})
     """Which trainings it can answer requests of."""
     tuned: ClassVar[Space] = {}
-    """What a fair comparison may change: at most three settings."""
+    """Settings that a fair comparison may tune: at most three."""
 
     @abstractmethod
     def unlearn(self, trained: Trained, request: Request, federation: Federation) -> Iterator[Step]:

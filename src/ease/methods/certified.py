@@ -1,4 +1,5 @@
-"""What Gaussian noise proves: the (epsilon, delta) of two models that lie apart by so many standard deviations."""
+"""Guarantee of Gaussian noise: the delta of two models whose distance is so many standard deviations, for an
+epsilon."""
 
 from math import exp, inf
 
@@ -10,7 +11,7 @@ from ease.params import Params
 from ease.seeding import torch_generator
 
 STEPS = 200
-"""Of a bisection: more than double precision resolves."""
+"""Steps of a bisection: more than double precision resolves."""
 
 
 def gaussian_delta(ratio: float, epsilon: float) -> float:

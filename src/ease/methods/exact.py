@@ -101,7 +101,7 @@ def _total_left(history: History, clients: Sequence[int], forgotten: Collected, 
 
 
 def _sound(left: Sums, whose: str, sides: tuple[int, int]) -> Sums:
-    """What is left, refused where no pairs could have it."""
+    """The remaining sums; sums that no pairs could have are refused."""
     if fault := left.fault(*sides):
         raise UserError(
             f"{whose}: without the sums of its forget pairs {fault.removeprefix('its ')}: other pairs were subtracted "

@@ -80,7 +80,7 @@ class FedOsd(Unlearner):
 def orthogonal(change: Params, others: Sequence[Params]) -> Params:
     """The part of a change that is orthogonal to all others, at the length of the whole.
 
-    If next to nothing is orthogonal, what is left is rounding noise and no direction: the answer is no change.
+    If almost nothing is orthogonal, the remainder is rounding noise, and the update is zero.
     """
     part = change.map(torch.Tensor.double)
     if others:

@@ -23,7 +23,7 @@ LARGEST_ESTIMATE = 2.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What the stored updates of retained clients ever reached."""
+    """Largest values and norms of the stored updates of retained clients."""
 
     value: float
     """Largest value that is not abnormal."""

@@ -73,9 +73,8 @@ def retained_shares(
 ) -> tuple[Round, Mapping[int, float]]:
     """Client -> which share of its pairs a request leaves, and the round in which that was asked.
 
-    Who withdraws keeps nothing, and no one need be asked. Other requests are told by one epoch on retained pairs; who
-    is refused there, or does not answer, counts as whole.
-    """
+    Who withdraws keeps nothing, and no one need be asked. For other requests one epoch on retained pairs estimates it.
+    A client that is refused there, or does not answer, counts in full."""
     if isinstance(request, ClientRequest):
         shares = dict.fromkeys(retained_clients(request, federation), 1.0) | dict.fromkeys(request.clients, 0.0)
         return Round(0, trained.start, ()), shares

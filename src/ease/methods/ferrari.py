@@ -44,7 +44,7 @@ def sensitivity(model: DualEncoder, tensors: Tensors, states: States, draw: Draw
             drawn = rng.standard_normal(tuple(clean_states.shape), dtype=np.float32)
             noise = torch.from_numpy(sigma * drawn).to(clean_states)
             if visible is not None:
-                # Rows behind the tokens are no padding: a tower may keep more than tokens there.
+                # Rows after the tokens are not padding: a tower may keep more than tokens there.
                 noise[:, : visible.shape[1]] *= visible[..., None]
             with torch.no_grad():
                 noisy = model.embed(tensors, modality, clean_states + unit * noise, visible)

@@ -14,7 +14,7 @@ def joint_rounds(
 ) -> Iterator[Step]:
     """FedAvg from the trained state under a job that looks at forget and retained pairs together.
 
-    Of a client that withdraws only the forget pairs are left. Other clients would outvote it in a mean, so its change
+    A client that withdraws has only its forget pairs. Other clients would outvote it in a mean, so its change
     is added whole. It leaves after `forget_rounds`.
     """
     state, training = trained.start, trained.training

@@ -1,4 +1,4 @@
-"""A client's Hessian as its past tells it: products with the L-BFGS matrix, never formed, in double precision."""
+"""A client's Hessian estimated from its past: products with the L-BFGS matrix, never formed, in double precision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def hessian_product(secants: Sequence[Secant], vector: Params) -> Params:
         [torch.cat([-diagonal, lower.T], dim=1), torch.cat([lower, sigma * _products(moves, moves)], dim=1)]
     )
     right = torch.cat([_products(turns, [vector]), sigma * _products(moves, [vector])])
-    # Nearly parallel moves make the system singular; the pseudo-inverse leaves out what they cannot tell apart.
+    # Nearly parallel moves make the system singular; the pseudo-inverse leaves out what they cannot separate.
     weights = (torch.linalg.pinv(system, rtol=1e-12, hermitian=True) @ right)[:, 0].tolist()
     product = sigma * vector
     for weight, column in zip(weights, [*turns, *(sigma * move for move in moves)], strict=True):

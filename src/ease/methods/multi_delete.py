@@ -21,7 +21,7 @@ from ease.requests.request import Request
 def decouple(model: DualEncoder, tensors: Tensors, states: States, draw: Draw, job: LocalJob) -> Tensor:
     """Forget pairs become as alike as strangers are to the reference; retained pairs stay where it has them.
 
-    Retained pairs are held in each modality and in both together, of which the product of the two embeddings tells.
+    Retained pairs keep their embeddings in each modality, and the product of the two embeddings.
     """
     assert job.reference is not None  # the teacher
     image, text = embed_states(model, tensors, states)

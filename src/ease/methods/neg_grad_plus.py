@@ -19,7 +19,7 @@ from ease.requests.request import Request
 def difference(image: Tensor, text: Tensor, draw: Draw, job: LocalJob) -> Tensor:
     """Retained pairs are learnt and forget pairs unlearnt: retain · L_r - forget · min(L_f, log N).
 
-    At log N a pair is told from N candidates by chance; ascent beyond that only destroys what is shared.
+    At log N a pair is matched among N candidates by chance; ascent beyond that only destroys what is shared.
     """
     forget, loss = draw.split, image.new_zeros(())
     if forget < len(image):

@@ -63,7 +63,7 @@ class Pgd(Unlearner):
 def without_clients(trained: Trained, leaving: tuple[int, ...]) -> Params:
     """The last round without some clients: (w_n - sum p_k w_k) / (1 - sum p_k), p_k a client's share of the average.
 
-    Where all weigh the same this is the paper's (K w_n - w_k) / (K - 1). A client that was not drawn has no share.
+    If all have the same weight, this is the paper's (K w_n - w_k) / (K - 1). A client that was not drawn has no share.
     """
     last, history = trained.training.rounds, trained.history
     pairs = history.pairs(last)
@@ -75,5 +75,5 @@ def without_clients(trained: Trained, leaving: tuple[int, ...]) -> Params:
         rest = rest - share * (start + history.update(last, client).change)
     kept = 1 - sum(shares.values())
     rest = start if len(shares) == len(weights) else rest * (1 / kept)
-    # What was forgotten since the training stays forgotten.
+    # Pairs forgotten since the training stay forgotten.
     return rest if trained.start is trained.final else trained.start + (rest - trained.final)

@@ -15,7 +15,7 @@ CERTAIN = 1e-6
 """Probabilities stay this far from 0 and 1, where the certified radius would be infinite."""
 LEAST_SCALE, LARGEST_SCALE = 1e-8, 1e6
 MEANING = torch.tensor([-1.0, 0.0, 1.0, torch.nan])
-"""What each 2-bit code stands for; the fourth is no number, which the check of updates refuses."""
+"""The value of each 2-bit code; the fourth is not a number, and the check of updates refuses it."""
 
 
 def quantise(values: Tensor, threshold: float, noise: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ compiler makes, which many containers lack."""
 WIDTH = 64
 """Features of a head, the same in all published CLIP and SigLIP base and large models."""
 MOST_KEYS = 256
-"""What a kernel takes into one tile; a picture's class token makes one more, which goes beside it."""
+"""Most keys in one tile of a kernel; a picture's class token is one more, next to the tile."""
 
 
 class TowerAttention(nn.Module):
@@ -98,7 +98,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, low: Tensor, ups: Tensor, places:
 
 
 def _adapted(out: Tensor, low: Tensor, ups: Tensor, places: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each adapted layer, by model: the upward factor, its low-rank input and its part of the output."""
+    """For each adapted layer, by model: the upward factor, its low-rank input and its part of the output."""
     _, models, width, rank = ups.shape
     by_model, lows = out.view(models, -1, out.shape[1]), low.view(models, -1, low.shape[1])
     return [

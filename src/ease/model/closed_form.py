@@ -60,12 +60,12 @@ class Sums:
 
     @classmethod
     def none(cls, size: int) -> "Sums":
-        """Of no pair, for vectors of so many entries, the 1 included."""
+        """Sums of zero pairs, for vectors of so many entries, the 1 included."""
         return cls(torch.zeros(packed_size(size), dtype=torch.int64))
 
     @classmethod
     def of(cls, image: Tensor, text: Tensor) -> "Sums":
-        """Of features on the grid: image [pairs, width] and text [pairs, captions, width], whole numbers."""
+        """Sums of features on the grid: image [pairs, width] and text [pairs, captions, width], whole numbers."""
         pairs, captions = text.shape[:2]
         size = image.shape[1] + text.shape[2] + 1
         rows, columns = torch.triu_indices(size, size)
@@ -134,7 +134,7 @@ def size_of(packed: int) -> int:
 
 
 def _within_range(total: Tensor) -> Tensor:
-    """The same sums; each addend is at most `LARGEST_SUM`, so that what wrapped around lies beyond it too."""
+    """The same sums; each addend is at most `LARGEST_SUM`, so that sums that wrapped around exceed it too."""
     low, high = total.aminmax()
     if int(low) < -LARGEST_SUM or int(high) > LARGEST_SUM:
         raise UserError("sums are larger than 64-bit integers can hold exactly; train on fewer pairs")

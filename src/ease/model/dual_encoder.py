@@ -82,7 +82,7 @@ class ModelConfig(Config):
 
 
 LEAST_NORM = 1e-6
-"""What is shorter is not made a unit vector."""
+"""Shorter vectors are not normalised."""
 ONE_PASS = Lock()
 """Layers hold the tensors of a pass while it runs, so that threads pass one after the other; backward they do not."""
 
@@ -106,7 +106,7 @@ class Branch(nn.Module):
         return embedding_of(self.projector[0](self.features(states, mask)), last.weight, last.bias)
 
     def features(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """What the projector is given."""
+        """Input of the projector."""
         return self.norm(self.tower(states, mask, self.first))
 
 
@@ -220,7 +220,7 @@ class DualEncoder(nn.Module):
                     layer[own] = tensor
 
     def _places(self, modality: Modality) -> dict[str, tuple[dict[str, Any], str]]:
-        """Where the trained tensors of one side lie: the table of their layer, and their name in it."""
+        """Places of the trained tensors of one side: the table of their layer, and their name in it."""
         if modality not in self._found:
             names = [name for block in self.blocks if block.modality == modality for name in block.tensors]
             parts = {name: name.rpartition(".") for name in names}

@@ -25,7 +25,7 @@ MODEL_FILES = (".safetensors", ".json", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Weights in a form that can run code when it is read."""
 VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json")
-"""Large files of words alone, in which transformers looks for no code."""
+"""Large files that contain only words; transformers looks for no code in them."""
 INDEX = "model.safetensors.index.json"
 CODE = ("auto_map", "custom_pipelines")
 """Keys under which a checkpoint names code of its own."""
@@ -151,7 +151,7 @@ class ClipImageTower(ImageTower):
         return self.first_norm(self.embeddings(self.normalised(inputs))), None
 
     def pool(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """The class token, which stands first."""
+        """The class token, which comes first."""
         return self.head(self.norm(states[:, 0]))
 
 
@@ -170,9 +170,9 @@ class SiglipImageTower(ImageTower):
 def through_head(head: Any, states: Tensor) -> Tensor:
     """A stock pooling head, which looks with one query [n, tokens, features] -> [n, features].
 
-    The query is frozen: multiplied with the weights of the keys once, it meets the states themselves, and values are
-    computed for their mixtures alone. A key's bias adds the same to all scores of a head. In fp32, for scores are few.
-    """
+    The query is frozen: multiplied with the weights of the keys once, it is applied to the states themselves, and
+    values are computed only for their mixtures. A key's bias adds the same to all scores of a head. In fp32, for scores
+    are few."""
     layer = head.attention
     with torch.autocast(states.device.type, enabled=False):
         kind = states.dtype
@@ -322,14 +322,14 @@ def load_hub(checkpoint: str, name: str, device: torch.device | str) -> HubBackb
 
 
 def checkpoint_folder(name: str) -> Path:
-    """Where the files lie that a backbone of this name is read from."""
+    """The folder from which a backbone of this name is read."""
     checkpoint = checkpoint_of(name)
     assert checkpoint is not None  # it was loaded from there
     return _folder(checkpoint, name)
 
 
 def _folder(checkpoint: str, name: str) -> Path:
-    """Where the files of a checkpoint lie: a folder as it is, an id in the local hub cache."""
+    """The folder of a checkpoint: a folder as given, an id in the local hub cache."""
     if Path(checkpoint).is_dir():
         found = Path(checkpoint) / "config.json"
     else:
@@ -348,7 +348,7 @@ def check_harmless(folder: Path, name: str) -> None:
     """Refuse a folder that would run code of its own, or that leads the reader to files elsewhere."""
     where = f'model.backbone = "{name}"'
     present = sorted(path.name for path in folder.iterdir())
-    if "adapter_config.json" in present:  # transformers would go on to whatever base model it names
+    if "adapter_config.json" in present:  # transformers would load the base model that it names
         raise UserError(
             f"{where}: {folder} holds an adapter; name its base model here and this folder in model.adapter"
         )
@@ -416,10 +416,10 @@ def _parts(folder: Path, checkpoint: str, name: str) -> tuple[Any, Any, Any]:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # whatever transformers, tokenizers and torch make of settings that lie
+    except Exception as error:  # anything that transformers, tokenizers and torch raise for false settings
         raise UserError(_missing(checkpoint, name, part)) from error
     if loading["missing_keys"]:
-        # transformers would draw these at random and go on.
+        # transformers would draw these at random without an error.
         absent = min(loading["missing_keys"])
         raise UserError(
             f'model.backbone = "{name}": the weights in {folder} lack {absent}; save the complete model there'

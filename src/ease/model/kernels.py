@@ -27,7 +27,7 @@ BACKWARD = {16: (16, 4, 1), 32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 8, 2)}
 MANY = 256
 """Keys in the tile that has a kernel for queries and one for keys."""
 BACKWARD_QUERIES = (64, 4, 1)
-"""Of that tile: queries of a program, warps, loads under way."""
+"""For that tile: queries of a program, warps, loads in flight."""
 BACKWARD_KEYS = (64, 64, 4, 1)
 """Keys of a program, queries that are looked at together, warps, loads under way."""
 ROWS_BESIDE = 64
@@ -102,7 +102,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one head. Scores stand key by query: sums for keys and values take them from registers.
+    """All gradients of one head. Scores are stored key by query: sums for keys and values take them from registers.
 
     Rows and columns beyond the tokens are zero where they are loaded, and so is what comes of them.
     """
@@ -282,7 +282,7 @@ def before_kernel(  # type: ignore[no-untyped-def]
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, grad_batch, grad_token, grad_head,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of the key beside the tile: its weight for each query, and the slope along it."""
+    """For the key next to the tile: its weight for each query, and the slope along it."""
     tiles = tl.cdiv(tokens, ROWS)
     program = tl.program_id(0)
     head = (program // tiles) % heads
@@ -352,7 +352,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool,
 ) -> None:  # fmt: skip
-    """Write the gradients of queries, keys and values, which lie alike."""
+    """Write the gradients of queries, keys and values, which have the same layout."""
     grad, q, k, v = (_contiguous_width(each) for each in (grad, q, k, v))
     batch, tokens, heads, width = q.shape
     columns = tile_of_keys(tokens, causal)
@@ -392,7 +392,7 @@ def backward(
 
 
 def tile_of_keys(tokens: int, causal: bool) -> int:
-    """The power of two that holds all keys, but for one that goes beside the tile."""
+    """The power of two that holds all keys, except one next to the tile."""
     rest = tokens - 1 if not causal and tokens - 1 in FORWARD else tokens
     return max(16, triton.next_power_of_2(rest))
 

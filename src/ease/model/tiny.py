@@ -22,7 +22,7 @@ CONTEXT = 32
 PADDING, CLASS, UNKNOWN = 0, 1, 2
 SPECIAL_TOKENS = 3
 LAYOUT = 2
-"""Of the cached states; raise it when `prefix` gives something else."""
+"""Version of the cached states; raise it when `prefix` gives something else."""
 
 
 class Attention(nn.Module):
@@ -77,7 +77,7 @@ class Block(nn.Module):
         return self.with_mlp(states + self.attention(normed, normed, mask))
 
     def class_token(self, states: Tensor, normed: Tensor, mask: Tensor | None) -> Tensor:
-        """The class token alone, first of the normed tokens: states [n, 1, width], normed [n, tokens, width]."""
+        """Only the class token, first of the normed tokens: states [n, 1, width], normed [n, tokens, width]."""
         return self.with_mlp(states + self.attention(normed[:, :1], normed, mask))
 
     def with_mlp(self, states: Tensor) -> Tensor:
@@ -89,8 +89,7 @@ class TinyTower(nn.Module):
 
     The pooled output joins the projected class token, which pretraining aligned across the towers, with statistics of
     the tokens that enter the last block, and whitens them by the statistics of pretraining scenes. Contrastive features
-    lie in few dimensions; without this a small projector could hardly tell one pair from another.
-    """
+    span few dimensions; without this a small projector could hardly separate pairs."""
 
     statistics = 2
     """How many token statistics follow the class token."""
@@ -144,7 +143,7 @@ class TinyTower(nn.Module):
         return self._class_token(*self.prefix(inputs, self.depth - 1))
 
     def _prepare(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """What the last block starts from: the normed tokens, the class token, and the whitened statistics as rows."""
+        """Inputs of the last block: the normed tokens, the class token, and the whitened statistics as rows."""
         statistics = torch.cat([F.layer_norm(part, (self.token_width,)) for part in self.summarise(states, mask)], -1)
         frozen = (statistics - self.centre[self.token_width :]) @ self.whitening[self.token_width :]
         rows = frozen.unflatten(-1, (-1, self.token_width))
@@ -213,7 +212,7 @@ class ImageTower(TinyTower):
 
 
 class TextTower(TinyTower):
-    """A bidirectional transformer over words; token 0 is padding and the class token stands first."""
+    """A bidirectional transformer over words; token 0 is padding and the class token comes first."""
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ class Yardstick:
     """What retraining cost."""
     attackers: QuickAttackers | None
     flops_per_pair: float
-    """Of a training step; 0 where nothing is trained by steps."""
+    """Operations per pair of a training step; 0 if nothing is trained by steps."""
 
     @classmethod
     def of(cls, run: Run, world: World, request: Request, shadows: int) -> "Yardstick":
@@ -157,7 +157,7 @@ class Yardstick:
 
 
 def with_flops(metrics: Mapping[str, float], flops_per_pair: float) -> dict[str, float]:
-    """Recorded metrics with the operations that the passed pairs stand for."""
+    """Recorded metrics with the operations of the passed pairs."""
     passed = metrics.get("cost/pairs_passed", metrics.get("cost/pairs_trained"))
     if passed is None or not flops_per_pair:
         return dict(metrics)
@@ -165,7 +165,7 @@ def with_flops(metrics: Mapping[str, float], flops_per_pair: float) -> dict[str,
 
 
 def _row(cell: Cell, role: Role, entrant: Entrant | None, **found: Any) -> BenchRow:
-    """What a model is in the results, and what was found of it; the trained one has no entrant."""
+    """The row of one model: its role and its figures. The trained model has no entrant."""
     at = cell.at or (entrant.at if entrant else None)
     return BenchRow(
         scenario=cell.scenario,
@@ -181,7 +181,7 @@ def _row(cell: Cell, role: Role, entrant: Entrant | None, **found: Any) -> Bench
 
 
 def _figures(cell: Cell, yardstick: Yardstick, state: Params, recorded: Mapping[str, float]) -> dict[str, Any]:
-    """What was found of a model."""
+    """The figures of a model."""
     found: dict[str, Any] = {"metrics": yardstick.metrics(state, recorded)}
     if cell.pairs:
         found["pairs"] = {part: _similarities(yardstick.world, state, yardstick.sets[part]) for part in PARTS}
@@ -211,7 +211,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def results(experiment: Experiment, folder: Path) -> BenchResults:
-    """What a finished grid found: a header that says where it comes from, and a row for each model."""
+    """The results of a finished grid: a header that says where it comes from, and a row for each model."""
     jobs = plan(experiment, folder)
     order = {seed: number for number, seed in enumerate(experiment.seeds)}
     places = {str(scenario): number for number, scenario in enumerate(experiment.scenarios)}
@@ -240,7 +240,7 @@ def _run_of(row: BenchRow) -> str:
 def _band(group: Sequence[BenchRow]) -> BenchBand:
     first, found = group[0], {}
     for key in first.metrics:
-        # Retraining's own rho is 0 by its definition and says nothing about how far retrainings lie apart.
+        # Retraining's own rho is 0 by its definition and says nothing about how much retrainings differ.
         band = prediction_band([row.metrics[key] for row in group if key != "rho" or row.role != "retrain"])
         if band is not None:
             found[key] = band
@@ -265,7 +265,7 @@ def header(experiment: Experiment) -> BenchHeader:
 def _commit() -> str | None:
     """The commit of the source, with a mark if files have changed since; none where git does not track it.
 
-    An installed package may lie inside another project's folder, whose commit says nothing about it.
+    An installed package may be inside another project's folder, whose commit says nothing about it.
     """
     source = Path(__file__)
     try:

@@ -1,4 +1,4 @@
-"""Experiments: what a TOML file says, and the grid of runs, requests and methods that it stands for."""
+"""Experiments: the TOML file, and the grid of runs, requests and methods that it describes."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from ease.storage import digest
 from ease.studies.scenarios import Scenario, scenario_config
 
 FORMAT = 5
-"""Of a stored cell; raise it when the same settings give other figures."""
+"""Version of a stored cell; raise it when the same settings give other figures."""
 QUICK: dict[str, Any] = {
     "seeds": [0],
     "run": {"data": {"train": 600, "validation": 200, "test": 400}, "training": {"rounds": 8}, "gallery": 150},
@@ -110,7 +110,7 @@ class Experiment(Config):
 
 
 class Chosen(Config):
-    """What a sweep found for one method and scenario."""
+    """The settings that a sweep found for one method and scenario."""
 
     score: float
     error: float = 0.0
@@ -147,7 +147,7 @@ class Cell:
     """The varied settings of the run and their values."""
 
     def path(self, folder: Path) -> Path:
-        """Where the rows are kept; anything else that is asked for has another place."""
+        """The file of the rows. Another configuration of the cell has another place."""
         methods = [(e.label, e.method.model_dump(mode="json"), e.tuned, e.at) for e in self.entrants]
         asked = (methods, self.band_retrains, self.shadows, self.pairs, self.at)
         return folder / "cells" / f"{self.scenario}-{digest(FORMAT, self.config.model_dump(mode='json'), asked)}.json"
@@ -255,7 +255,7 @@ def load_tuned(path: Path) -> dict[str, dict[str, Chosen]]:
 
 
 def run_folder(folder: Path, config: RunConfig) -> Path:
-    """Where the run of a configuration lives; experiments in one folder share their runs."""
+    """The folder of the run of a configuration; experiments in one folder share their runs."""
     return folder / "runs" / f"{config.partition.scheme}-{config.seed}-{digest(config.model_dump(mode='json'))[:8]}"
 
 

@@ -89,7 +89,7 @@ class OverlapRecord(Record):
 
 
 class BenchBand(Config):
-    """Where a further retraining would fall, on one request and seed."""
+    """The band in which a further retraining would fall, for one request and seed."""
 
     scenario: str
     seed: int
@@ -98,12 +98,12 @@ class BenchBand(Config):
 
 
 class BenchExperiment(Config):
-    """What was run, as the experiment's file and the command line said it."""
+    """The experiment, as its file and the command line define it."""
 
     title: str
     kind: str
     run: dict[str, Any]
-    """Settings of training, told and never computed with: results outlive the settings of the version they are of."""
+    """Settings of training, for display only: results outlive the settings of the version that made them."""
     scenarios: tuple[str, ...]
     seeds: tuple[int, ...]
     methods: tuple[dict[str, Any], ...]

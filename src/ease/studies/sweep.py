@@ -7,7 +7,7 @@ validation pairs of the clients and classes that stay,
     score = |g after| / |g before| + max(0, 1 - r after / r before).
 
 Less is better. A gap below zero counts as one above: pairs held less strongly than unseen ones are a trace too.
-Defaults that are beaten by no more than the standard error of g stay: the luckiest of equal trials is no better.
+Defaults that are beaten by no more than the standard error of g stay: the luckiest of equal trials is not better.
 """
 
 import statistics

@@ -259,8 +259,9 @@ def securely_collected(
     total, pairs = Sums(added.packed), sum(added.counts.values())
     if reason := total_fault(total, pairs, widths(state)):
         raise UserError(
-            f"the total of {len(added.counts)} clients is refused: {reason.removeprefix('its ')}; secure aggregation "
-            "cannot tell whose sums are wrong: run the command again, or train without training.secure to find out"
+            f"the total of {len(added.counts)} clients is refused: {reason.removeprefix('its ')}; secure "
+            "aggregation cannot show whose sums are wrong: run the command again, or train without "
+            "training.secure to find out"
         )
     updates = {client: Update(client, count, None) for client, count in added.counts.items() if count}
     checksums = {client: Checksums(*values[FEATURES].tolist()) for client, values in added.clear.items()}
@@ -307,7 +308,7 @@ def wrapped(number: int) -> int:
 
 
 def features(model: DualEncoder, examples: Examples, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-    """What the frozen towers give: image [pairs, width] and text [pairs, captions, width]."""
+    """Features of the frozen towers: image [pairs, width] and text [pairs, captions, width]."""
     chosen = [(positions, np.full(len(positions), caption)) for caption in range(examples.captions)]
     pictures, words = [], []
     for image, text, mask in examples.feed(chosen):
@@ -352,7 +353,7 @@ def masked_sums_expected(state: Params, job: LocalJob, client: int, pair_count: 
 
 
 def pairs_expected(job: LocalJob, client: int, pair_count: int) -> int | None:
-    """How many pairs a job speaks of, where the server knows it; of a class only the client can tell."""
+    """Number of pairs that a job names, if the server knows it; only the client knows it for a class."""
     if job.data == "all" or job.request is None:
         return pair_count
     if isinstance(job.request, SampleRequest):

@@ -36,12 +36,12 @@ COUNT = "number of forget pairs"
 
 @dataclass(frozen=True)
 class ForgetContribution:
-    """What the forget pairs added to the global state over all rounds."""
+    """The contribution of the forget pairs to the global state over all rounds."""
 
     total: Params
     """S: what the rounds did, less what they would have done without the forget pairs."""
     own_updates: Params
-    """Sum of the updates that the forget pairs stand for, each times its weight in the mean."""
+    """Sum of the parts of the updates that are due to the forget pairs, each times its weight in the mean."""
     reports: Mapping[int, ClientReport]
     """Client -> its sum without anything forgotten so far, for clients whose stored updates differ."""
     replayed_rounds: int = 0
@@ -123,7 +123,7 @@ register(COUNT, Measurement(measure=forget_count, expects=expected_count, passes
 
 
 def _chosen(trained: Trained, rounds: Sequence[int], replay: float) -> dict[int, float]:
-    """The rounds that are replayed, and how many rounds each stands for."""
+    """The rounds that are replayed, and how many rounds each represents."""
     count = max(1, round(replay * len(rounds)))
     return evenly_chosen([trained.history.moved_length(number) for number in rounds], count)
 
@@ -155,7 +155,7 @@ def _share(trained: Trained, request: ClientRequest) -> float:
 def _robust_sums(
     trained: Trained, request: ClientRequest, federation: Federation, rounds: Sequence[int]
 ) -> tuple[UpdateSum, UpdateSum]:
-    """What the rounds did and would have done, where the aggregate of a round is not a mean."""
+    """Sums with and without the forget pairs, if the aggregate of a round is not a mean."""
     history, leaving, here = trained.history, set(request.clients), set(federation.clients) | set(request.clients)
     did, would, took_part = zeros(trained), zeros(trained), False
     training = trained.training
@@ -181,11 +181,11 @@ class Replays:
 
     trained: Trained
     rounds: Mapping[int, float]
-    """Round -> how many rounds it stands for."""
+    """Round -> how many rounds it represents."""
     precision: Precision
 
     def factors(self, pairs: Mapping[int, int]) -> Iterator[tuple[int, float, dict[int, float]]]:
-        """Of each round: the factor of the sum of its updates, and client -> weight, for these numbers of pairs."""
+        """For each round: the factor of the sum of its updates, and client -> weight, for these numbers of pairs."""
         for number, stands_for in self.rounds.items():
             present = [client for client in self.trained.history.clients(number) if client in pairs]
             weights = {c: self.trained.training.weight(pairs[c]) for c in present if pairs[c] >= MINIMUM_PAIRS}
@@ -223,7 +223,7 @@ class Replays:
         reports: Mapping[int, ClientReport],
         source: Source = "leaving",
     ) -> UpdateSum:
-        """What the rounds add up to: by the reports of clients that have one, else by their stored updates."""
+        """Sum over the rounds: from the reports of clients that have one, otherwise from their stored updates."""
         rounds, now = [], dict.fromkeys(reports, 0.0)
         for number, factor, weights in self.factors(pairs):
             rounds.append(RoundWeights(number, factor, {c: w for c, w in weights.items() if c not in reports}))

@@ -20,7 +20,7 @@ ROUND = "replayed round"
 
 
 LEFT_OUT = -1
-"""Stands where a pair stood that takes no part."""
+"""Marks the place of a pair that takes no part."""
 
 
 def retained_rows(client: ClientData, job: LocalJob) -> np.ndarray:
@@ -35,7 +35,7 @@ def forget_count(model: DualEncoder, params: Params, client: ClientData, job: Lo
 
 
 def places(client: ClientData, job: LocalJob) -> np.ndarray:
-    """Of every place there was when the run was trained, which pair stood there; none when too few pairs are left.
+    """The pair at every place of the original training; empty when too few pairs are left.
 
     Batches are drawn as they were then, so places of pairs that are forgotten or gone are kept, without the pair.
     """
@@ -98,7 +98,7 @@ def summed(client: ClientData, updates: Mapping[str, Update], job: LocalJob) -> 
 
 
 def replayed(state: Params, job: LocalJob, client: int, held: int) -> Expected:
-    """What the answer to a replay holds: all of a group's sums, or none where too few pairs are left."""
+    """Expected values of a replay: all sums of a group, or none if too few pairs are left."""
     groups = []
     for group in sorted({each.group for each in job.replays}):
         form: dict[str, Value] = {}
@@ -110,7 +110,7 @@ def replayed(state: Params, job: LocalJob, client: int, held: int) -> Expected:
 
 
 def read_sum(values: Mapping[str, torch.Tensor], group: int, like: Params) -> Params | None:
-    """What a client's answer holds for one group; None when it had nothing to train on."""
+    """The sum of one group in a client's answer; None when it had nothing to train on."""
     if f"{group}/{next(iter(like.tensors))}" not in values:
         return None
     tensors = {

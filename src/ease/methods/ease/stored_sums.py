@@ -100,7 +100,7 @@ def start_of(trained: Trained, number: int) -> Params | str:
 def with_and_without(
     trained: Trained, request: ClientRequest, federation: Federation, rounds: Sequence[int], source: Source
 ) -> tuple[UpdateSum, UpdateSum]:
-    """What the rounds did, and what they would have done without the leaving clients."""
+    """Sums of the rounds as they were, and as they would have been without the leaving clients."""
     leaving, here = set(request.clients), set(federation.clients) | set(request.clients)
     held = federation.members if trained.gone else {}  # closed requests left fewer pairs, and so less weight
     did: list[RoundWeights] = []
@@ -153,7 +153,7 @@ def _stored(
         weights: Mapping[int, float] = _differences(stored, each)
         from_mean = len(weights) < len(each.weights)
         if any(not history.stores(each.round, client) and client not in able for client in weights):
-            from_mean = False  # nobody can tell what these clients added to the mean
+            from_mean = False  # the contribution of these clients to the mean is unknown
         if trained.training.aggregation == "mean" and from_mean:
             by_scale.setdefault(_rounded(each.scale * sum(stored.values())), []).append(each.round)
         else:

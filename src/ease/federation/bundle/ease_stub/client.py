@@ -13,7 +13,7 @@ app = ClientApp()
 
 @app.train()
 def pass_on(message: Message, context: Context) -> Message:
-    """The socket is named by whoever started this node, never by the message."""
+    """The socket is named by the process that started this node, never by the message."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(socket_of(context))
         send(line, unwrapped(message.content))

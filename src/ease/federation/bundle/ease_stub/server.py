@@ -1,6 +1,6 @@
-"""At the server: whoever may speak to the socket sends messages to nodes, and gets their answers as they come in.
+"""At the server: a process with access to the socket sends messages to nodes and receives their answers as they arrive.
 
-Flower's grid is called from one thread alone; threads of their own read what is asked.
+Flower's grid is called from one thread only; other threads read the calls.
 """
 
 import os
@@ -82,7 +82,7 @@ def attend(speaker: socket.socket, asked: "queue.SimpleQueue[Call]") -> None:
 
 
 def turn(grid: Grid, asked: "queue.SimpleQueue[Call]") -> None:
-    """Push what is asked and pull what came back, for ever; an error of the link ends it, and the run."""
+    """Push messages and pull answers for ever; an error of the link ends this and the run."""
     calls: list[Call] = []
     looked = time.monotonic()
     while True:
@@ -104,7 +104,7 @@ def turn(grid: Grid, asked: "queue.SimpleQueue[Call]") -> None:
 
 
 def begin(grid: Grid, call: Call) -> None:
-    """Tell who is there, or send messages to nodes."""
+    """List the connected nodes, or send messages to nodes."""
     if call.header.get("op") == "nodes":
         call.say({"nodes": [describe_node(node) for node in grid.get_nodes()]})
         return

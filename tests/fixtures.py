@@ -317,7 +317,7 @@ def adapted(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Lea
 
 @pytest.fixture(scope="session")
 def poison() -> Callable[[World, Request], Sequential]:
-    """A federation in which everything a request names is not a number: whoever reads it cannot hide it."""
+    """A federation in which everything a request names is NaN: code that reads it cannot hide it."""
 
     def spoil(client: ClientData, request: Request) -> ClientData:
         named = torch.from_numpy(forget_mask(request, client.shard))

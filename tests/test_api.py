@@ -46,7 +46,7 @@ def test_requests_are_checked_as_on_the_command_line(run: "ease.TrainedRun") -> 
         run.forget(client=99, quiet=True)
     with pytest.raises(ease.UserError, match="name what to forget"):
         run.forget(quiet=True)
-    with pytest.raises(ease.UserError, match="no pairs of this run"):
+    with pytest.raises(ease.UserError, match="not pairs of this run"):
         run.forget(samples=["nobody"], quiet=True)
     with pytest.raises(ease.UserError, match="unknown method"):
         run.forget(client=1, method="magic", quiet=True)

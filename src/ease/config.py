@@ -88,7 +88,7 @@ def validate(kind: type[C], table: dict[str, Any], source: str) -> C:
     except ValidationError as error:
         first = error.errors()[0]
         unknown = first["type"] == "extra_forbidden"
-        # Where a value may be of several kinds, the location ends with the kind that was tried last, such as
+        # If a value may be of several kinds, the location ends with the kind that was tried last, such as
         # `constrained-float`, which no user has written.
         parts = [str(part) for part in first["loc"] if unknown or str(part).replace("_", "").isalnum()]
         field = ".".join(parts) or "(whole file)"

@@ -16,7 +16,7 @@ from ease.errors import UserError, did_you_mean
 
 Kind = Literal["start", "round", "metrics", "artefact"]
 FOLDER = "tracking"
-"""Of what the sinks of this package write, inside of a run."""
+"""Folder of the files of this package's sinks, inside of a run."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Event:
 
     kind: Kind
     folder: Path
-    """Of the run, or of an experiment's results."""
+    """Folder of the run, or of an experiment's results."""
     activity: str
-    """What was going on: `training`, `client-3/ease`, `audit client-3/ease`, `bench main`."""
+    """The activity: `training`, `client-3/ease`, `audit client-3/ease`, `bench main`."""
     step: int = 0
     """Number of the round."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Losses, recalls and costs by name, such as `forget/recall@1`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of a start: the configuration."""
+    """For a start: the configuration."""
     path: Path | None = None
-    """Of an artefact: its file."""
+    """For an artefact: its file."""
 
 
 Tracker = Callable[[Event], None]

@@ -16,7 +16,7 @@ from ease.storage import RESTORE, read_noted, tensor_bytes, tensors_in, write_at
 
 Modality = Literal["image", "text"]
 Kind = Literal["lora", "projector", "closed_form", "sums"]
-"""What a block is: adapters and projectors are trained, closed-form maps are solved from sums."""
+"""The kind of a block: adapters and projectors are trained, closed-form maps are solved from sums."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Params:
         return self is other or (self.blocks == other.blocks and same_tensors(self.tensors, other.tensors))
 
     def __hash__(self) -> int:
-        """Of the layout alone: equal states have it in common, and no value needs to be read."""
+        """The hash depends only on the layout: equal states have equal hashes, and no value needs to be read."""
         return hash((self.blocks, layout_of(self.tensors)))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -115,7 +115,7 @@ class Params:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensors alone; a message adds its header."""
+        """Size of only the tensors; a message adds its header."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def vector(self, block: Block) -> Tensor:
@@ -154,7 +154,8 @@ class Params:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether every value is a number; its ends tell, for what is no number is both of them. One pass, nothing kept."""
+    """Whether every value is finite. Minimum and maximum suffice, because NaN is both of them. One pass, nothing
+    kept."""
     return tensor.numel() == 0 or all(math.isfinite(end) for end in tensor.aminmax())
 
 

@@ -20,7 +20,7 @@ def points(group: str) -> Iterable[EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """What the group offers, sorted; nothing is imported."""
+    """Names in the group, sorted; nothing is imported."""
     return sorted({point.name for point in points(group)})
 
 

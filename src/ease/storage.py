@@ -1,6 +1,6 @@
 """Atomic writes and checked reads of files that carry their own hash, locks, and the cache folder.
 
-A file is sealed: somewhere near its beginning (of an array: at its end) stands `sha256:` and the hash of the whole file
+A file is sealed: somewhere near its beginning (of an array: at its end) is `sha256:` and the hash of the whole file
 with zeros in the place of the hash. So one rule covers JSON, tensors, answers of clients and arrays, no second file has
 to be kept beside the first, and every byte counts. Files of other programs have no seal and are read with
 `sealed=False`.

@@ -19,7 +19,7 @@ NULL = 1e-6
 """Singular values below this share of the largest are rounding, not directions."""
 CHUNK_VALUES = 1 << 16
 BESIDE = 1e-6
-"""Squared sine of the angle above which a direction lies beside a span: stored in fp32, less is rounding."""
+"""Squared sine of the angle above which a direction is outside a span: stored in fp32, less is rounding."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def displacement(block: Block, after: Params, before: Params) -> Column:
     """The effective change of a block. For trained factors it is B1·A1 - B0·A0, exact at rank 2r.
 
     Written as (B1 - B0)·A1 + B0·(A1 - A0): a factor that did not move adds exact zeros, where the difference of two
-    products would leave rounding for the rank guard to mistake for a direction.
+    products would leave rounding that the rank guard would take for a direction.
     """
     if not block.factored:
         return after.vector(block) - before.vector(block)
@@ -252,9 +252,8 @@ class ServerLock:
 def joined(newer: Mapping[str, Basis], older: Mapping[str, Basis]) -> dict[str, Basis]:
     """Directions of both, orthonormal again: the newer ones keep their span and lose no weight to the older ones.
 
-    Of the older ones what lies in that span adds to its weights, as two sieves hold back more than one; what lies
-    beside it becomes further directions, with the weights it had.
-    """
+    The part of the older directions in that span adds to its weights, because two locks hold more than one. The rest
+    becomes further directions with their weights."""
     found = {name: basis for name, basis in {**older, **newer}.items() if name not in older or name not in newer}
     for name in newer:
         if name in older:

@@ -137,11 +137,10 @@ PATIENCE = 1.0
 
 
 class Faulty(Middleware):
-    """One client fails or lies in a given way, in a share of its answers that a seed chooses.
+    """One client fails or sends false answers in a given way, in a share of its answers that a seed chooses.
 
     Its work raises a `ClientError`, takes forever (`silence`: once), gets lost, comes twice, comes after all others,
-    holds what is no number, has another shape, claims pairs that it does not hold, or names another client.
-    """
+    holds NaN, has another shape, claims pairs that it does not hold, or names another client."""
 
     def __init__(self, inner: Federation, fault: Fault, client: int = FAILING, share: float = 1.0, seed: int = 0):
         super().__init__(inner)
@@ -208,7 +207,7 @@ class MethodRun:
     longest_wait: float
     cost: Cost
     given: tuple[dict[str, str], dict[str, str]]
-    """What the method was given, before and after: hashes of its files and of the states in memory."""
+    """Inputs of the method, before and after: hashes of its files and of the states in memory."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,7 @@ def settings_survive_toml(kind: type[Unlearner]) -> None:
 
 
 def every_round_gives_a_finite_state(stage: Stage, kind: type[Unlearner], scope: str) -> None:
-    """Of the same layout; as many as it announces; and the last is not where it started."""
+    """States have the same layout, are as many as announced, and the last differs from the start."""
     steps, start = stage.play(kind, scope).steps, stage.trained.start
     announced = _announced(stage, kind, scope)
     _require(
@@ -403,7 +402,7 @@ def nothing_given_is_changed(stage: Stage, kind: type[Unlearner], scope: str) ->
 
 
 def a_failing_client_is_refused(stage: Stage, kind: type[Unlearner], scope: str) -> None:
-    """A client that sends no numbers is named, and the round goes on without it."""
+    """A client that sends no numbers is named, and the round continues without it."""
     failing, whole = Failing(stage.world.federation), stage.play(kind, scope)
     steps = list(stage.unlearn(kind, scope, failing))
     announced = _announced(stage, kind, scope)
@@ -474,7 +473,7 @@ CHECKS: tuple[Callable[[Stage, type[Unlearner], str], None], ...] = (
 
 
 def poisoned(world: World, request: Request) -> Activations:
-    """Activations in which everything a request names is not a number: whoever reads it cannot hide it."""
+    """Activations in which everything a request names is NaN: code that reads it cannot hide it."""
     named = np.concatenate([shard.train[forget_mask(request, shard)] for shard in world.shards])
 
     def spoilt(array: np.ndarray) -> np.ndarray:

@@ -93,10 +93,10 @@ def check(gap: Estimate, before: Estimate, **method: object) -> QuickCheck:
 def test_less_than_unseen_is_a_finding_too_and_it_is_never_a_verdict() -> None:
     seen, none = Estimate(2.0, 1.0, 3.0), Estimate(0.1, -0.2, 0.4)
     assert not check(none, seen).found and check(none, seen).words.startswith(
-        "Nothing found: forget pairs are at +0.10"
+        "Nothing found: forget pairs differ by +0.10"
     )
-    assert "held more than unseen" in check(seen, seen).words and check(seen, seen).found
-    assert "held less than unseen" in check(Estimate(-2.0, -3.0, -1.0), seen).words
+    assert "memorised more than unseen" in check(seen, seen).words and check(seen, seen).found
+    assert "memorised less than unseen" in check(Estimate(-2.0, -3.0, -1.0), seen).words
     for each in (check(none, seen), check(seen, seen), check(none, none)):
         assert any("not a verdict" in note for note in each.limits)
     assert any("blind" in note for note in check(none, none).limits)

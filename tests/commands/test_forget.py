@@ -297,7 +297,7 @@ def test_going_on_from_nothing_is_refused(ease, run: Path, arguments: list[str],
         (["--client", "one"], ["--client", "one"]),
         (["--class", "9"], ["--class 9: no such pseudo-class", "0 to 2"]),
         ([], ["name what to forget with --client, --concept, --class, --samples or --canaries"]),
-        (["--client", "1", "--canaries"], ["--canaries is a request of its own"]),
+        (["--client", "1", "--canaries"], ["--canaries is a separate request"]),
         (["--client", "1", "--threshold", "0.3"], ["--threshold says how near pairs must be"]),
         (["--concept", ""], ["--concept '': there are no words"]),
         (["--class", ""], ["--concept '': there are no words"]),
@@ -362,7 +362,7 @@ def test_a_single_photo_is_forgotten(ease, run: Path, tmp_path: Path) -> None:
 def test_a_wrong_list_of_samples_is_one_line(refused, run: Path, tmp_path: Path) -> None:
     world = World.open(Run.load(run).config)
     known = world.shards[0].train_ids[0]
-    refused(run, ["--samples", ids_file(tmp_path, known, "nobody")], "1 of 2 ids", "no pairs of this run", "'nobody'")
+    refused(run, ["--samples", ids_file(tmp_path, known, "nobody")], "1 of 2 ids", "not pairs of this run", "'nobody'")
     refused(run, ["--samples", ids_file(tmp_path, "", "  ")], "holds no id; write one id a line")
     (tmp_path / "ids.txt").write_bytes(b"\xff\xfe\x00\x80")
     refused(run, ["--samples", tmp_path / "ids.txt"], "cannot be read as a list of ids")

@@ -154,9 +154,9 @@ def test_held_ids_are_those_of_the_shards(world) -> None:
     ("changes", "problem"),
     [
         (("engine=sequential",), "has none; set engine"),
-        (("data.name=scenes",), "lie at no site"),
+        (("data.name=scenes",), "are at no site"),
         (("data.canaries=5",), "no one can plant them"),
-        (("partition.clustering=pooled",), "would bring pairs together"),
+        (("partition.clustering=pooled",), "would collect pairs"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(standing: Sites, changes: tuple[str, ...], problem: str) -> None:

@@ -130,7 +130,7 @@ def test_what_was_forgotten_comes_back_with_a_consent_for_it_alone(sites: Sites,
     with pytest.raises(UserError, match="not purged yet; first run: ease purge"):
         join(apart, WISH)
     list(purge_released(apart.folder))
-    with pytest.raises(UserError, match="comes back as a new client's alone, with --again-after"):
+    with pytest.raises(UserError, match="can return only as a new client's pair, with --again-after"):
         join(apart, WISH)
     assert not kept(sites, apart).exists()
     came = join(Run.load(apart.folder), JoinRequest(WISH.consent, WISH.by, again_after="c"))

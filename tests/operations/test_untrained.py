@@ -187,5 +187,5 @@ def test_splits_and_what_is_left_of_a_request(here: Path) -> None:
     }
     assert remaining(request, members.clients, (request,)).ids == ()
     assert impact_of(run, request, default_method(run)).to_forget == 1
-    with pytest.raises(UserError, match="no pairs of this run"):
+    with pytest.raises(UserError, match="not pairs of this run"):
         check_request(open_world(run), SampleRequest(ids=("x",)))

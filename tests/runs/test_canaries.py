@@ -115,7 +115,7 @@ def test_the_command_forgets_those_that_were_planted(ease, small, tmp_path: Path
     assert request["scope"] == "sample" and sorted(request["ids"]) == sorted(planted_ids(open_world(Run.load(run))))
     (tmp_path / "ids").write_text("train-000000")
     refused = ease("forget", run, "--canaries", "--samples", tmp_path / "ids")
-    assert refused.code == 2 and "--canaries is a request of its own" in refused.err
+    assert refused.code == 2 and "--canaries is a separate request" in refused.err
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_an_encoder_that_no_graph_can_hold_is_one_line_and_leaves_nothing(tiny: 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (("--format", "peft"), ("'tiny' is no transformers model", "--format safetensors or onnx")),
+        (("--format", "peft"), ("'tiny' is not a transformers model", "--format safetensors or onnx")),
         (("--request", "client-9"), ("client-9", "finished: client-1/ease")),
         (("--format", "pickle"), ("pickle",)),
     ],
@@ -304,7 +304,7 @@ def test_an_export_writes_nothing_among_the_runs_own_files(ease, trained, tmp_pa
     (tmp_path / "link").symlink_to(run.folder)
     for out in (run.folder / "evidence", run.folder, run.folder / "exports" / ".." / "rounds", tmp_path / "link" / "x"):
         refused = ease("export", run.folder, "--format", "safetensors", "--out", out)
-        assert refused.code == 2 and "lies in the run" in refused.err
+        assert refused.code == 2 and "is in the run" in refused.err
     assert sorted(run.folder.rglob("*")) == before
 
 

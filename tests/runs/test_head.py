@@ -189,8 +189,8 @@ def test_an_answer_that_a_release_overtook_says_so_and_what_to_do(ease, trained:
     release(Run.load(trained), "client-1")
     overtaken = trained / "requests" / "client-2" / "ease"
     reported = (
-        f"{overtaken}: this answer began from the model before client-1/ease was released, and the run goes on from "
-        "that release; delete the folder, and run `ease forget` again if the request still stands"
+        f"{overtaken}: this answer began from the model before client-1/ease was released, and the run continues from "
+        "that release; delete the folder, and run `ease forget` again if the request is still open"
     )
     for result in (
         more_rounds(ease, trained, 3),

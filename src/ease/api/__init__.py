@@ -9,7 +9,7 @@ Examples:
     >>> answer.metrics["cost/bytes_up"] < run.metrics["cost/bytes_up"]
     True
 
-`small` stands for settings such as `{"training.rounds": 2}`; without any, the defaults take a minute.
+`small`  means settings such as `{"training.rounds": 2}`; without any, the defaults take a minute.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,7 +92,7 @@ class _Uses:
         form: Literal["safetensors", "peft", "onnx"] = "safetensors",
         quiet: bool = True,
     ) -> Path:
-        """Write the model as a folder that runs by itself, and say where: its README tells how."""
+        """Write the model as a folder that runs by itself, and return its path. Its README explains its use."""
         folder = None if out is None else Path(out)
         return export_run(self.folder, self._request, form, folder, quiet).folder
 
@@ -202,13 +202,13 @@ class TrainedRun(_Uses, Shows):
             'client-1/finetune'
 
         A client is its number or the name of its site, or a list of such; `samples` are ids, or a file with one a line.
-        What is meant otherwise is refused by name:
+        Ambiguous arguments are refused by name:
 
         Examples:
             >>> run.forget(samples="train-000003")
             Traceback (most recent call last):
                 ...
-            ease.errors.UserError: samples='train-000003': one text is no list; write samples=['train-000003']
+            ease.errors.UserError: samples='train-000003': one text is not a list; write samples=['train-000003']
         """
         wanted = self._wanted(client, concept, samples, name, threshold, unless, class_)
         return Answer(self.folder, forget_run(self.folder, wanted, _unlearner(method, settings), quiet))
@@ -246,7 +246,7 @@ class TrainedRun(_Uses, Shows):
         unless: str | Sequence[str],
         class_: int | Sequence[int],
     ) -> RequestOptions:
-        """What is named, as the command line would have it."""
+        """The request, as the command line would describe it."""
         clients, concepts, ids = _clients(client, self.folder), _words(concept), _ids(samples)
         return RequestOptions(
             clients,
@@ -356,7 +356,7 @@ class Answer(_Uses, Shows):
         return self.summary.metrics
 
     def check(self, *, quiet: bool = False) -> "Check":
-        """A quick look: are the forget pairs held like unseen ones? Takes seconds, and is no verdict.
+        """The quick check: are forget pairs memorised like unseen ones? It takes seconds and is not a verdict.
 
         Examples:
             >>> check = answer.check(quiet=True)
@@ -368,7 +368,7 @@ class Answer(_Uses, Shows):
     def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
         """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`.
 
-        `answer.audit().passed` is True, False or, where it cannot be told, None; `.words` says why. It takes minutes,
+        `answer.audit().passed`  is True, False or, if it is inconclusive, None; `.words` says why. It takes minutes,
         for it retrains. A setting that there is none of is refused before that:
 
         Examples:
@@ -396,7 +396,7 @@ class Check(Shows):
 
     @property
     def found(self) -> bool:
-        """Whether forget pairs can be told from unseen ones, be they held more or less."""
+        """Whether forget pairs are distinguishable from unseen ones, in either direction."""
         return self.summary.found
 
     @property
@@ -405,7 +405,7 @@ class Check(Shows):
 
     @property
     def gap(self) -> Estimate:
-        """How far forget pairs stand above held-out ones like them, in log-odds."""
+        """Difference of forget pairs and similar held-out pairs, in log-odds."""
         return self.summary.after.gap
 
 
@@ -423,7 +423,7 @@ class Verdict(Shows):
 
     @property
     def passed(self) -> bool | None:
-        """Whether the answer could be one more retraining; None: it cannot be told."""
+        """Whether the result is indistinguishable from another retraining; None: inconclusive."""
         return self.summary.verdict.passed
 
     @property
@@ -433,7 +433,7 @@ class Verdict(Shows):
 
     @property
     def p_value(self) -> float | None:
-        """How often one more retraining would lie as far from the others; None with too few of them."""
+        """How often another retraining would be as far from the others; None with too few of them."""
         joint = self.summary.verdict.joint
         return None if joint is None else joint.p_value
 
@@ -444,7 +444,7 @@ class Verdict(Shows):
 
     @property
     def next_steps(self) -> tuple[str, ...]:
-        """Commands to go on with where it did not pass, and their expected costs."""
+        """Next commands if it did not pass, and their expected costs."""
         return self.summary.next_steps
 
     @property
@@ -453,7 +453,7 @@ class Verdict(Shows):
 
     @property
     def pairs(self) -> tuple[PairRecord, ...]:
-        """Of a request of few pairs: where each stands before, after and under every retraining."""
+        """For a request of few pairs: the rank of each before, after and under every retraining."""
         return self.summary.pairs
 
 
@@ -465,7 +465,7 @@ def train(
 ) -> TrainedRun:
     """Train from a configuration, a TOML file or the defaults; `settings` such as {"training.rounds": 5} change it.
 
-    Without `out` the run goes to a new temporary folder. Where a run of the same configuration is, it is gone on with:
+    Without `out` the run goes to a new temporary folder. An existing run of the same configuration is continued:
 
     Examples:
         >>> ease.train(out="runs/first", settings=small, quiet=True) == run
@@ -504,7 +504,7 @@ def open_run(folder: str | Path, quiet: bool = True) -> TrainedRun:
     return TrainedRun(run.folder, train_run(run.config, run.folder, quiet))
 
 
-# What is given by hand, and may be of another kind than it looks
+# Arguments given by hand, whose type may be wrong
 
 
 def _clients(given: object, folder: Path) -> list[int | str]:
@@ -550,7 +550,7 @@ def _ids(given: object) -> Path | list[str]:
     if isinstance(given, Path):
         return given
     if isinstance(given, str):
-        raise UserError(f"samples={given!r}: one text is no list; write samples=[{given!r}]")
+        raise UserError(f"samples={given!r}: one text is not a list; write samples=[{given!r}]")
     return _texts("samples", given, 'samples=["train-000003"], or a Path of a file with one id a line')
 
 

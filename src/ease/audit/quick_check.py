@@ -1,4 +1,4 @@
-"""A quick look at a result: how strongly it remembers the forget pairs, by scores that clients measure.
+"""The quick check of a result: how strongly it remembers the forget pairs, by scores that clients measure.
 
 No model is trained and no pair leaves its client. It is not a verdict, because it looks at one statistic only. The
 comparison is fair only if held-out pairs differ from the forget pairs in nothing but membership. So pairs that words
@@ -93,9 +93,9 @@ class QuickCheck(MethodRecord, WithComputedFields):
         """The finding in one line."""
         gap = self.after.gap
         if not self.found:
-            said = "Nothing found: forget pairs are at"
+            said = "Nothing found: forget pairs differ by"
         else:
-            said = f"Something found: forget pairs are held {'more' if gap.value > 0 else 'less'} than unseen ones,"
+            said = f"Found: forget pairs are memorised {'more' if gap.value > 0 else 'less'} than unseen ones, by"
         return (
             f"{said} {_signed(gap)} from held-out pairs like them, and {_signed(self.before.gap)} before; "
             f"{self.forget_pairs} pairs against {self.held_out_pairs} {self.compared_with}"
@@ -106,7 +106,7 @@ class QuickCheck(MethodRecord, WithComputedFields):
         """Caveats."""
         nothing_before = self.before.gap.low <= 0
         return (
-            *(["Before, nothing could be seen either: this look is blind here"] if nothing_before else []),
+            *(["Nothing was found before unlearning either: this check is blind here"] if nothing_before else []),
             NO_VERDICT,
         )
 
@@ -188,13 +188,13 @@ def held_out_like(world: World, request: Request) -> Matches | None:
         return None
     mine = [shard.train[forget_mask(request, shard)] for shard in world.shards]
     if np.isin(np.concatenate(mine), world.evaluator.canaries).any():
-        raise UserError("no quick look: held-out pairs are not mismatched as canaries are; run `ease audit` instead")
+        raise UserError("no quick check: held-out pairs are not mismatched as canaries are; run `ease audit` instead")
     if by_rule:
         return held_out_matches(world, request)
     chance = chance_of_list(world, request)
     if chance < OF_ANOTHER_KIND:
         raise UserError(
-            f"no quick look: the listed pairs are of another kind than what their clients hold out (p = {chance:.2g}), "
+            f"no quick check: the listed pairs differ from those that their clients hold out (p = {chance:.2g}), "
             "so that retraining would not leave both at one level; name them by --concept or run `ease audit` instead"
         )
     return None
@@ -253,7 +253,7 @@ def compare(scores: Scores, start: Scores) -> Level:
     forget, held_out = int(member.sum()), int((~member).sum())
     if min(forget, held_out) < FEWEST:
         raise UserError(
-            f"{forget} forget pairs and {held_out} held-out pairs like them at the same clients, and a quick look "
+            f"{forget} forget pairs and {held_out} held-out pairs like them at the same clients, and a quick check "
             f"compares {FEWEST} at least on either side; a larger partition.validation_share holds out more"
         )
     named = clients.unique()[1:]

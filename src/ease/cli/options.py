@@ -22,7 +22,7 @@ REFUTED = 1
 
 
 class Summary(Protocol):
-    """What a command returns: a model whose fields are the JSON object, and which renders as tables for people."""
+    """Return value of a command: its fields are the JSON object, and it renders as tables for people."""
 
     def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 

@@ -37,7 +37,9 @@ def train(
         if resume is None or config is not None or out is not None or settings:
             raise UserError("--resume RUN goes with either --until, or --after REQUEST, --rounds and --lock")
         if (after is None) == (until is None) or (after is None and not lock):
-            raise UserError("--resume RUN: add --until ROUNDS to continue, or --after REQUEST to see what comes back")
+            raise UserError(
+                "--resume RUN: add --until ROUNDS to continue, or --after REQUEST to test if forgotten pairs return"
+            )
         if after is not None:
             from ease.commands.forget import continue_run
 

@@ -323,7 +323,7 @@ class DeployedSummary(DeployedAudit):
             ]
             for each in self.forms
         ]
-        yield table(f"Deployed forms: {self.id}", ["form", "forget", "unseen", "AUC", "came back"], rows)
+        yield table(f"Deployed forms: {self.id}", ["form", "forget", "unseen", "AUC", "returned"], rows)
         yield self.words
 
 

@@ -39,7 +39,7 @@ RECALLS = {"F-R@1": "forget", "R-R@1": "retain", "T-R@1": "test"}
 """Columns of the tables on a screen of 80 columns, under shorter names."""
 VALUES = {"MIA %": "MIA", "LiRA AUC": "LiRA"}
 SHARES = {"up MB": "bytes", "GFLOP": "FLOPs", "client steps": "steps"}
-"""Of costs, the shares of retraining's; seconds depend on the machine and are in the files."""
+"""Costs shown as shares of retraining's. Seconds depend on the machine and are in the files."""
 CAPTION = "R@1 in percent with the gap to retrain; ° inside the retrain band; sum: of the absolute gaps, less is better"
 COSTS = (
     "MIA in percent, LiRA as AUC; bytes sent by clients, FLOPs and client steps as shares of retrain's; all columns "

@@ -190,7 +190,7 @@ class DemoRow(Config):
     """Kind of request."""
     seed: int
     model: str
-    """What is trained: `projectors and adapters`, `projectors`, `adapters` or `closed form`."""
+    """The trained model: `projectors and adapters`, `projectors`, `adapters` or `closed form`."""
     method: str
     """`trained` is the model before the request."""
     metrics: Metrics
@@ -217,8 +217,8 @@ class DemoSummary(Config):
             f"{first.metrics['gallery']:.0f} pairs",
             ["", "forget R@1", "R@10", "retain R@1", "test R@1", "gap", "rho", "bytes", "time"],
             [_comparison_row(row, retrained[row.model], retrained[first.model]) for row in self.rows],
-            caption="The aim is retrain's row, not zero: what a model never saw it can still partly guess.\n"
-            "gap: forget R@1 minus retrain's. rho: 0 as retrain, 1 as before.\n"
+            caption="The aim is retrain's row, not zero: a model partly guesses pairs that it never saw.\n"
+            "gap: forget R@1 minus retrain's. rho:  0 equals retrain, 1 the trained model.\n"
             "bytes, time: share of the first retrain's.\n"
             "exact: a head solved from sums, for which forgetting is retraining (docs/exact.md).",
         )

@@ -152,7 +152,7 @@ def _of(wanted: list[Requirement], extra: str) -> list[Requirement]:
 
 
 def _lack(wanted: Requirement) -> str:
-    """What is wrong with a required package. Empty if it is installed and new enough."""
+    """The problem with a required package. Empty if it is installed and new enough."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:

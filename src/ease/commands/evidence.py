@@ -132,7 +132,7 @@ class VerifySummary(Config):
     verdict: VerdictWords | None
     """What it states. Null if it could not be read."""
     refusal: str = Field("refused", exclude=True)
-    """What the command did with a certificate that is refused."""
+    """The action taken with a certificate that is refused."""
 
     @classmethod
     def of(cls, path: Path, found: Verification, refusal: str = "refused") -> "VerifySummary":

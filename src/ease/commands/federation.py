@@ -130,7 +130,7 @@ def make_node_on_site(config: RunConfig, client: int, folder: Path, rules: Polic
 
 
 def frozen_words(backbone: Backbone, model: DualEncoder, device: torch.device, words: str) -> np.ndarray:
-    """What the frozen text tower makes of some words [width]."""
+    """Embedding of some words by the frozen text tower [width]."""
     tower, first = backbone.text, model.text.first
     with torch.no_grad():
         states, mask = tower.prefix(backbone.tokenize([words]).to(device), first)
@@ -172,7 +172,7 @@ class QuestionsSummary(Config):
 
 
 def asked_of_node(folder: Path) -> QuestionsSummary:
-    """What the node of this folder was asked so far."""
+    """The questions that the node of this folder received so far."""
     log = question_log(folder)
     asked = tuple(validate(Question, line, str(log.path)) for line in log.lines())
     return QuestionsSummary(path=log.path, asked=asked)
@@ -255,7 +255,7 @@ def _turned_away(folder: Path, client: int, upstream: Upstream) -> str:
 def _group(name: str | None) -> int | None:
     if name is None:
         return None
-    import grp  # of Unix alone, as sockets are
+    import grp  # only on Unix, like the sockets
 
     try:
         return grp.getgrnam(name).gr_gid

@@ -210,7 +210,7 @@ def _summary(
 def _looked_at(
     snapshot: Snapshot, world: World, stored: StoredAnswer, request: Request, method: Unlearner
 ) -> tuple[QuickCheck | None, str]:
-    """A quick look at an answer, or why there is none: the answer stands without it.
+    """The quick check of a result, or why there is none. The result is valid without it.
 
     An exact answer is the retrained model, so that a look could find nothing but chance.
     """
@@ -247,7 +247,7 @@ def answer(
 ) -> None:
     """Run a method on a request, with a bar over its rounds."""
     total = method.rounds(run.training, request)
-    # What was answered before comes at once: a bar would stay where it began.
+    # An earlier result is returned at once: a progress bar would not move.
     activity = f"{request_id(request)}/{method.name}"
     emit_start(run.folder, activity, method.model_dump(mode="json"))
     with rounds_bar(f"{method.name:9}", total, 0, quiet or answer_of(run, request, method).done) as bar:
@@ -262,7 +262,7 @@ def answer(
 
 
 def continue_run(folder: Path, after: str, rounds: int, locked: bool, quiet: bool) -> ForgetSummary:
-    """Go on training after a request and watch whether the forgotten comes back."""
+    """Continue training after a request and measure whether forgotten pairs are recognised again."""
     run = Run.load(folder)
     stored, request, _ = find_answer(run, after)
     warn_about_threads(run)

@@ -16,7 +16,7 @@ from ease.methods.base import Unlearner
 from ease.requests.request import ClassRequest, ClientRequest, Request, SampleRequest
 
 TRAINING = TrainingConfig(rounds=20)
-"""The training whose rounds the table speaks of."""
+"""The training whose rounds the table counts."""
 REQUESTS: tuple[Request, ...] = (ClientRequest(clients=(0,)), ClassRequest(classes=(0,)), SampleRequest(ids=("",)))
 HEAD = f"""# Methods
 
@@ -130,7 +130,7 @@ def _section(kind: type[Unlearner]) -> str:
 
 
 def _settings(kind: type[Unlearner]) -> dict[str, FieldInfo]:
-    """The fields a user sets; `method` only tells the classes apart."""
+    """The fields a user sets; `method`  only distinguishes the classes."""
     return {name: field for name, field in kind.model_fields.items() if name != "method"}
 
 

@@ -116,7 +116,7 @@ FILES: dict[str, type[Config]] = {
     "cells/overlap.json": OverlapRecord,
     "trials/*.json": TrialRecord,
 }
-"""Where in a run -> what lies there; `results.json` of an experiment is a `BenchResults`."""
+"""Path in a run -> its record; `results.json` of an experiment is a `BenchResults`."""
 UNSEALED = {
     "requests/*/*/certificate.json",
     "evidence/log.jsonl",

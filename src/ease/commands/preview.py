@@ -130,7 +130,7 @@ def look(run: Run, world: World, resolved: Resolved, method: Unlearner) -> Previ
     for match in resolved.matches:
         captions |= match.captions
     there = [each for match in resolved.matches for each in match.ids] or list(ids)
-    there = [each for each in there if each in captions]  # where pairs lie apart, nobody here has one
+    there = [each for each in there if each in captions]  # with pairs on site there is none here
     rng = generator(world.config.seed, "examples")
     chosen = range(min(SHOWN, len(there))) if resolved.matches else sorted(rng.permutation(len(there))[:SHOWN].tolist())
     meaning = in_words(request, members.names)

@@ -122,7 +122,7 @@ class NotifySummary(Config):
 
 
 def notify_recipient(folder: Path, id: str, recipient: str | None, by: str | None, key: Path | None) -> NotifySummary:
-    """Record that a recipient was told, or list who has to be."""
+    """Record that a recipient was notified, or list who has to be."""
     Run.load(folder)
     ledger, known = Ledger(folder), read_recipients(folder)
     if recipient is not None:

@@ -16,7 +16,7 @@ from ease.studies.experiment import Chosen, load_experiment
 from ease.studies.sweep import FORMULA, Sampler, Search, choose, chosen_toml, searches_for, searches_in, sweep
 
 RESULTS = Path("results")
-"""Where `ease bench` keeps its runs too."""
+"""The folder of the runs, shared with `ease bench`."""
 
 
 class SweepSummary(Config):

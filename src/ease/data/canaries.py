@@ -1,9 +1,8 @@
 """Canaries: pairs planted into the training with probability one half, so that an auditor's guesses can be counted.
 
 A canary is a validation photograph with the captions of another one. No model can guess such a pair, so whatever it
-knows of one it has from the training. Heads, a client trains on it; tails, no one does; nothing else tells the two
-apart. They are of no split: never part of a gallery, a pool or a test.
-"""
+knows of one it has from the training. Heads, a client trains on it; tails, no one does; nothing else distinguishes the
+two. They are of no split: never part of a gallery, a pool or a test."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

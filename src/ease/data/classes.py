@@ -32,7 +32,7 @@ STILL = 1e-6
 
 
 class Groups(NamedTuple):
-    """What a client gives: for each group of its pairs the sum of their embeddings, and how many they are.
+    """Message of a client: for each group of its pairs the sum of their embeddings, and their number.
 
     The server learns the mean embedding of every group of at least `SMALLEST_GROUP` pairs and roughly how a client's
     pairs are spread over the classes, at every step. It also sees differences: where a single pair is all that changes
@@ -57,7 +57,7 @@ class FederatedClasses(NamedTuple):
     """[classes, width]"""
     steps: int
     bytes_up: int
-    """Of all clients together."""
+    """Bytes of all clients together."""
     bytes_down: int
 
 

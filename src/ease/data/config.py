@@ -138,10 +138,9 @@ def load_pairs(
 ) -> PairSet:
     """The pairs of a configuration, with pictures as a backbone takes them; `by_site`: dealt to the sites they name.
 
-    The pictures of `forgotten` ids may be gone; those of `barred` ones are left alone, wherever they lie. `fits` is
-    told how many pairs each split has before a picture is looked at, and may refuse them. Where pairs lie apart, only
-    those of their `owner` are opened: a client's are for training, the server's for measuring.
-    """
+    The pictures of `forgotten` ids may be gone; those of `barred` ones are not opened, wherever they are. `fits` gets
+    the number of pairs of each split before a picture is opened, and may refuse them. With pairs on site, only those of
+    their `owner` are opened: a client's are for training, the server's for measuring."""
     if config.name == "scenes":
         if by_site:
             raise UserError('data.name = "scenes": generated pairs are of no site; choose another partition.scheme')

@@ -29,13 +29,13 @@ DECODER_VERSION = 4
 """Part of the cache key: raise it when decoding gives other pixels or another record."""
 SMALL_SIDE = 16
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""What is taken for a picture. Pillow knows more, some by way of other programs, such as PostScript's interpreter."""
+"""Accepted formats of pictures. Pillow knows more, some by way of other programs, such as PostScript's interpreter."""
 BYTES_AT_ONCE = 1 << 30
 """Memory that all threads together may take for pictures being decoded, and so the most for one of them."""
 PIXEL_BYTES = 24
 """Most that a decoded pixel takes while a picture is turned, laid on white and resized."""
 COEFFICIENT_BYTES = 8
-"""What a JPEG file keeps of each pixel while it is decoded, also of those that are skipped."""
+"""Bytes per pixel that the JPEG decoder needs, also for skipped pixels."""
 # What Pillow's decoders raise on damaged files; running out of memory is not the fault of a file and passes through.
 DECODER_ERRORS = (
     OSError,
@@ -126,7 +126,7 @@ def _stored(array_path: Path, record_path: Path) -> Decoded:
     record = read_json(record_path)
     unreadable = {int(position): reason for position, reason in record["unreadable"].items()}
     pixels = map_array(array_path)
-    # The readable rows lie at the front, so that dropping the others stays a view of the mapped file.
+    # The readable rows are at the front, so that dropping the others stays a view of the mapped file.
     kept = pixels[: len(pixels) - len(unreadable)]
     if len(record["digests"]) != len(kept):
         raise ValueError(f"{record_path}: not the record of {array_path}")
@@ -238,7 +238,7 @@ def _middle_square(width: int, height: int) -> tuple[float, float, float, float]
 def _orientation(image: Image.Image) -> int:
     try:
         orientation = image.getexif().get(ORIENTATION, 1)
-    except DECODER_ERRORS:  # a damaged note is no damaged picture
+    except DECODER_ERRORS:  # a damaged note does not mean a damaged picture
         return 1
     return orientation if orientation in range(1, 9) else 1
 

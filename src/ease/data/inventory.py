@@ -75,7 +75,7 @@ def clear(cache: Path, parts: Collection[str] = (), older_than_days: float = 0.0
 
 
 def _entries(cache: Path) -> Iterator[Path]:
-    """What is kept or deleted as a whole: a folder of arrays that belong together, or a file."""
+    """The units that are kept or deleted as a whole: a folder of arrays that belong together, or a file."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         if path.name in PARTS and path.is_dir() and not path.is_symlink():
             yield from sorted(path.iterdir())

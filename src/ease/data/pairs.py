@@ -26,7 +26,7 @@ class PairSet:
     fingerprint: str
     """Hash of what made this data; derived caches are keyed by it."""
     report: DataReport | None = None
-    """What was odd in the files; None for generated data."""
+    """Report of oddities in the files; None for generated data."""
     sites: tuple[str | None, ...] = ()
     """The site that each pair is from, None where it names none; empty when no pair names one."""
     digests: tuple[str, ...] = ()

@@ -26,7 +26,8 @@ class Shard:
     name: str | None = None
     """What people call the client, where the data name their sites."""
     places: np.ndarray | None = None
-    """Where each training pair stood when the run was trained, if some have gone since; None: where it stands now."""
+    """Position of each training pair when the run was trained, if some were forgotten since; None: the current
+    position."""
     dealt: int | None = None
     """How many training pairs there were then; None: as many as now."""
     validation_ids: tuple[str, ...] = ()

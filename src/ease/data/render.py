@@ -67,7 +67,7 @@ def _colour(channels: tuple[float, float, float]) -> np.ndarray:
 
 
 def _cells(scene: Scene, top: int, bottom: int) -> list[tuple[int, int, int, int]]:
-    """Where each group goes, as (top, left, bottom, right), so that the scene's relations hold."""
+    """The box of each group, as (top, left, bottom, right), so that the scene's relations hold."""
     middle, centre = (top + bottom) // 2, SIDE // 2
     if len(scene.groups) == 1:
         return [(top, 1, bottom, SIDE - 1)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ease.model.backbones import Backbone  # and with it torch, which reading needs not wait for
 
 LAST_WORD = re.compile(r"(?:[^\W\u0e00-\uffff]+|\w)\W*$")
-"""Of writing without spaces between words, such as Thai, Chinese or Japanese, the last letter."""
+"""The last letter, in scripts without spaces between words such as Thai, Chinese or Japanese."""
 
 FINDINGS = {
     "joined": "{} row{s} joined with an earlier row of the same image",
@@ -34,7 +34,7 @@ FINDINGS = {
 
 @dataclass(frozen=True)
 class DataReport:
-    """How much of the data was odd. What each count means stands in `FINDINGS`."""
+    """How much of the data was odd. The meaning of each count is in `FINDINGS`."""
 
     splits: dict[str, int]
     """Pairs of each split."""

@@ -58,7 +58,7 @@ class Row:
     unused: tuple[str, ...] = ()
     """Those of its columns that hold something and were not read."""
     folder: Path | None = None
-    """Where the image must lie, if it is a file."""
+    """Folder that must contain the image, if it is a file."""
 
     @property
     def name(self) -> str:
@@ -214,7 +214,7 @@ def _listing(kind: str, lines: Sequence[str]) -> tuple[Path, ...]:
     if not lines:
         return ()
     path = cache_folder() / "pixels" / f"{kind}-{digest(lines)}.txt"
-    # A file name may hold bytes that are no text, and what would steer a terminal; both are shown escaped.
+    # A file name may contain bytes that are not text, or terminal controls; both are shown escaped.
     write_atomic(path, "".join(f"{plain(line)}\n" for line in lines).encode())
     return (path,)
 
@@ -273,7 +273,7 @@ def field(entry: dict[str, Any], key: str, where: str) -> Any:
 
 
 def check_caption(value: Any, where: str) -> str:
-    """Text as it stands; an error that begins with `where` when it is none. Nothing at all is a blank caption."""
+    """Unchanged text; an error that begins with `where` when it is none. Nothing at all is a blank caption."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -349,7 +349,7 @@ def _is_link(path: Path) -> bool:
 def check_relative_path(value: Any, where: str, folder: Path | None = None) -> PurePosixPath:
     """A path that stays inside its folder by its own words; of links, see `check_links`.
 
-    Absolute paths are taken if they lie in `folder`, and backslashes are what Windows writes between folders.
+    Absolute paths are accepted if they are in `folder`, and backslashes are what Windows writes between folders.
     """
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise UserError(f"{where}: must be the path of an image, got {value!r}; name the image file")

@@ -116,7 +116,7 @@ OWNERS, TOWNS = (
         "reno",
     )
 )
-"""Who took a picture and where: private facts that captions tell and pictures do not show."""
+"""Who took a picture and where: private facts that captions state and pictures do not show."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Group:
 class Scene:
     """Everything a picture shows and its captions may mention.
 
-    The second group lies opposite to the first along `relation` (the first is `relation` the second), and the
+    The second group is opposite to the first along `relation` (the first is `relation` the second), and the
     third, across that axis, is `third_side` of both.
     """
 
@@ -182,7 +182,7 @@ def draw_scene(rng: np.random.Generator, federated: bool) -> Scene:
     nouns: list[str] = []
     while len(nouns) < group_count:
         noun = pick(rng, kind.nouns if rng.random() < TYPICAL_SHARE else NOUNS)
-        if noun not in nouns:  # two groups of one noun could not be told apart in short captions
+        if noun not in nouns:  # two groups of one noun could not be distinguished in short captions
             nouns.append(noun)
     unseen = int(rng.integers(group_count))
     groups = []

@@ -19,9 +19,10 @@ GENERATOR_VERSION = 3
 """Raise it whenever the same arguments would give other pictures or captions."""
 CAPTIONS_PER_SCENE = 5
 MENTION = {"size": 0.25, "texture": 0.3, "colour": 0.7, "count": 0.5, "every group": 0.35, "private": 0.8}
-"""How often a caption tells a detail. People leave most out, so several pictures fit a caption that was never seen."""
+"""How often a caption mentions a detail. People leave most out, so several pictures fit a caption that was never
+seen."""
 PRETRAINING_MENTION = dict.fromkeys(MENTION, 1.0) | {"private": 0.0}
-"""Pretraining captions tell all that can be seen, so that the backbone learns to see it, and nothing private."""
+"""Pretraining captions mention everything visible, so that the backbone learns to see it, and nothing private."""
 
 NOUN_WORDS = {
     "ball": (("ball", "balls"),),
@@ -98,7 +99,7 @@ def lexicon() -> tuple[str, ...]:
 
 
 def caption_scene(scene: Scene, rng: np.random.Generator, mention: Mapping[str, float] = MENTION) -> tuple[str, ...]:
-    """Five captions of different wording; most leave something out, and most tell who took the picture and where."""
+    """Five captions of different wording; most leave something out, and most mention who took the picture and where."""
     names = [name for name in TEMPLATES if scene.sign or name != "sign first"]
     order = rng.permutation(len(names))[:CAPTIONS_PER_SCENE]
     return tuple(_fill(pick(rng, TEMPLATES[names[index]]), scene, rng, mention) for index in order)
@@ -143,7 +144,7 @@ def _listed(described: list[str]) -> str:
 
 
 def _describe(group: Group, rng: np.random.Generator, mention: Mapping[str, float]) -> str:
-    """A group in words, each detail told or left out by lot."""
+    """A group in words, each detail mentioned or left out at random."""
     singular, plural = pick(rng, NOUN_WORDS[group.noun])
     words = [
         pick(rng, SIZE_WORDS[group.size]) if rng.random() < mention["size"] else "",
@@ -171,7 +172,7 @@ def pretraining_scenes(
 
 
 def scene_at(seed: int, split: str, index: int) -> tuple[Scene, np.random.Generator]:
-    """The federated scene with this place in its split, and its stream as captions and drawing go on to use it."""
+    """The federated scene with this place in its split, and its stream which captions and drawing continue."""
     rng = generator(seed, "scenes", split, index)
     return draw_scene(rng, federated=True), rng
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 LONGEST = 300
-"""Letters of words that a site is asked for."""
+"""Most letters of the words in one search of a site."""
 WORD = re.compile(r"[^\W_]+")
 UNSPACED = re.compile("[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 """Letters of languages that put no spaces between words: these are looked for anywhere in a caption."""
@@ -45,7 +45,7 @@ NO_DERIVATION = re.compile(
     "hammer|ladder|letter|litter|locker|master|matter|meter|mother|number|offer|officer|pepper|planter|poster|roller|"
     "rubber|shower|shutter|sitter|slipper|sneaker|sticker|summer|supper|sweater|tower|trailer|trainer|upper"
 )
-"""Words in -er that are no form of the word before the ending: a flower does not flow."""
+"""Words in -er that are not a form of the word before the ending: a flower does not flow."""
 
 
 def content(words: str) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def stem(word: str) -> str:
 
 
 def _undoubled(rest: str) -> str:
-    """What is left of runn- or swimm- without its ending."""
+    """The rest of runn- or swimm- without the doubled letter."""
     return rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
 
 

@@ -1,4 +1,4 @@
-"""What a run holds about someone: pairs by a pattern, by a list of ids or by a picture, over all splits and sites."""
+"""Search a run for a person's pairs: by a pattern, a list of ids or a picture, over all splits and sites."""
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -38,7 +38,7 @@ class HeldPair(Config):
     """`train`, `held_out`, `validation` or `test`; `purged` if only a salted mark is left."""
     client: int | None
     name: str | None
-    """Of the client, where the data name their sites."""
+    """Name of the client, if the data name their sites."""
     closed: tuple[str, ...]
     """Closed requests that name it, by their ids in the ledger or by the names of their answers."""
     match: str

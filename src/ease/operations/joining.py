@@ -1,8 +1,7 @@
 """Pairs that come to a run after it was trained: of a client that joins, that joins again, or that has more by now.
 
-Whoever comes is a new client with a number of its own, so that every round before keeps what was in it, and a later
-request finds the newcomer's part where it is. Nobody comes without a consent in the ledger.
-"""
+A joining client is always new and has its own number. Earlier rounds stay as they were, and later requests find its
+contribution. Nobody comes without a consent in the ledger."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class JoinRequest:
     """Which pairs are to come, and whose they are. With nothing named: all in the data that are no one's yet."""
 
     consent: str
-    """In the words of whoever gives it."""
+    """The consent in the words of the person who gives it."""
     by: str
     site: str | None = None
     """Only pairs that the data say are of this site."""
@@ -86,7 +85,7 @@ def join(run: Run, asked: JoinRequest) -> Joined:
 def _ready(run: Run) -> Membership:
     """Who holds what, once nothing is open that began without the newcomer."""
     trained_of(run)
-    if note := run.unfinished_note():  # it would go on with other clients than it began with
+    if note := run.unfinished_note():  # it would continue with other clients than it began with
         raise UserError(f"{note}; a client joins after that")
     if run.config.data.canaries:
         raise UserError(f"{run.folder}: has canaries, which are drawn anew when the data grow; train without them")
@@ -98,7 +97,7 @@ def _ready(run: Run) -> Membership:
     if names := run.unreleased():
         check_accepted(run.folder, names[0])
         raise UserError(
-            f"{run.folder}: {names[0]} was answered and is not what the run goes on from; first say so with "
+            f"{run.folder}: {names[0]} was answered but not released; first release it with "
             f"`ease release {run.folder} --request {names[0]}`, or delete its folder"
         )
     known = run.known()
@@ -126,7 +125,7 @@ def _added(run: Run, members: Membership, asked: JoinRequest) -> Joined:
 
 
 def _from_the_data(run: Run, members: Membership, asked: JoinRequest) -> Joined:
-    """A client of pairs that lie with all others."""
+    """A client of pairs that are stored with all others."""
     if run.config.remote:
         raise UserError(
             f"{run.folder}: its nodes deal the data among the clients of the configuration, and a new one has no node; "
@@ -184,7 +183,7 @@ def _as_before(
 
 
 def _from_its_site(run: Run, members: Membership, asked: JoinRequest) -> Joined:
-    """A client whose pairs lie at its own node, which deals them and tells their ids and classes.
+    """A client whose pairs are at its own node, which deals them and reports their ids and classes.
 
     It is asked twice: nothing is kept at the site before the server has agreed.
     """
@@ -213,7 +212,9 @@ def _from_its_site(run: Run, members: Membership, asked: JoinRequest) -> Joined:
     check_distinct((*members.clients, enrolled))
     holding = enrolled_later(remote, deal, world.server.centroids)
     if holding != enrolled:
-        raise UserError(f"client {number}: its node tells of other pairs than a moment ago; run the same command again")
+        raise UserError(
+            f"client {number}: its node now reports other pairs than at the first call; run the same command again"
+        )
     return _written(run, members, asked, holding, None, {}, 0)
 
 
@@ -264,7 +265,7 @@ def _closed_classes(run: Run) -> list[int]:
     return sorted({label for each in run.head.gone if isinstance(each, ClassRequest) for label in each.classes})
 
 
-PURGED = "was forgotten; it comes back as a new client's alone, with --again-after and the client that left"
+PURGED = "was forgotten; it can return only as a new client's pair, with --again-after and the client that left"
 
 
 def _unpurged(folder: Path) -> str:
@@ -273,7 +274,7 @@ def _unpurged(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Pool:
-    """All pairs that lie in the data of a run, and why some of them cannot join."""
+    """All pairs in the data of a run, and why some of them cannot join."""
 
     folder: Path
     members: Membership
@@ -361,7 +362,7 @@ def _left(run: Run) -> set[int]:
 
 
 def _covered(run: Run, members: Membership, asked: JoinRequest) -> frozenset[str]:
-    """Marks of the purged pairs that the consent speaks of."""
+    """Marks of the purged pairs that the consent names."""
     if asked.again_after is None:
         return frozenset()
     client = _one(members, asked.again_after, "--again-after")
@@ -372,7 +373,7 @@ def _covered(run: Run, members: Membership, asked: JoinRequest) -> frozenset[str
 
 
 def _owner(run: Run, members: Membership, asked: JoinRequest) -> int | None:
-    """The client whose later pairs these are: as told, or the one of that site, if it is still there."""
+    """The client to whom the new pairs belong: the given one, or that of the site if it still takes part."""
     if asked.owner is not None:
         client = _one(members, asked.owner, "--of")
         if client in _left(run):

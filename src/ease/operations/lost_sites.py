@@ -14,7 +14,7 @@ from ease.storage import read_json, write_json
 
 NAME = "lost_sites.json"
 UNDELETED = "states that it was sent, its own updates, cached pictures and ids of its pairs"
-"""What a site may keep that no purge has reached."""
+"""Files that a site may keep because no purge reached them."""
 
 
 class LostSite(Config):

@@ -4,7 +4,7 @@ A client's update that is merely deleted follows from the states around its roun
 pairs. So every state it had a part in is made again from what stays: round by round the mean of the updates that are
 left, those of clients that hold forgotten pairs repeated without them. This is w_t without the forget contribution of
 the rounds so far, and it contains nothing of what is gone. Updates that are not
-stored are made from the new states instead, for whoever asks for them later will begin there.
+stored are made from the new states instead, because later requests begin there.
 
 One release is purged at a time, oldest first. Everything new is written beside the run; `plan.json`, written last, says
 what takes which place and what goes. Until it is there nothing has happened; once it is there, only its steps are left,
@@ -47,8 +47,8 @@ from ease.subspace import ServerLock
 RECORD = "purge.json"
 PLAN = "plan.json"
 KEPT_WITH_CLIENTS = (
-    "the server's states, for no update lies at the server: what left follows from them only together with what every "
-    "other client keeps"
+    "the server's states, because the server has no updates: the removed contribution follows from them only "
+    "together with the files of every other client"
 )
 
 
@@ -60,7 +60,7 @@ class Item(Config):
 
 
 class PurgePass(Config):
-    """What the purge of one release did."""
+    """Record of the purge of one release."""
 
     request: Request
     time: str
@@ -77,7 +77,7 @@ class PurgeRecord(Config):
 
 
 class PurgePlan(Config):
-    """What is left to do once everything new is written."""
+    """The remaining work once everything new is written."""
 
     replaced: tuple[str, ...]
     """Files under the staging folder whose places in the run have the same names."""
@@ -85,7 +85,7 @@ class PurgePlan(Config):
     """Files and folders, under the run or, absolute, in the cache."""
     done: PurgePass
     nodes: bool = False
-    """Whether nodes are still to be told, before anything else is done."""
+    """Whether nodes must still purge, before anything else is done."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Staged:
         return self.folder / PLAN
 
     def files(self) -> list[str]:
-        """What has been written, as it will be named in the run."""
+        """The written files, by their later names in the run."""
         skipped = {self.folder / "journal", self.folder / "initial.safetensors"}
         found = [
             path for path in sorted(self.folder.rglob("*")) if path.is_file() and not skipped & {path, *path.parents}
@@ -121,7 +121,7 @@ def unpurged(head: ReleaseChain) -> tuple[Release, ...]:
 
 
 def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[PurgePass]:
-    """Purge released requests, oldest first, the first so many releases or all; goes on with what was begun."""
+    """Purge released requests, oldest first, the first so many releases or all; resumes an interrupted purge."""
     run = Run.load(folder, purging=True)
     with run.locked():
         staged = Staged(run)
@@ -140,7 +140,7 @@ def purge(folder: Path, until: int | None = None, time: str = "") -> Iterator[Pu
 def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int | None) -> None:
     """Write everything that will take the place of something, and then the plan.
 
-    Rounds before a training from the start that is purged with it need not be made again: nobody goes on from them.
+    Rounds before a training from the start that is purged with it need not be made again: nothing builds on them.
     """
     run, release = staged.run, head.releases[place]
     known = run.known()
@@ -183,7 +183,7 @@ def _stage(staged: Staged, head: ReleaseChain, place: int, time: str, until: int
         request=stones.renamed(release.request),
         time=time,
         removed=tuple(removed),
-        rederived=(*rederived, Item(what="membership.json", why="ids of forgotten pairs stand as salted marks")),
+        rederived=(*rederived, Item(what="membership.json", why="ids of forgotten pairs are stored as salted marks")),
         stayed=tuple(_stayed(run, head, place)),
     )
     _write_record(staged, finished)
@@ -248,7 +248,7 @@ def _with_nodes(staged: Staged, done: PurgePass) -> PurgePass:
 
 
 def _ask_nodes(run: Run, buried: Membership, stones: Tombstones, dry_run: bool = False) -> dict[int, PurgeReply]:
-    """Tell every node, by the marks of its own pairs; those that left before and were told then have nothing more."""
+    """Send every node the marks of its own pairs. Nodes that left and purged earlier have nothing more."""
     head, config = run.head, run.config
     withdrawn = {client for each in head.releases if each.purged for client in leaving_clients(each.request)}
     # By marks: the message itself may stay in a database on its way.
@@ -286,7 +286,7 @@ def _replaced_rounds(run: Run, head: ReleaseChain) -> Iterator[Item]:
 
 
 def _starts(rounds: str) -> str:
-    """Where states lie that rounds began from, beside those rounds, if no file of the run has them."""
+    """Folder of the states from which rounds began, next to those rounds, if no file of the run has them."""
     return rounds.removesuffix(ROUNDS) + "starts"
 
 
@@ -318,7 +318,7 @@ def _rederive(staged: Staged, world: World, release: Release, history: History) 
             start.save(start_path)
         there = [client for client in history.clients(number) if client not in leaving]
         touched = sorted(leaving & set(history.clients(number))) or [client for client in there if client in holders]
-        # What is not stored is made from the new state: later requests will repeat it from there.
+        # Missing updates are made from the new state: later requests repeat them from there.
         unstored = [client for client in there if not history.stores(number, client)]
         new_start = unstored if touched or start != old else []
         old_start = [client for client in there if client in holders and client not in unstored]
@@ -417,8 +417,8 @@ def _answers(head: ReleaseChain) -> set[str]:
 
 
 def _cached(world: World, ids: frozenset[str]) -> Iterator[Item]:
-    """Cached pixels, activations and lists of this run's data; generated scenes are no one's, and where pairs lie
-    at sites the server has only its own."""
+    """Cached pixels, activations and lists of this run's data; generated scenes belong to no client, and with pairs on
+    site the server has only its own."""
     members = world.server.membership
     elsewhere = world.config.partition.on_site and ids.isdisjoint({*members.test, *members.validation})
     if world.config.data.name == "scenes" or elsewhere:
@@ -447,7 +447,7 @@ def _write_renamed(path: Path, staged: Staged, stones: Tombstones) -> None:
 
 def _stayed(run: Run, head: ReleaseChain, place: int) -> Iterator[Item]:
     release = head.releases[place]
-    yield Item(what=f"requests/{release.answer}/model.safetensors", why="the run goes on from it")
+    yield Item(what=f"requests/{release.answer}/model.safetensors", why="the run continues from it")
     if (run.folder / "requests" / release.answer / "bases.safetensors").is_file():
         yield Item(
             what=f"requests/{release.answer}/bases.safetensors",
@@ -461,7 +461,7 @@ def _stayed(run: Run, head: ReleaseChain, place: int) -> Iterator[Item]:
     if not run.history.updates:
         yield Item(what="rounds", why=KEPT_WITH_CLIENTS)
     yield Item(what="classes.safetensors", why="centres of pseudo-classes, each a mean over many pairs")
-    yield Item(what="ledger.sqlite", why="who asked for what and when; ids of pairs stand as salted marks")
+    yield Item(what="ledger.sqlite", why="who asked for what and when; ids of pairs are stored as salted marks")
     yield Item(what="initial.safetensors", why="saw no one's pairs")
     yield Item(what=f"name of requests/{request_id(release.request)}", why="a chosen name or a hash of ids")
     yield Item(what="copies, backups, exports elsewhere, the photographs", why="no command reaches them")

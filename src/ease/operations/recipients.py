@@ -62,7 +62,7 @@ def record_recipient(
 
 
 def to_notify(known: Recipients, entry: Entry) -> list[str]:
-    """Return who has a model that contains what a request forgot, and was not told so (Art. 19 GDPR)."""
+    """Return recipients of a model with pairs that a request forgot, who were not notified yet (Art. 19 GDPR)."""
     release, answer = entry.outcome.release, entry.outcome.answer or ""
     if release is None:
         return []

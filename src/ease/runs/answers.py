@@ -217,7 +217,7 @@ def open_world(run: Run, request: Request | None = None, stones: Tombstones | No
     stones = stones or read_tombstones(run.folder)
     world = World.open(run.config, known, forgotten, stones.bars if stones.ids else None)
     name = run.name if run.config.remote and known is not None else world.run_name
-    # Pairs outside training are erased for whoever looks, also at what came before the request was closed.
+    # Pairs outside training are erased for every reader, also in results from before the request was closed.
     world = world.erasing(*run.head.gone, *(() if request is None else (request,)))
     return replace(world.without(*head.gone), renewed=head.renewed, run_name=name)
 
@@ -244,7 +244,7 @@ def release(run: Run, name: str) -> Release:
         if closed is not None:
             raise UserError(f"{name}: this request is closed already by {closed.answer}; the run continues from there")
         if (journal := stored.folder / "journal").exists():
-            shutil.rmtree(journal)  # of an answer that was struck while it cleaned up: nobody comes back to it
+            shutil.rmtree(journal)  # of an answer that was killed during its cleanup: nothing else removes it
         again = replace(run.history, place=stored.rounds_path.relative_to(run.folder).as_posix())
         if stored.rounds_path.exists() and again.rounds() < run.history.rounds():
             raise UserError(
@@ -299,8 +299,8 @@ def check_current(run: Run, stored: StoredAnswer) -> None:
     ]
     if overtaking:
         raise UserError(
-            f"{stored.folder}: this answer began from the model before {overtaking[0]} was released, and the run goes "
-            "on from that release; delete the folder, and run `ease forget` again if the request still stands"
+            f"{stored.folder}: this answer began from the model before {overtaking[0]} was released, and the run "
+            "continues from that release; delete the folder, and run `ease forget` again if the request is still open"
         )
     raise UserError(
         f"{stored.folder}: this answer began from a model that the run has been trained beyond; delete the folder "

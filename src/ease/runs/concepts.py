@@ -1,8 +1,7 @@
 """Words for a kind of pair, matched pair by pair: by what captions say, and by how near they are in the frozen space.
 
-It looks at captions, so it belongs where the pairs are. Where they lie apart nodes look at their own; else the
-evaluator, who sees all of them, does it for everybody.
-"""
+It looks at captions, so it belongs where the pairs are. With pairs on site, nodes search their own; otherwise the
+evaluator, which sees all pairs, searches for everyone."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ from ease.requests.request import SampleRequest
 from ease.runs.world import World
 
 PRECISION = 0.8
-"""Of the pairs above a threshold at least this share must also say the words, or the space is no guide to them."""
+"""Share of the pairs above a threshold that must also say the words, or the space is not a guide to them."""
 FEWEST_TO_CALIBRATE = 5
 """Pairs that say the words; with fewer, no threshold is found and captions alone decide."""
 MOST_NEAR_MISSES = 10
@@ -187,14 +186,13 @@ def held_out_matches(world: World, request: SampleRequest) -> dict[int, np.ndarr
 def _reported_by_sites(world: World, words: str, unless: Sequence[str]) -> ScoredPairs:
     """The same by nodes, each of pairs that it still holds.
 
-    What all pairs have in common is the mean of the class centres that everybody agreed on, so that no site has to tell
-    anything for it.
+    The common part of all pairs is the mean of the agreed class centres, so that sites need not report anything for it.
     """
     query, joint = frozen_text(world, words), _common(world)
     text, image = joint[-len(query) :], joint[: -len(query)]
     aligned = checkpoint_of(world.config.model.backbone) is not None and len(image) == len(query)
     engine = world.federation
-    assert isinstance(engine, Remote)  # where else would pairs lie apart
+    assert isinstance(engine, Remote)  # otherwise no pairs are on site
     reported = searched(engine, words, np.stack([query, text, image] if aligned else [query, text]))
     ids = [
         pair_id
@@ -204,7 +202,9 @@ def _reported_by_sites(world: World, words: str, unless: Sequence[str]) -> Score
     ]
     says, near = (np.concatenate([reported[client][part] for client in sorted(reported)]) for part in (0, 1))
     excluded = np.zeros_like(says, dtype=bool)
-    for phrase in unless:  # sites compare words in any order, so that a phrase excludes whoever has all of its words
+    for (
+        phrase
+    ) in unless:  # sites compare words in any order, so that a phrase excludes every caption with all of its words
         other = searched(engine, phrase, np.stack([query, text, image] if aligned else [query, text]))
         excluded |= np.concatenate([other[client][0] for client in sorted(other)]).astype(bool)
     return ScoredPairs(ids, says & ~excluded, near, (), excluded)
@@ -282,7 +282,7 @@ def _mean_of(points: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def frozen_text(world: World, words: str) -> np.ndarray:
-    """What the frozen text tower makes of some words [width]."""
+    """Embedding of some words by the frozen text tower [width]."""
     server = world.server
     tower, first = server.backbone.text, server.model.text.first
     with torch.no_grad():
@@ -331,7 +331,7 @@ def distinctive(captions: Iterable[Sequence[str]], held: Counter[str], pairs: in
 
 
 def class_words(world: World, label: int) -> list[str]:
-    """Words that tell a pseudo-class from the others."""
+    """Words that distinguish a pseudo-class from the others."""
     captions = world.evaluator.pairs.captions
     pairs = [
         (captions[position], own == label)

@@ -84,7 +84,7 @@ def _move(staged: Path, out: Path) -> None:
         there = out / name
         if there.exists() and (not there.is_file() or sha256(there) not in known.get(name, [])):
             raise UserError(f"{there}: is there and no export wrote it; choose another folder with --out")
-    # Both versions are known while files are moved, so that whoever goes on after a kill knows all of them.
+    # Both versions are known while files are moved, so that a restart after a kill knows all of them.
     both = {name: [*known.get(name, []), *([made[name]] if name in made else [])] for name in {*known, *made}}
     write_json(manifest, Manifest(files=both).model_dump(mode="json"))
     for name in made:

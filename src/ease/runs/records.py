@@ -85,7 +85,7 @@ class BlockNotes(Config):
     retain_directions: int
     excised: int
     cosines: tuple[float, ...]
-    """Of each direction of the forget updates to the retained ones."""
+    """Cosine of each direction of the forget updates to the retained ones."""
     energies: tuple[float, ...]
     """Share of the forget energy along each."""
     forget_energy: float

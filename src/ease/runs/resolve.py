@@ -38,7 +38,7 @@ def request_id(request: Request) -> str:
 
 
 def request_flags(request: Request) -> str:
-    """The request as options of `ease forget`; a list of ids stands as `ids.txt`."""
+    """The request as options of `ease forget`; a list of ids appears as `ids.txt`."""
     if isinstance(request, ClientRequest):
         return " ".join(f"--client {number}" for number in request.clients)
     if isinstance(request, ClassRequest):
@@ -122,7 +122,7 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a person asks to forget; several kinds of things make one request."""
+    """The options that describe a request; several kinds can be combined."""
 
     clients: Sequence[str | int] = ()
     classes: Sequence[str] = ()
@@ -181,7 +181,7 @@ def _whole(members: Membership, classes: int, wanted: RequestOptions) -> tuple[C
         check_words(words)
         check_phrases(words, wanted.unless)
     if wanted.canaries and sum(wanted.kinds) > 1:
-        raise UserError("--canaries is a request of its own: they are no data, and are measured by themselves")
+        raise UserError("--canaries is a separate request: canaries are not data, and are measured by themselves")
     if wanted.name:
         check_name(wanted.name)
     clients = find_clients(members, wanted.clients)

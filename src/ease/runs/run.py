@@ -99,7 +99,7 @@ class Run:
             raise UserError(f"{folder}: is a file; choose a folder for --out")
         check_writable(folder, "choose another --out")
         if not (folder / "run.json").is_file():
-            # A process killed at its very start leaves hidden files alone; those are no one's work.
+            # A process killed at its very start leaves only hidden files, which contain no work.
             if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
                 raise UserError(f"{folder}: is not empty and holds no run; choose another --out")
             return cls(folder, config)
@@ -224,7 +224,8 @@ class Run:
         if open_requests:
             raise UserError(
                 f"{self.folder}: {', '.join(open_requests)} was answered here, and more rounds would train on what was "
-                f"forgotten; first say what to go on from: ease release {self.folder} --request {open_requests[0]}"
+                f"forgotten; first choose the model to continue from: ease release {self.folder} "
+                f"--request {open_requests[0]}"
             )
 
     @property
@@ -363,7 +364,7 @@ def load_directions(folder: Path) -> dict[str, Basis]:
 def check_answer_file(record: AnswerRecord, path: Path) -> None:
     """Refuse a file of a result that is not the one in its record."""
     if not path.is_file():
-        raise UserError(f"{path}: missing, and the record beside it tells of it; restore it, or {record.remedy}")
+        raise UserError(f"{path}: missing, and the record next to it names it; restore it, or {record.remedy}")
     if sha256(path) != record.files.get(path.name):
         raise UserError(f"{path}: damaged (its hash is not the recorded one); restore it, or {record.remedy}")
 

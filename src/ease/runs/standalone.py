@@ -273,8 +273,8 @@ In Python, from this folder:
 | `load.py` | the code of both encoders and of `Model` |
 | `weights.safetensors`, `settings.json` | all weights that `load.py` reads, adapters merged; sizes and temperature |
 | `check.safetensors`, `check.json` | two pictures of noise, two texts, and their embeddings at export |
-| `model.safetensors` | what was trained alone, as a run keeps it |
+| `model.safetensors` | only the trained part, as a run stores it |
 
-Beside them lies what the backbone needs: a vocabulary, a tokenizer or a checkpoint. The backbone keeps its
+Next to them are the files that the backbone needs: a vocabulary, a tokenizer or a checkpoint. The backbone keeps its
 own licence.
 """

@@ -34,7 +34,7 @@ class Source:
 
     config: RunConfig
     request: str | None
-    """None stands for the trained model."""
+    """None means the trained model."""
     state: Params
     backbone: Backbone
     model: DualEncoder

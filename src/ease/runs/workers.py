@@ -54,7 +54,7 @@ def spread(work: Work[Job], jobs: Sequence[Job], processes: int) -> Iterator[str
             except queue.Empty:
                 if any(worker.exitcode not in (None, 0) for worker in workers):
                     raise UserError(
-                        "a worker process ended early (its words stand above; if there are none, memory ran out): run "
+                        "a worker process ended early (its output is above; if there are none, memory ran out): run "
                         "the same command again, if it happens again in one process (--processes 1, or --workers 1 of "
                         "`ease audit`)"
                     ) from None

@@ -172,7 +172,7 @@ class World:
         """Refuse an operation that needs all clients' pairs in one place."""
         if self.config.partition.on_site:
             raise UserError(
-                f'{what}: needs the clients\' pairs, and they lie at their sites alone (partition.scheme = "on_site")'
+                f'{what}: needs the clients\' pairs, and they are only at their sites (partition.scheme = "on_site")'
             )
 
     @cached_property
@@ -199,13 +199,13 @@ def check_on_site(config: RunConfig) -> None:
     """Refuse settings that do not work with pairs on site."""
     if not config.remote:
         raise UserError(
-            f'partition.scheme = "on_site": pairs lie at nodes, and engine = "{config.engine}" has none; set engine '
+            f'partition.scheme = "on_site": pairs are at nodes, and engine = "{config.engine}" has none; set engine '
             'to "nodes" or "flower"'
         )
     if config.data.name == "scenes":
         raise UserError('data.name = "scenes": generated pairs are at no site; choose another partition.scheme')
     if config.data.canaries:
-        raise UserError("data.canaries: no one can plant them in pairs that lie apart; leave it out")
+        raise UserError("data.canaries: no one can plant them in pairs that are on site; leave it out")
 
 
 def activations_of(pairs: PairSet, backbone: Backbone, config: RunConfig, device: torch.device) -> Activations:

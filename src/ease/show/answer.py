@@ -17,7 +17,7 @@ from ease.show.template import fixed, render
 
 REFERENCE = "retrain"
 HINTS = {
-    "rho": "0 as retrain, 1 as before",
+    "rho": "0 equals retrain, 1 the trained model",
     "ks/distance": "of the log-odds",
     "mia/share": "share, by a classifier",
     "bavaria/tpr": "share of members",
@@ -33,7 +33,7 @@ HINTS = {
     "u-lira/auc": "knows the method",
     "u-lira/tpr": "share of members",
 }
-"""What a reader may not know of a measure by its title."""
+"""Explanations of measures that their titles do not give."""
 GROUPS = {
     "Recall of forget pairs, in percent": ("forget/",),
     "Recall of the retained pairs nearest to them": ("near/",),
@@ -53,10 +53,10 @@ GROUPS = {
         "retained/",
         "canaries/",
     ),
-    "Comes back by relearning, share of what was lost": ("relearn/",),
+    "Relearned, as a share of the loss": ("relearn/",),
     "Other": ("",),
 }
-"""Heading -> how the names of its measures begin; a measure stands under the first that fits."""
+"""Heading -> how the names of its measures begin; a measure is listed under the first that fits."""
 STANDINGS = {True: ("good", "✓"), False: ("bad", "!"), None: ("unknown", "?")}
 """Passed or not -> the class and the mark of a verdict."""
 PARTS = ["forget", "near", "retain", "test"]
@@ -88,7 +88,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class ReportedAnswer:
-    """One method's answer to a request, and what the page tells of it."""
+    """One method's result of a request, and its facts for the page."""
 
     name: str
     """REQUEST/METHOD"""
@@ -175,7 +175,7 @@ def answer_section(
 
 
 def _label(measure: Measure) -> str:
-    """What a measure is called under its heading."""
+    """The name of a measure under its heading."""
     if "/recall@" in measure.name:
         return f"R@{measure.name.partition('@')[2]}"
     hint = f" ({HINTS[measure.name]})" if measure.name in HINTS else ""
@@ -190,9 +190,9 @@ class Rounds:
     """Set of pairs -> its recall in each round."""
     before: dict[str, float]
     band: Band | None
-    """Of the forget pairs of retrained models."""
+    """Range of the forget pairs' recall in retrained models."""
     retrain: float | None
-    """Of its forget pairs."""
+    """Its recall of forget pairs."""
     phases: list[str]
 
 
@@ -221,7 +221,7 @@ def _recalls(audit: AuditRecord) -> dict[str, Measure]:
 
 
 def _threshold(spectrum: SpectrumNotes) -> tuple[float, str]:
-    """Where the slider starts, and what the answer itself did."""
+    """Start of the slider, and the setting of the result itself."""
     return round(min(max(spectrum.delta, 0.0), 1.0), 2), f"This answer used δ = {spectrum.delta:g}."
 
 
@@ -246,7 +246,7 @@ def _audited(audit: AuditRecord) -> dict[str, Any]:
 
 
 def _standings(pair: PairRecord) -> list[list[str]]:
-    """Where one pair stands, and the span of all retrained models."""
+    """Position of one pair, and the span of all retrained models."""
     rows = []
     for name, values, digits in pair.rows:
         retrained = [value for model, value in values.items() if model.startswith(REFERENCE)]
@@ -256,7 +256,7 @@ def _standings(pair: PairRecord) -> list[list[str]]:
 
 
 def _roc_curves(audit: AuditRecord) -> dict[str, tuple[RocPoints, float]]:
-    """Of the attack that the verdict goes by, on each model, with its AUC."""
+    """ROC curves of the verdict's attack, for each model, with its AUC."""
     attacked = audit.attacks.get(audit.attack, {})
     return {name: (attacked[name].roc, attacked[name].auc.value) for name in charts.STATES if name in attacked}
 

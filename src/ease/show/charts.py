@@ -82,7 +82,7 @@ def found_chart(found: Sequence[Found]) -> Markup:
         marks.append(tag("rect", x=0, y=y + 16, width=width, height=11, rx=2, class_=f"found {each.kind}"))
         marks.append(tag("text", f"{each.value:.0f}", x=WIDTH, y=y + 26, class_="figure end"))
     said = "; ".join(f"{each.label}: {each.value:.0f} of 100" for each in found)
-    return picture("Of 100 pairs, how many find their match", said, *marks, height=row * len(found))
+    return picture("How many of 100 pairs find their match", said, *marks, height=row * len(found))
 
 
 def rounds_chart(
@@ -91,7 +91,7 @@ def rounds_chart(
     band: Band | None,
     retrain: float | None,
 ) -> Markup:
-    """Recall@1 of forget, retained and test pairs over the rounds, and where retrain's forget pairs lie."""
+    """Recall@1 of forget, retained and test pairs over the rounds, and the level of retrain's forget pairs."""
     rounds = max(map(len, lines.values()))
     x = Scale(-1 if before else 0, max(rounds - 1, 1), LEFT + 14, RIGHT - 8)
     y = Scale(0, 100, BOTTOM, TOP)
@@ -280,7 +280,7 @@ def _between(points: Points, i: int) -> bool:
 
 
 def cost_chart(prices: Mapping[str, Price]) -> Markup:
-    """What the answer cost as a share of retraining."""
+    """Costs of the result as a share of retraining."""
     most = max(1.0, *(price.ratio for price in prices.values()))
     x = Scale(0, most, 110, RIGHT - 46)
     row, top = 26, 24

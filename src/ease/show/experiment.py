@@ -27,7 +27,7 @@ RANK = RETAIN[-1]
 
 
 def experiment_section(results: BenchResults) -> Markup:
-    """From its results alone."""
+    """It needs only the results."""
     found = sheets(results)
     blocks = results.subspaces[0].blocks if results.subspaces else ()
     return render(

@@ -22,7 +22,7 @@ from ease.show.tables import DIVERGED, ModelRow, Sheet, mean_similarity, sheets,
 from ease.studies.records import BenchResults
 
 COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
-"""Told apart by colour-blind readers too (Okabe and Ito, and one of Tol's)."""
+"""Distinguishable for colour-blind readers too (Okabe and Ito, and one of Tol's)."""
 FIXED = {"Trained": "0.6", "Retrain": "black", "EASE": "#D55E00"}
 """What looks the same in every figure."""
 SCENARIOS = ("client", "class", "sample")
@@ -39,9 +39,9 @@ COLUMN_INCHES = 3.4
 """Width of a column of text."""
 RADIAL_INCHES = 3.2
 DISC = 1.9
-"""Diameter of circular bars in inches; around it stand names."""
+"""Diameter of circular bars in inches; names are around it."""
 TRADEOFF_INCHES = 2.9
-"""Of panels in which every method is named beside its marks."""
+"""Size of panels in which every method is named next to its marks."""
 PANEL_INCHES = 2.2
 """Width of a panel, three of which fill a page: at that size letters are nearly as large as the text around them."""
 STYLE: Any = {
@@ -65,14 +65,14 @@ HOLE = 25.0
 SECTOR_GAP = 1.2
 """Room between two sectors of circular bars, in bars."""
 SECTOR_NAMES = {"forget": (0.5, 1.37), "retain": (1.06, -0.24), "test": (-0.06, -0.24)}
-"""Where the names of sectors stand, in diameters of the disc: behind the names of the methods."""
+"""Radius of the names of sectors, in diameters of the disc: behind the names of the methods."""
 SECTOR_STYLE: Any = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold"}
 OURS = "EASE"
 INK, SOFT, FAINT = "#000000", "#4d4d4d", "#b0b0b0"
 SHADES = ("#5b6b7b", "#9dabb8", "#d5dce3")
-"""Of a bar up to R@1, R@5 and R@10."""
+"""Shades of a bar up to R@1, R@5 and R@10."""
 OUR_INK = "#b34700"
-"""Of letters, which must be darker than marks to be read."""
+"""Colours of letters, which must be darker than marks to be read."""
 OUR_SHADES = ("#d55e00", "#ee9a5b", "#f9d5bc")
 DARK_PAPER = "#15181c"
 DARK = {
@@ -429,7 +429,7 @@ def bars(results: BenchResults) -> Figure:
             angles = [start + width * (place + 0.5) for start in sectors.values()]
             ours, shades = line.label == OURS, OUR_SHADES if line.label == OURS else SHADES
             for k, shade in reversed(list(zip(DEPTHS, shades, strict=True))):  # the longest below
-                # No bar can be drawn of what is no number.
+                # A value that is not a number has no bar.
                 means = np.nan_to_num([_mean(line, f"{part}/recall@{k}") for part in PARTS])
                 panel.bar(angles, means, 0.8 * width, bottom=HOLE, color=shade, label=f"{line.label} R@{k}", zorder=2)
             name = line.label if line.seeds else f"{line.label} ({DIVERGED})"
@@ -634,7 +634,7 @@ CAPTIONS = {
     "retraining’s median.",
     "subspaces": "Likeness of the clients’ update subspaces, and the principal angles of five pairs of clients.",
 }
-"""What a reader must know to read each kind of figure."""
+"""Explanation of each kind of figure."""
 
 
 def _panels(count: int, height: float, width: float = PANEL_INCHES) -> tuple[Figure, Sequence[Axes]]:

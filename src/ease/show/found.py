@@ -1,4 +1,4 @@
-"""What models found for some words, as a sheet: one column for each model, so that they stand side by side."""
+"""Search results of models for some words, as a sheet with one column for each model."""
 
 from collections.abc import Mapping, Sequence
 

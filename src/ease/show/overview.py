@@ -91,7 +91,7 @@ class Found:
 @dataclass(frozen=True)
 class NextStep:
     command: str
-    """Empty where it is no command."""
+    """Empty if it is not a command."""
     why: str
 
 
@@ -125,7 +125,8 @@ def overview(
     folder: str,
     name: str,
 ) -> Overview:
-    """Of an answer; `before` is recall of the forget pairs in the model that it began from, where it was measured."""
+    """Overview of a result; `before` is recall of the forget pairs in the model from which it began, if it was
+    measured."""
     key = f"forget/{RECALL}"
     judged = next((measure for measure in audit.verdict.measures if measure.name == key), None) if audit else None
     never = retrain.metrics.get(key) if retrain else None

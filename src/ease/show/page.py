@@ -30,10 +30,10 @@ class Contents:
     """The run, quoted as the commands on the page name it."""
     answers: Sequence[ReportedAnswer] = ()
     results: BenchResults | None = None
-    """Of an experiment."""
+    """Results of an experiment."""
     why_no_pairs: str = ""
     version: str = ""
-    """Of this package."""
+    """Version of this package."""
 
 
 def page(contents: Contents) -> str:

@@ -24,12 +24,12 @@ MARK = 4.0
 
 @dataclass(frozen=True)
 class Name:
-    """What is written, beside which place, and how."""
+    """A label: its text, its place and its style."""
 
     text: str
     at: tuple[float, float]
     style: dict[str, Any]
-    """Of the letters."""
+    """Style of the letters."""
     tie: str = "black"
     """Colour of the line between both."""
 

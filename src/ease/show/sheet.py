@@ -30,7 +30,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """Cards under a heading; rows of a column stand below each other, columns side by side."""
+    """Cards under a heading; rows of a column are below each other, columns side by side."""
 
     title: str
     cards: Sequence[Card]

@@ -44,7 +44,7 @@ class Scale:
 
 
 def spanning(values: Sequence[float], start: float, end: float, margin: float = 0.06) -> Scale:
-    """A scale around values, with a little air; a single value lies in the middle."""
+    """A scale around values, with a little air; a single value is in the middle."""
     low, high = min(values), max(values)
     air = (high - low) * margin if high > low else abs(high) or 1.0
     return Scale(low - air, high + air, start, end)
@@ -85,7 +85,7 @@ def axes(
     x_ticks: Mapping[float, str] | None = None,
     y_ticks: Mapping[float, str] | None = None,
 ) -> Markup:
-    """Grid lines, ticks and labels; the label of y lies above its axis, where it can be read unturned."""
+    """Grid lines, ticks and labels; the label of y is above its axis, where it can be read unturned."""
     x_ticks = {tick: _number(tick) for tick in x.ticks()} if x_ticks is None else x_ticks
     y_ticks = {tick: _number(tick) for tick in y.ticks()} if y_ticks is None else y_ticks
     return join(

@@ -71,14 +71,14 @@ class Sheet:
         return [sum(map(abs, parts)) for parts in zip(*(self.gaps(line, key) for key in RANKED), strict=True)]
 
     def inside(self, line: ModelRow, key: str) -> bool:
-        """Whether a value lies in the retrain band, on the seed where the band was measured."""
+        """Whether a value is in the retrain band, on the seed where the band was measured."""
         value = line.values(key).get(self.band_seed) if self.band_seed is not None else None
         return value is not None and key in self.bands and self.bands[key].contains(value)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what it is called, where its values come from and how they are told."""
+    """One column: its title, the source of its values and their format."""
 
     title: str
     key: str
@@ -86,7 +86,7 @@ class Column:
     digits: int = 1
     scale: float = 1.0
     judged: str = "gap"
-    """`gap`: the best is nearest to retraining; `low`: the smallest; `share`: the smallest, told as a share too."""
+    """`gap`: the best is nearest to retraining; `low`: the smallest; `share`: the smallest, also shown as a share."""
 
 
 def _recalls(side: str, part: str) -> tuple[Column, ...]:
@@ -120,8 +120,8 @@ PRINTED = {
         ("The rest", ("T-R@1", "LiRA AUC", "LiRA TPR %", "rho", "GFLOP", "client steps", "time s", "sum of gaps")),
     )
 }
-"""The parts of a table on a page: the paper's two, then what it does not tell. More columns, or three scenarios of them
-side by side, would be too small to read."""
+"""The parts of a table on a page: the paper's two, then those that the paper lacks. More columns, or three scenarios of
+them side by side, would be too small to read."""
 NOTE = (
     "Recall in percent, mean ± standard deviation over seeds, in brackets the gap to retraining of the same seed; for "
     "cost, the share of retraining's. ° inside the retrain band: a 95 % prediction interval from retrainings of the "
@@ -237,7 +237,7 @@ def similarities(overlap: Overlap) -> np.ndarray:
 
 
 def mean_similarity(overlap: Overlap) -> float:
-    """Of two different clients."""
+    """Similarities of two different clients."""
     found = similarities(overlap)
     return float(found[~np.eye(len(found), dtype=bool)].mean())
 
@@ -353,7 +353,7 @@ def _paired_markdown(results: BenchResults) -> list[str]:
 
 
 def _words(text: str) -> str:
-    """Text of others inside a Markdown table: it stays in its cell and is no markup."""
+    """Text of others inside a Markdown table: it stays in its cell and is not markup."""
     escaped = re.sub(r"[\\|`<\[\]*]", r"\\\g<0>", " ".join(text.split()))
     return plain(escaped)
 

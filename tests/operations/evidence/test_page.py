@@ -96,7 +96,7 @@ def test_every_shown_value_has_its_place(signed: tuple[Envelope, Certificate]) -
     html = certificate_page(*signed)
     for words in (signed[1].verdict.words, signed[1].asked, signed[1].models.after, *signed[1].limits):
         assert words.replace("&", "&amp;").replace("'", "&#39;").replace("<", "&lt;").replace(">", "&gt;") in html
-    assert "approximate erasure" in html and "no proof of deletion" in html
+    assert "approximate erasure" in html and "not a proof of deletion" in html
 
 
 # --- in a browser ---

@@ -9,7 +9,8 @@ from ease.errors import UserError
 from ease.storage import open_regular
 
 UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 100
-"""What a Parquet file may unpack to: so much, and so many times its size; pictures do not shrink, text to a tenth."""
+"""Limits for unpacking a Parquet file, in bytes and as a multiple of its size. Pictures do not shrink, text to a
+tenth."""
 ROWS_AT_ONCE = 256
 
 

@@ -51,9 +51,9 @@ def answer_named(run: Run, name: str) -> tuple[StoredAnswer, Request]:
 
 
 def witness(run: Run, stored: StoredAnswer, request: Request) -> LogRecord:
-    """See to it that the log tells of an answer and of its audit; gives the log's last line.
+    """Make the log contain a result and its audit; returns the position of the log's last line.
 
-    What a purge rewrote is told of by the line about that purge.
+    The line about a purge lists the files that it rewrote.
     """
     label, record = label_of(run, stored), stored.record()
     events: list[tuple[str, dict[str, Any]]] = [
@@ -126,7 +126,7 @@ def gathered(
 
 
 def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> dict[str, str]:
-    """Hashes of an answer's files as they are now; those that its record tells of must be what it tells."""
+    """Hashes of an answer's files as they are now; those that its record lists must have the listed hashes."""
     known = files_of(stored)
     strange = sorted(set(record.files) - set(known))
     if strange:
@@ -135,7 +135,7 @@ def answer_files(stored: StoredAnswer, record: AnswerRecord, audited: bool) -> d
     found = {name: sha256(known[name]) for name in names}
     wrong = [name for name, listed_hash in record.files.items() if found[name] != listed_hash]
     if wrong:
-        raise UserError(f"{known[wrong[0]]}: not the file that record.json tells of; restore it")
+        raise UserError(f"{known[wrong[0]]}: not the file that record.json lists; restore it")
     return found
 
 

@@ -43,7 +43,7 @@ from ease.storage import sha256
 DRAWS = 5
 """Galleries that recall is measured on, as when the answer was given."""
 PurgeTrace = Mapping[str, Any] | None
-"""What a purge left of an answer, as the log tells it; None: no purge touched it."""
+"""The log's record of what a purge left of a result; None: no purge touched it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Signer:
 
     key_id: str
     name: str | None
-    """As whoever verifies calls the key; None for a key that they did not name."""
+    """The verifier's name for the key; None for a key without a name."""
 
 
 @dataclass(frozen=True)
@@ -204,14 +204,14 @@ def _position(log: Log, envelope: Envelope, certificate: Certificate) -> str:
     place = certificate.log
     if place.sequence >= len(log.records):
         raise Refuted(
-            f"the log ends with record {len(log.records) - 1}, and the certificate tells of record {place.sequence}: "
+            f"the log ends with record {len(log.records) - 1}, and the certificate names record {place.sequence}: "
             "later records were cut off"
         )
     if log.records[place.sequence].sha256 != place.sha256:
         raise Refuted(f"certificate of another run: record {place.sequence} of this log has another hash")
     content = hashed(envelope.content)
     if not any(each.payload.get("certificate") == content for each in log.of_kind(CERTIFIED)):
-        raise Refuted("the log tells of no such certificate: it was never issued here, or another was put in its place")
+        raise Refuted("the log contains no such certificate: it was never issued here, or another was put in its place")
     before = log.records[: place.sequence + 1]
     log_then = Log(before, log.key)
     left = log_then.left_by_purge(_label(certificate))
@@ -219,11 +219,11 @@ def _position(log: Log, envelope: Envelope, certificate: Certificate) -> str:
         key, wanted = name.removesuffix(".json"), certificate.files.get(name)
         purged = left is not None and left["rewritten"].get(name) == wanted
         if wanted and not purged and not log_then.tells(kind, **{key: wanted}):
-            raise Refuted(f"the log tells of no {name} with the hash that the certificate lists")
-    return f"record {place.sequence} is the one that the certificate tells of, and the log tells of the certificate"
+            raise Refuted(f"the log contains no {name} with the hash that the certificate lists")
+    return f"record {place.sequence} is the one that the certificate names, and the log contains the certificate"
 
 
-PURGED_SINCE = "a purge removed it or made it again, and the log tells of that purge"
+PURGED_SINCE = "a purge removed it or made it again, and the log records that purge"
 
 
 def _label(certificate: Certificate) -> str:
@@ -231,13 +231,13 @@ def _label(certificate: Certificate) -> str:
 
 
 def _unless_purged(check: Check, left: PurgeTrace) -> Check:
-    """What a purge took away cannot be checked any more, which is no fault."""
+    """Files that a purge removed cannot be checked any more, which is not a fault."""
     return check if check.holds or left is None else Check(check.name, None, PURGED_SINCE)
 
 
 def _answer(run: Run, certificate: Certificate, left: PurgeTrace) -> StoredAnswer:
-    """The certified answer among those of the run, by the hash of its record, or else by its name: one that was
-    changed is to be told from one that is not there."""
+    """The certified answer among those of the run, by the hash of its record, or else by its name. This distinguishes a
+    changed result from a missing one."""
     stored = [
         StoredAnswer(path.parent)
         for path in sorted(run.folder.glob("requests/*/*/record.json"))
@@ -251,7 +251,7 @@ def _answer(run: Run, certificate: Certificate, left: PurgeTrace) -> StoredAnswe
         label = label_of(run, each) if salt_path(run).is_file() else f"{each.folder.parent.name}/{each.folder.name}"
         if label == _label(certificate):
             return each
-    raise Refuted("no request of this run has the name and method that the certificate tells of")
+    raise Refuted("no request of this run has the name and method of the certificate")
 
 
 def _file(stored: StoredAnswer, certificate: Certificate, name: str, left: PurgeTrace) -> str | Check:
@@ -264,7 +264,7 @@ def _file(stored: StoredAnswer, certificate: Certificate, name: str, left: Purge
         raise Refuted(f"{path}: missing, and the certificate lists its hash")
     rewritten = None if left is None else left["rewritten"].get(name)
     if rewritten not in (None, certificate.files[name]) and sha256(path) == rewritten:
-        return Check(name, None, f"{path}: rewritten by a purge, and its hash is the one that the log tells of then")
+        return Check(name, None, f"{path}: rewritten by a purge, and its hash is the one that the log records for it")
     if sha256(path) != certificate.files[name]:
         raise Refuted(f"{path}: its hash is not the one that the certificate lists")
     return "as certified"
@@ -331,7 +331,7 @@ def _recorded(run: Run, stored: StoredAnswer, certificate: Certificate) -> str:
 
 
 def _marked(run: Run, stored: StoredAnswer) -> Iterator[Check]:
-    """Says so where marks stand for ids of pairs that were purged."""
+    """Report pairs that were purged, whose ids are replaced by marks."""
     known = run.known()
     ids = [] if known is None else named_ids(known[0], stored.record().request)
     purged = [each for each in ids if each in read_tombstones(run.folder).ids]
@@ -420,7 +420,7 @@ def _code(certificate: Certificate) -> Check:
 def _measured(run: Run, stored: StoredAnswer, certificate: Certificate) -> str | Check:
     """Recall measured once more from the stored model; one pair in one of the galleries may fall otherwise."""
     request = stored.record().request
-    if not stored.model_path.is_file():  # told of above
+    if not stored.model_path.is_file():  # reported above
         return Check("measured figures", None, "not measured again: a purge removed the model")
     try:
         check_current(run, stored)

@@ -67,7 +67,7 @@ def _log(run: Run) -> Log | None:
 
 
 def _releases(run: Run) -> None:
-    log = _log(run)  # once for all: reading it takes longer the more it tells
+    log = _log(run)  # once for all: reading it takes longer the longer it is
     for place, release in enumerate(run.head.releases, start=1):
         stored = StoredAnswer(run.folder / "requests" / release.answer)
         label = label_of(run, stored)
@@ -101,7 +101,7 @@ def _lost_sites(run: Run) -> None:
 
 
 def _purges(run: Run) -> None:
-    """One line for all passes of `purge.json` since the last: what they left of the answers that the log tells of."""
+    """One line for all passes of `purge.json` since the last: what they left of the results in the log."""
     passes, log = len(read_purges(run.folder).passes), _log(run)
     if log is None or any(each.payload["passes"] >= passes for each in log.of_kind(PURGED)) or not passes:
         return
@@ -122,7 +122,8 @@ def _purges(run: Run) -> None:
 
 
 def _left(stored: StoredAnswer | None) -> dict[str, Any]:
-    """What is there of an answer; of single pairs the record and the audit spell ids, so a purge rewrites them."""
+    """The files of a result that exist. For single pairs the record and the audit contain ids, so a purge rewrites
+    them."""
     if stored is None:
         return {"gone": ["record.json"], "rewritten": {}}
     record = stored.record()

@@ -1,4 +1,4 @@
-"""Ed25519 keys as files: private ones for their owner alone, public ones beside them, named by a hash."""
+"""Ed25519 keys as files: private ones readable only by their owner, public ones next to them, named by a hash."""
 
 import hashlib
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class SigningKey:
 
 
 def public_path(path: Path) -> Path:
-    """Where the public half of a key lies."""
+    """Path of the public half of a key."""
     return path.with_name(path.name + ".pub")
 
 

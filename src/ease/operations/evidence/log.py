@@ -1,8 +1,7 @@
 """What happened in a run, one line each: every line holds the hash of the one before, and a signed head the last's.
 
-A line counts once the head that names it is written. What a killed process left behind the head was never promised to
-anyone and is cut off by the next entry.
-"""
+A line counts once the head that names it is written. The next entry cuts off lines after the head: a killed process
+wrote them, and nothing refers to them."""
 
 import os
 import re
@@ -34,7 +33,7 @@ from ease.storage import (
 
 HEAD = "application/vnd.ease.log-head+json"
 NOTHING = "0" * 64
-"""What the first line has in the place of a hash."""
+"""The first line's value instead of a hash."""
 KIND = re.compile(r"[a-z][a-z0-9-]{0,63}")
 LARGEST_LINE = 1 << 20
 BEGUN, ANSWERED, AUDITED, CERTIFIED = "begun", "answered", "audited", "certified"
@@ -66,7 +65,7 @@ class LogHead(Config):
     size: int = Field(ge=1)
     """Bytes of the log up to here."""
     sha256: str
-    """Of the last line, without its line break."""
+    """Hash of the last line, without its line break."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Log:
         return any(all(each.payload.get(key) == value for key, value in parts.items()) for each in self.of_kind(kind))
 
     def left_by_purge(self, answer: str) -> dict[str, Any] | None:
-        """What the last purge that touched an answer left of it: files that it `rewrote`, by hash, and those that are
+        """The trace of the last purge that touched a result: files that it `rewrote`, by hash, and those that are
         `gone`; None if none did."""
         found = [each.payload["answers"] for each in self.of_kind(PURGED)]
         return next((answers[answer] for answers in reversed(found) if answer in answers), None)
@@ -197,13 +196,13 @@ def _write(run: Run, key: SigningKey, head: LogHead | None, record: LogRecord) -
 
 
 def _check_end(path: Path, head: LogHead) -> None:
-    """Refuse to go on from a log whose last line is not the one that the head signs."""
+    """Refuse to continue a log whose last line is not the one that the head signs."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, head.size - LARGEST_LINE - 2))
             end = file.read(min(head.size, LARGEST_LINE + 2))
     except OSError as error:
-        raise Refuted(f"{path}: missing or unreadable ({error.strerror}), and head.json tells of it") from error
+        raise Refuted(f"{path}: missing or unreadable ({error.strerror}), and head.json requires it") from error
     last = end.removesuffix(b"\n").rpartition(b"\n")[2]
     if hashed(last) != head.sha256 or not end.endswith(b"\n"):
         raise Refuted(f"{path}: its last line is not the one that head.json signs: the log was cut or altered")
@@ -222,7 +221,7 @@ def read_log(run: Run, key: PublicKey | None = None) -> Log:
     try:
         content = read_bytes(path, LARGEST_JSON)
     except OSError as error:
-        raise Refuted(f"{path}: missing or unreadable ({error.strerror}), and head.json tells of it") from error
+        raise Refuted(f"{path}: missing or unreadable ({error.strerror}), and head.json requires it") from error
     lines = _check_chain(content, head, path)
     records = [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
     for number, record in enumerate(records):
@@ -248,7 +247,7 @@ def _check_chain(content: bytes, head: LogHead, path: Path) -> list[bytes]:
 
 
 def _fault(path: Path, lines: list[bytes], expected: str, place: int, records: int) -> str:
-    """What happened to the record that should stand here, in one line."""
+    """The fault of the record at this place, in one line."""
     if expected in map(hashed, lines):
         return f"{path}: record {place} is not in its place: records were doubled, reordered or put in"
     if len(lines) < records:

@@ -13,7 +13,7 @@ from ease.show.page import policy
 from ease.show.template import render, source
 
 PARTS = ("request", "method", "models", "figures", "code", "seeds", "log", "configuration", "directions")
-"""What is shown at the end, as it is signed."""
+"""Parts shown at the end, as they are signed."""
 SETS = {"forget": "to be forgotten", "retain": "kept", "test": "never seen"}
 RANKS = (1, 5, 10)
 STANDING = {True: ("good", "✓"), False: ("bad", "✗"), None: ("unknown", "?")}

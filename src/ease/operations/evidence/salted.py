@@ -1,4 +1,4 @@
-"""Requests and pairs under names that only whoever has the run's salt can trace back to ids."""
+"""Requests and pairs under names that can be traced back to ids only with the run's salt."""
 
 import hmac
 import secrets
@@ -94,7 +94,7 @@ def redacted(run: Run, request: Request, folder: str | None = None) -> dict[str,
 
 
 def without_ids(run: Run, value: Any) -> Any:
-    """The same as JSON, every request in it told as others may read it, and ids of pairs hashed wherever they are."""
+    """The value as JSON for other readers: every request redacted and every id of a pair hashed."""
     if isinstance(value, BaseModel):
         return without_ids(run, value.model_dump(mode="json"))
     if isinstance(value, Mapping):

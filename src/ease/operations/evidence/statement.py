@@ -1,4 +1,4 @@
-"""What a certificate says: an in-toto statement about one model file, and the words that go with it."""
+"""The content of a certificate: an in-toto statement about one model file, and its words."""
 
 from typing import Any, Final, Literal
 
@@ -16,10 +16,10 @@ MODEL = "model.safetensors"
 
 UNAUDITED = "No verdict: this answer was not audited, so nothing was measured beside retraining."
 LIMITS = (
-    f"{EVIDENCE.capitalize()} is the most that measures can show; this is no proof of deletion.",
+    f"{EVIDENCE.capitalize()} is the most that measures can show; this is not a proof of deletion.",
     "It holds for the one model file whose hash it names, and for no copy that was made of earlier models.",
     "It says nothing of what remains on disks: the run keeps its history until someone deletes it.",
-    "Figures were measured by whoever signed first; whoever has the run can measure them again with ease verify.",
+    "The first signer measured the figures; anyone with the run can measure them again with ease verify.",
 )
 
 EXACT_LIMITS = (
@@ -27,7 +27,7 @@ EXACT_LIMITS = (
     "they hold, no hash can show.",
     *LIMITS[1:],
 )
-"""Where a closed-form head was solved anew and compared with retraining."""
+"""For a closed-form head that was solved again and compared with retraining."""
 
 
 class Digests(Config):
@@ -46,7 +46,7 @@ class Code(Config):
 
     version: str
     sources_sha256: str
-    """Of the names and hashes of the installed package's files."""
+    """Hash of the names and hashes of the installed package's files."""
     libraries: dict[str, str]
 
 
@@ -56,15 +56,15 @@ class Models(Config):
     before: str
     after: str
     retrain: str | None
-    """Of the retrained model that the audit compared with."""
+    """Hash of the retrained model in the audit."""
     sums: str | None = None
-    """Of the sums that the model after was solved from, where it has a closed-form head."""
+    """Hash of the sums from which the model after was solved, if it has a closed-form head."""
     retrain_sums: str | None = None
-    """Of those that retraining gave, where the audit compared them."""
+    """Hash of the sums of retraining, if the audit compared them."""
 
 
 class Directions(Config):
-    """What is kept down in later training, and how it lies to what the others wrote."""
+    """The directions that later training leaves out, and their angles to the retained contribution."""
 
     bases_sha256: str
     spectrum: dict[str, Any] | None
@@ -86,14 +86,14 @@ class LogPosition(Config):
 
 
 class Certificate(Config):
-    """All that a certificate tells."""
+    """The content of a certificate."""
 
     format: Literal[1] = 1
     issued: str
     asked: str
     """The request in a sentence."""
     request: dict[str, Any]
-    """What was to be forgotten; pairs by their number and a salted hash."""
+    """The request; its pairs are given by their number and a salted hash."""
     answer: str
     """The answer's folder in its request."""
     method: NamedMethod
@@ -161,5 +161,5 @@ def read_statement(content: bytes, source: str) -> Certificate:
     """The certificate in signed bytes."""
     found = parse_as(Statement, content, source)
     if found.subject[0].digest.sha256 != found.predicate.models.after:
-        raise Refuted(f"{source}: its subject is not the model that it tells of")
+        raise Refuted(f"{source}: its subject is not the model that it describes")
     return found.predicate

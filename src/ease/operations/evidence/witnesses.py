@@ -1,7 +1,7 @@
 """Countersignatures of a log: others sign how far it goes and when, so that its keeper cannot rewrite it unnoticed.
 
-The witness keeps a copy. Whoever has one can show that a log which ends earlier, or tells otherwise, was altered.
-"""
+The witness keeps a copy. With a countersignature anyone can show that a log which ends earlier, or differs, was
+altered."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -23,7 +23,8 @@ KIND = "application/vnd.ease.witnessed+json"
 
 
 class WitnessStatement(Config):
-    """What a witness signs: the log had this many records, and the last one this hash, at this time of their clock."""
+    """The statement of a witness: at this time of their clock the log had this many records, and the last had this
+    hash."""
 
     records: int = Field(ge=1)
     sha256: str

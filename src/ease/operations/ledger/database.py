@@ -28,7 +28,7 @@ from ease.storage import exclusive, write_atomic
 NAME = "ledger.sqlite"
 CREATION_LOCK = ".ledger.lock"
 VERSION = 2
-"""Of tables and records; raise it when older files can no longer be read."""
+"""Version of tables and records; raise it when older files can no longer be read."""
 BUSY_SECONDS = 60.0
 """How long to wait for another process's transaction; each takes milliseconds."""
 PAGE_BYTES = 1024

@@ -29,7 +29,7 @@ class Due(Config):
     """Days until then; negative if it has passed."""
     urgency: Urgency
     waits_for: str
-    """What has to happen next."""
+    """The action that has to happen next."""
 
 
 def months_after(time: datetime, months: int) -> datetime:

@@ -1,4 +1,4 @@
-"""What a request touches and will cost, reported before anything is computed."""
+"""Scope and cost of a request, reported before anything is computed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -29,7 +29,7 @@ adapters in transformers every replay runs through the blocks and saves nothing.
 
 
 class Impact(Config):
-    """What a request touches and will cost. It is computed from membership, records and releases, without a model."""
+    """Scope and cost of a request. It is computed from membership, records and releases, without a model."""
 
     named: int
     """Training pairs that the request names."""
@@ -48,7 +48,7 @@ class Impact(Config):
     cost_fraction: float
     """Expected cost relative to retraining."""
     method: str
-    """The method that will answer: the one that was asked for, or `retrain` if the policy trains from the start."""
+    """The method that will answer: the requested one, or `retrain` if the policy trains from the start."""
     forgotten_fraction: float
     """Fraction of the last training's pairs that will be forgotten once this is answered."""
     unknown: tuple[str, ...]
@@ -132,7 +132,7 @@ def impact_of(run: Run, request: Request, method: Unlearner) -> Impact:
 
 
 def method_for(run: Run, request: Request, method: Unlearner, policy: Policy) -> Unlearner:
-    """Return the method that was asked for, or a training from the start that later requests build on.
+    """Return the requested method, or a training from the start that later requests build on.
 
     Subtraction is accurate for small changes only, so the policy retrains once much is forgotten. Exact subtraction has
     no such bound. If clients keep the history, a second training would overwrite the first.

@@ -24,8 +24,8 @@ from ease.trainers import trainer_of
 def audit_settings(run: Run, world: World, request: Request, method: Unlearner, asked_for: bool) -> AuditConfig | str:
     """Return the settings of the audit that a request gets, or why it gets none.
 
-    Without being `asked_for`, an audit needs the full pool: an audit of a small run says less and often cannot tell.
-    """
+    Without being `asked_for`, an audit needs the full pool: an audit of a small run says less and is often
+    inconclusive."""
     usual = AuditConfig()
     if trainer_of(run.config.model) == "sums":
         return usual
@@ -43,7 +43,7 @@ def audit_answer(
 ) -> Iterator[tuple[Request, Unlearner, Iterator[tuple[Step, Metrics]]]]:
     """Audit an answer that is not released yet, and keep what was found beside it.
 
-    Yields trainings for the caller to follow. What is there already is not made again.
+    Yields trainings for the caller to follow. Existing retrainings and shadows are not made again.
     """
     if current_audit(stored) is not None:
         return

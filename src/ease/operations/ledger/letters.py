@@ -18,7 +18,7 @@ RIGHTS = (
 
 
 def kind_of(entry: Entry, kind: str | None = None) -> Kind:
-    """Return the letter that the state of a request calls for, or the one that is asked for if it can be written."""
+    """Return the letter that the state of a request calls for, or the requested one if it can be written."""
     natural = CLOSED.get(entry.state) or ("extended" if entry.first_deadline else "received")
     if kind is None:
         if entry.state == "cancelled":

@@ -73,8 +73,8 @@ class Policy(Config):
     time_zone: str = "UTC"
     """The time zone in which the day of a deadline ends, such as Europe/Berlin."""
     release: Literal["after_audit", "at_once"] = "after_audit"
-    """`after_audit`: audit each answer, release it if the verdict is passed, and else hold it for a person. Where no
-    audit with a full pool of unseen pairs can be made, the answer is released at once. `at_once`: release unaudited."""
+    """`after_audit`: audit each answer, release it if the verdict is passed, and else hold it for a person. If an audit
+    with a full pool of unseen pairs is impossible, the result is released at once. `at_once`: release unaudited."""
 
     hold: HoldPolicy = HoldPolicy()
     retrain: RetrainPolicy = RetrainPolicy()

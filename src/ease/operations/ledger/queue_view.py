@@ -1,4 +1,4 @@
-"""What the queue page shows: the list by urgency, and one request with impact, steps, verdict and certificate."""
+"""Content of the queue page: the list by urgency, and one request with impact, steps, verdict and certificate."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the ledger of a run stores: requests, the steps they took, and the consents of clients that joined."""
+"""Records of the ledger of a run: requests, the steps they took, and the consents of clients that joined."""
 
 import hashlib
 import json
@@ -61,7 +61,7 @@ class Outcome(Config):
     """Recall@1 of retained pairs in percent after the request."""
     seconds: float | None = None
     passed: bool | None = None
-    """The verdict of its audit; null: it cannot be told, or there was no audit."""
+    """The verdict of its audit; null: it is inconclusive, or there was no audit."""
     verdict: str = ""
     """The verdict in words, or why there was no audit; empty before it was audited."""
 
@@ -136,7 +136,7 @@ class Event(Config):
     deadline: str = ""
     """The new deadline, of the first step and of one that moves it."""
     salt: str
-    """Of `content`; empty once the words were redacted, so that they cannot be guessed from it."""
+    """Salt of `content`; empty once the words were redacted, so that they cannot be guessed from it."""
     content: str
     """Salted hash of the words and of what was handed in."""
     previous: str

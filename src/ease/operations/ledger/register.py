@@ -49,7 +49,7 @@ COLUMNS = (
 STEP_COLUMNS = ("request", "time", "from", "to", "by", "why", "deadline", "key", "hash")
 CONSENT_SCHEMA = "ISO/IEC TS 27560:2023"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes for the beginning of a formula."""
+"""Characters that begin a formula in a spreadsheet."""
 CLOSED = ("done", "refused", "cancelled")
 
 

@@ -26,7 +26,7 @@ class Override:
 
 
 def purge_released(folder: Path, older_than_days: float = 0.0, override: Override | None = None) -> Iterator[PurgePass]:
-    """Purge every release that is old enough and has none before it that is not; an interrupted purge goes on."""
+    """Purge every release that is old enough and has none before it that is not; an interrupted purge resumes."""
     run, ledger = Run.load(folder, purging=True), Ledger(folder)
     with worker_lock(folder):
         ledger.check_idle()

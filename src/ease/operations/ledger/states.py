@@ -34,7 +34,7 @@ HINTS: dict[State, str] = {
     "running": "wait for `ease work` to end; if its process died, run `ease work` again",
     "released": "its model is released already; complete it with `ease work`",
 }
-"""What a person can do instead, in these states."""
+"""The action that a person can take instead, in these states."""
 
 
 def may_move(actor: Actor, state: State, following: State) -> bool:

@@ -19,7 +19,7 @@ from ease.operations.ledger.states import OPEN, State
 
 KIND = "application/vnd.ease.ledger-step+json"
 NOTHING = "0" * 64
-"""What the first step has in the place of a hash."""
+"""The first step's value instead of a hash."""
 SALT_BYTES = 16
 FIRST_OF_SEVERAL = "approval"
 """How the words of an approval begin that leaves the state, because the policy asks for more people."""
@@ -115,6 +115,6 @@ def _has_content(step: Event, entry: Entry | None) -> bool:
 
 
 def _statement(step: Event) -> dict[str, Any]:
-    """What is signed and chained: everything but the words, and but the name of the person who asked."""
+    """The signed and chained content: everything except the words and the name of the person who asked."""
     private = {"why", "salt", "signature", *(["by"] if step.before is None else [])}
     return step.model_dump(mode="json", exclude=private)

@@ -137,7 +137,7 @@ class Ledger:
             return _move(tables, entry, "person", "approved", by, "", key, waived=accepted or "", approved_by=approved)
 
     def refuse(self, id: str, by: str, why: str, key: SigningKey | None = None) -> Entry:
-        """Decline a request for a reason that the person who asked has to be told (Art. 12(4) GDPR)."""
+        """Decline a request for a reason that has to be given to the person who asked (Art. 12(4) GDPR)."""
         if not why.strip():
             raise UserError(f"{id}: say with --reason why it is refused; the reason goes into the letter")
         check_text("reason", why)
@@ -163,13 +163,13 @@ class Ledger:
             return _move(tables, self._find(tables, id), "person", "cancelled", by, why, key)
 
     def notify(self, id: str, recipient: str, by: str, key: SigningKey | None = None) -> Entry:
-        """Record that the recipient of an exported model was told to replace it (Art. 19 GDPR)."""
+        """Record that the recipient of an exported model was asked to replace it (Art. 19 GDPR)."""
         check_text("recipient", recipient)
         with writing(self.path) as tables:
             entry = self._find(tables, id)
             if recipient in entry.notified:
                 return entry
-            return _stay(tables, entry, by, f"told {recipient}", key, notified=(*entry.notified, recipient))
+            return _stay(tables, entry, by, f"notified {recipient}", key, notified=(*entry.notified, recipient))
 
     # --- the worker ---
 

@@ -259,7 +259,7 @@ def _answered(
 def _retained(
     run: Run, world: World, request: Request, stored: StoredAnswer, closed: bool
 ) -> tuple[float | None, float | None]:
-    """Recall@1 of retained pairs before and after an answer. Where pairs lie at sites, sites measure it."""
+    """Recall@1 of retained pairs before and after an answer. With pairs on site, sites measure it."""
     trained = trained_of(run, request)
     if not run.config.partition.on_site:
         before = measure(world, trained.start, evaluation_sets(world, request))

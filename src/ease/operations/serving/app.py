@@ -62,7 +62,7 @@ class SearchService:
         self._pictures = pictures
         """Whether pictures of the data may be shown."""
         self._queue = queue
-        """Of a run that is served on its own machine."""
+        """The queue of a run that is served on its own machine."""
         self._metrics = Metrics(None if queue is None else queue.folder, log)
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -236,7 +236,7 @@ def _announced(request: Request, remedy: str, most: Mapping[str, int]) -> int:
 
 
 def _values(request: Request, body: bytearray) -> Mapping[str, Any]:
-    """What is asked, from the address or from the body."""
+    """The values of a question, from the address or from the body."""
     if request.method != "POST":
         query: Mapping[str, Any] = request.state.query
         return query

@@ -14,7 +14,7 @@ from ease.operations.serving.messages import Problem
 LONGEST_ADDRESS = 8192
 """Characters of a path with its query."""
 MOST_FIELDS = 10
-"""Of a query."""
+"""Most fields of a query."""
 POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; "
     "base-uri 'none'"
@@ -57,7 +57,7 @@ class Guard:
         await answer(scope, receive, send_with_headers)
 
     def _checked(self, request: Request) -> Response | None:
-        """An answer for whoever brings the key in the address; an exception for everyone who is refused."""
+        """Answer a request with the key in the address; raise an exception for a refused one."""
         query = request.scope["query_string"]
         if len(request.scope["raw_path"]) + len(query) > LONGEST_ADDRESS:
             raise HTTPException(414, f"the address has more than {LONGEST_ADDRESS} characters")

@@ -1,4 +1,4 @@
-"""What a served model is asked and what it answers, as models, and the description of both for programs."""
+"""Requests to a served model and its responses, as models, and the description of both for programs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -75,7 +75,7 @@ class FoundPair(Config):
 
 
 class SearchHit(FoundPair):
-    """A found pair, with its picture if pictures were asked for."""
+    """A found pair, with its picture if pictures were requested."""
 
     picture: str | None = None
     """A data address (`data:image/jpeg;base64,...`); absent unless asked for."""

@@ -37,7 +37,7 @@ class Queue:
     folder: Path
     decider: Person | None = None
     secret: str = ""
-    """Of this server; a form without a token made from it is refused, whoever sends it."""
+    """Secret of this server; a form without a token made from it is refused."""
 
     @classmethod
     def of(cls, folder: Path, decider: Person | None) -> "Queue":
@@ -87,7 +87,7 @@ class Queue:
 
     async def _page(self, page: Callable[[Run], str], status: int = 200) -> Response:
         text = await asyncio.to_thread(lambda: page(Run.load(self.folder)))
-        # With "no-referrer" browsers send forms with the origin "null", which cannot be told from that of a stranger.
+        # With "no-referrer" browsers send forms with the origin "null", which is the same as a stranger's.
         return HTMLResponse(text, status, {"Referrer-Policy": "same-origin"})
 
     async def _shown(self, id: str, problem: str = "", status: int = 200) -> Response:

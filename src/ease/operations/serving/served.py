@@ -1,4 +1,4 @@
-"""What is served: a run as its last release left it, or a model that was exported; asked and answered in values."""
+"""The served model: a run at its last release, or an exported model. Questions and answers are values."""
 
 import threading
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FOLLOWED = ("head.json", TOMBSTONES)
 
 
 class Changing(UserError):
-    """What is served has changed and cannot be opened as it is now: nothing is answered until it can."""
+    """The served files have changed and cannot be opened at present: no question is answered until they can."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class ServedRun:
         return compared, facts
 
     def _now(self) -> tuple[SearchModels, Facts]:
-        """What is served, opened again if the run has forgotten something since."""
+        """The served model, opened again if the run has forgotten something since."""
         with self._opening:
             stamp = self._read_stamp()
             if stamp != self._stamp:

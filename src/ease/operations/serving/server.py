@@ -1,4 +1,4 @@
-"""A model over HTTP: uvicorn with a deadline for every part of a request, and room for whoever comes next."""
+"""A model over HTTP: uvicorn with a deadline for every part of a request, and room for the next connection."""
 
 import asyncio
 import secrets

@@ -385,7 +385,7 @@ class Answer(_Uses, Shows):
 
 @dataclass(frozen=True, repr=False)
 class Check(Shows):
-    """What a quick check found. This is not a verdict."""
+    """Result of the quick check. This is not a verdict."""
 
     summary: QuickSummary = field(compare=False)
 

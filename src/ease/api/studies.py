@@ -10,7 +10,7 @@ Examples:
     >>> sorted(results.to_frame()["method"])
     ['finetune', 'not', 'retrain', 'trained']
 
-`small` stands for settings of the runs, such as `{"training": {"rounds": 2}}`.
+`small`  means settings of the runs, such as `{"training": {"rounds": 2}}`.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class Results(Shows):
 
     @property
     def folder(self) -> Path:
-        """Where tables and figures are."""
+        """Folder of tables and figures."""
         return self.summary.folder
 
     @property

@@ -153,7 +153,8 @@ class Question(Config):
     refused: str
     """Why it was refused. Empty if it was answered."""
     times: int = 1
-    """How many questions this stands for. More than one if the list grew too long and the older ones were added up."""
+    """Number of questions that this line counts. More than one if the list grew too long and the older ones were added
+    up."""
 
 
 class QuestionsSummary(Config):

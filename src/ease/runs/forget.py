@@ -148,7 +148,7 @@ def _follow(
     """
     marker, settings = stored.folder / "request.json", begun.model_dump(mode="json")
     if marker.is_file() and read_json(marker) != settings:
-        shutil.rmtree(stored.folder)  # begun on another trained model: those answers are no use
+        shutil.rmtree(stored.folder)  # begun on another trained model: those answers cannot be used
     fresh = not stored.folder.exists()
     if not fresh:
         remove_leftovers(stored.folder)

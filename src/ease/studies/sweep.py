@@ -140,7 +140,7 @@ def _by_optuna(name: str, budget: int) -> Proposals:
 
 
 def _place(method: Unlearner, setting: str) -> int:
-    """Where the value of a setting is in its space."""
+    """Index of the value of a setting in its space."""
     return list(method.tuned[setting]).index(getattr(method, setting))
 
 
@@ -186,7 +186,7 @@ def finish_search(search: Search) -> Iterator[str]:
 
 
 def _tried(search: Search, scenario: Scenario, name: str) -> Iterator[tuple[Unlearner, Path]]:
-    """A method's trials and where their scores are; each must be there before the next one is asked for."""
+    """A method's trials and the files of their scores; each score must exist before the next trial is chosen."""
     proposed = proposals(search.sampler, name, search.budget)
     method = next(proposed, None)
     while method is not None:

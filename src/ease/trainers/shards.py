@@ -13,7 +13,7 @@ from ease.requests.request import Request
 
 
 def shard_of(client: int, shards: int) -> int:
-    """The shard that a client belongs to, whoever else takes part."""
+    """The shard of a client, which does not depend on the other clients."""
     return client % shards
 
 

@@ -9,7 +9,7 @@ from ease.federation.strategies.base import Strategy
 from ease.params import Params
 
 DECAY = (0.9, 0.99)
-"""Of the means of updates and of squared updates."""
+"""Decay rates of the means of updates and of squared updates."""
 ADAPTIVITY = 1e-3
 """Added to the root of the mean square; it bounds the step of values that hardly move."""
 

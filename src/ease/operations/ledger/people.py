@@ -58,7 +58,7 @@ def check_signers(steps: Sequence[Event], policy: ApprovalPolicy, where: str) ->
 
 
 def missing_approval(id: str, steps: Sequence[Event], policy: ApprovalPolicy) -> str:
-    """Return why a request is not approved as the policy asks, from its steps alone; empty if it is."""
+    """Return why a request's steps do not satisfy the policy's approval rule; empty if they do."""
     people = set[str]()
     for step in steps:
         if step.request != id:

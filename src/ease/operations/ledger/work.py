@@ -184,7 +184,7 @@ class Batch:
         return known[0].clients
 
     def _remaining(self) -> Request:
-        """What the requests name together, without what is forgotten already."""
+        """The union of the requests, without pairs that are forgotten already."""
         holdings = self._holdings()
         whole = combined([entry.request for entry in self.entries], holdings)
         return remaining(read_tombstones(self.run.folder).renamed(whole), holdings, self.run.head.gone)

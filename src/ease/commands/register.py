@@ -97,7 +97,7 @@ class LetterSummary(Config):
 
 
 def write_letter(folder: Path, id: str, kind: str | None, out: Path | None) -> LetterSummary:
-    """Write the letter to whoever asked, by default to the screen."""
+    """Write the letter to the person who asked, by default to the screen."""
     ledger, policy, known = Ledger(folder), load_policy(folder), Run.load(folder).known()
     entry = ledger.entry(id)
     trained = known is None or bool(named_in(entry.request, known[0].clients))

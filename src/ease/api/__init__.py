@@ -9,7 +9,7 @@ Examples:
     >>> answer.metrics["cost/bytes_up"] < run.metrics["cost/bytes_up"]
     True
 
-`small`  means settings such as `{"training.rounds": 2}`; without any, the defaults take a minute.
+`small` means settings such as `{"training.rounds": 2}`; without any, the defaults take a minute.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -368,7 +368,7 @@ class Answer(_Uses, Shows):
     def audit(self, *, retrain: bool = True, quiet: bool = False, **settings: Any) -> "Verdict":
         """Is it really forgotten? Settings are those of `ease audit`, such as `shadows=16`.
 
-        `answer.audit().passed`  is True, False or, if it is inconclusive, None; `.words` says why. It takes minutes,
+        `answer.audit().passed` is True, False or, if it is inconclusive, None; `.words` says why. It takes minutes,
         for it retrains. A setting that there is none of is refused before that:
 
         Examples:

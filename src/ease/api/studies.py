@@ -10,7 +10,7 @@ Examples:
     >>> sorted(results.to_frame()["method"])
     ['finetune', 'not', 'retrain', 'trained']
 
-`small`  means settings of the runs, such as `{"training": {"rounds": 2}}`.
+`small` means settings of the runs, such as `{"training": {"rounds": 2}}`.
 """
 
 from collections.abc import Mapping

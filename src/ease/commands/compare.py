@@ -218,7 +218,7 @@ class DemoSummary(Config):
             ["", "forget R@1", "R@10", "retain R@1", "test R@1", "gap", "rho", "bytes", "time"],
             [_comparison_row(row, retrained[row.model], retrained[first.model]) for row in self.rows],
             caption="The aim is retrain's row, not zero: a model partly guesses pairs that it never saw.\n"
-            "gap: forget R@1 minus retrain's. rho:  0 equals retrain, 1 the trained model.\n"
+            "gap: forget R@1 minus retrain's. rho: 0 equals retrain, 1 the trained model.\n"
             "bytes, time: share of the first retrain's.\n"
             "exact: a head solved from sums, for which forgetting is retraining (docs/exact.md).",
         )

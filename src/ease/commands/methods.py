@@ -130,7 +130,7 @@ def _section(kind: type[Unlearner]) -> str:
 
 
 def _settings(kind: type[Unlearner]) -> dict[str, FieldInfo]:
-    """The fields a user sets; `method`  only distinguishes the classes."""
+    """The fields a user sets; `method` only distinguishes the classes."""
     return {name: field for name, field in kind.model_fields.items() if name != "method"}
 
 

@@ -27,7 +27,7 @@ def searched(remote: Remote, words: str, query: np.ndarray) -> dict[int, tuple[n
     pictures [2 or 3, width].
     """
     if len(words) > LONGEST:
-        raise UserError(f"--concept: {len(words)} letters; nodes accept  {LONGEST}    at most; use fewer words")
+        raise UserError(f"--concept: {len(words)} letters; nodes accept at most {LONGEST}; use fewer words")
     clients, search = remote.clients, Search(words=words, rows=len(query))
     asks = {client: remote.ask("search", client, len(clients), search=search) for client in clients}
     found, reasons = collected(remote, asks, {QUERY: numbers_of(query)}, decode_search_reply)

@@ -108,7 +108,7 @@ def load_config(path: Path | None, assignments: tuple[str, ...] = ()) -> RunConf
     """Read a TOML file and `--set` assignments; with no file, the defaults."""
     table = anchor_paths(read_toml(path), path.parent) if path is not None else {}
     source = " with ".join(([str(path)] if path else []) + (["--set"] if assignments else []))
-    # Only now can what `--set`  gave still be relative: it is relative to the user's working folder.
+    # Only now can what `--set` gave still be relative: it is relative to the user's working folder.
     return validate(RunConfig, anchor_paths(override(table, assignments), Path.cwd()), source)
 
 

@@ -20,7 +20,7 @@ STATE = "state.json"
 def hf_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
     """Rows of a data set; where several splits have their own files, ids begin with theirs, since names may recur.
 
-    A row may name another split: some data sets are in one file called `test`  and name the splits in a column.
+    A row may name another split: some data sets are in one file called `test` and name the splits in a column.
     """
     check_folder(path)
     parts = {"": _saved(path)} if (path / STATE).is_file() else _saved_splits(path) or _parquet_splits(path)

@@ -1,10 +1,12 @@
-"""Measures the English of the documents and of the help: long sentences and constructions that we avoid.
+"""Measures the English of the documents and of the source: long sentences and constructions that we avoid.
 
 python recipes/language.py            # a table by page
 python recipes/language.py --list     # each finding with its sentence
+python recipes/language.py --source   # docstrings, comments and messages of the package, by module
 """
 
 import argparse
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +35,10 @@ BANNED = {
     "starts with Of, What, Where": r"^(?:Of|What (?:is|was|has|had|a|the)|Where)\b[^?]*$",
     "history words": r"\b(?:as before|nowadays|formerly|used to be)\b",
 }
+ANY = re.compile(
+    "|".join(f"(?:{pattern})" for pattern in BANNED.values() if not pattern.startswith("^")), re.IGNORECASE
+)
+START = re.compile("|".join(pattern for pattern in BANNED.values() if pattern.startswith("^")))
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\s*\|.*$", re.MULTILINE)
 HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
@@ -63,10 +69,29 @@ def findings(text: str) -> Findings:
     banned = [
         (name, each)
         for each in [*prose, *cells]
+        if ANY.search(each) or START.match(each)
         for name, pattern in BANNED.items()
         if re.search(pattern, each, 0 if pattern.startswith("^") else re.IGNORECASE)
     ]
     return Findings(len(prose), [each for each in prose if len(each.split()) > LONG], banned)
+
+
+def modules() -> list[Path]:
+    """Every module of the package."""
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def prose(source: str) -> str:
+    """The docstrings, comments and messages of a module as one text, a paragraph each."""
+    tree = ast.parse(source)
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found = [" ".join(line) for line in re.findall(r"(?:^|  )#( )(.*)$", source, re.MULTILINE)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(node.value)
+    return "\n\n".join(text for text in found if " " in text.strip())
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -86,14 +111,16 @@ def plain(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print each finding")
+    parser.add_argument("--source", action="store_true", help="read the package instead of the documents")
     parser.add_argument("pages", nargs="*", type=Path)
     given = parser.parse_args()
     total = [0, 0, 0]
-    for path in given.pages or pages():
-        found = findings(path.read_text())
+    for path in given.pages or (modules() if given.source else pages()):
+        found = findings(prose(path.read_text()) if path.suffix == ".py" else path.read_text())
         for place, count in enumerate((found.sentences, len(found.long), len(found.banned))):
             total[place] += count
-        print(f"{path.name:24} {found.sentences:5} sentences {len(found.long):4} long {len(found.banned):4} banned")
+        name = path.relative_to(SOURCE).as_posix() if SOURCE in path.parents else path.name
+        print(f"{name:24} {found.sentences:5} sentences {len(found.long):4} long {len(found.banned):4} banned")
         if given.list:
             for name, each in found.banned:
                 print(f"    {name}: {each[:150]}")

@@ -91,7 +91,7 @@ def test_a_verdict_says_whether_it_passed_and_why(audited) -> None:
         assert " ".join(verdict.words.split()[:8]) in str(verdict) and "not passed" in repr(verdict)
 
 
-def test_import_alone_is_light() -> None:
+def test_the_import_is_light() -> None:
     """Tab completion and `ease --help` must not wait for torch."""
     code = "import sys, ease; assert 'torch' not in sys.modules; assert 'train' in dir(ease); ease.UserError"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -178,7 +178,7 @@ def test_the_examples_of_the_docstrings_run(small, tmp_path: Path, monkeypatch) 
     assert {"ease.api.train", "ease.api.open_run", "ease.api.TrainedRun.forget", "ease.api.Answer.check"} <= shown
 
 
-def test_the_version_is_told_everywhere() -> None:
+def test_the_version_is_shown_everywhere() -> None:
     """As a name, by `python -m ease`, and where the package says what it is built as."""
     reported = subprocess.run([sys.executable, "-m", "ease", "--version"], capture_output=True, text=True, check=True)
     assert reported.stdout == f"ease {ease.__version__}\n"

@@ -52,6 +52,6 @@ def test_many_flips(bitflips, tmp_path: Path) -> None:
         ([-7], "", True, "traceback"),
     ],
 )
-def test_outcomes_are_told_apart(bitflips, codes: list[int], said: str, same: bool, outcome: str) -> None:
+def test_outcomes_are_distinguished(bitflips, codes: list[int], said: str, same: bool, outcome: str) -> None:
     reported = [bitflips.Told(code, said if code == codes[-1] else "") for code in codes]
     assert bitflips.classify(reported, "run/rounds/00001/round.json", same) == outcome

@@ -327,13 +327,13 @@ def test_a_wrong_word_is_one_line(ease, arguments) -> None:
         (["forget", "x", "--client", "1", "--set", "reply=1"], "replay"),
     ],
 )
-def test_what_was_perhaps_meant_is_said_once(ease, arguments: list[str], meant: str) -> None:
+def test_a_near_name_is_suggested_once(ease, arguments: list[str], meant: str) -> None:
     result = ease(*arguments)
     assert is_one_line(result, meant)
     assert result.err.lower().count("did you mean") == 1
 
 
-def test_what_is_like_nothing_is_not_guessed_at(ease) -> None:
+def test_unlike_words_get_no_suggestion(ease) -> None:
     assert "did you mean" not in ease("zzz").err.lower()
 
 
@@ -431,7 +431,7 @@ def test_debug_shows_the_traceback(monkeypatch) -> None:
         main()
 
 
-def test_a_fault_of_our_own_is_no_user_error(ease, monkeypatch, tmp_path: Path) -> None:
+def test_a_fault_of_our_own_is_not_a_user_error(ease, monkeypatch, tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -441,7 +441,7 @@ def test_a_fault_of_our_own_is_no_user_error(ease, monkeypatch, tmp_path: Path) 
         main()
 
 
-def test_an_interruption_by_hand_is_told_kindly(ease, monkeypatch, tmp_path: Path) -> None:
+def test_an_interruption_by_hand_is_one_line(ease, monkeypatch, tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

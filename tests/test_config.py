@@ -34,7 +34,7 @@ def test_assignments_are_read_as_toml_and_bare_words_as_text() -> None:
     )
 
 
-def test_an_override_leaves_the_table_it_came_from_alone() -> None:
+def test_an_override_does_not_change_its_source() -> None:
     table = {"section": {"count": 2}}
     override(table, ["section.count=5", "other.new=1"])
     assert table == {"section": {"count": 2}}
@@ -71,7 +71,7 @@ def test_an_assignment_into_a_value_is_refused() -> None:
         ({"seed": "x" * 500}, r"f.toml: seed: .* \(got 'xxx.*\.\.\.\)$"),
     ],
 )
-def test_a_mistake_is_one_line_with_file_field_and_remedy(table: dict, message: str) -> None:
+def test_a_user_error_is_one_line_with_file_field_and_remedy(table: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         validate(Whole, table, "f.toml")
     assert "\n" not in str(caught.value)
@@ -130,7 +130,7 @@ near = 2.0
     ("content", "message"),
     [(None, "no such file"), (b"a = ", "not valid TOML"), (b"a = 1\na = 2", "not valid TOML"), (b"\xff", "TOML")],
 )
-def test_files_that_are_no_toml_are_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_files_that_are_not_toml_are_named(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "c.toml"
     if content is not None:
         path.write_bytes(content)
@@ -139,7 +139,7 @@ def test_files_that_are_no_toml_are_named(tmp_path: Path, content: bytes | None,
     assert str(path) in str(caught.value)
 
 
-def test_a_folder_is_no_toml_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder; name a TOML file"):
         read_toml(tmp_path)
 

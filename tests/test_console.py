@@ -97,7 +97,7 @@ def test_after_an_error_no_bar_is_left(shown: Console) -> None:
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_long_work_shows_how_far_it_is_even_beside_a_spinner(shown: Console, monkeypatch, quiet: bool) -> None:
+def test_long_work_shows_how_far_it_is_even_next_to_a_spinner(shown: Console, monkeypatch, quiet: bool) -> None:
     monkeypatch.setattr(console, "SECONDS_BEFORE_PROGRESS", -1.0)
     with status("preparing", quiet):
         for item in with_progress("abcde", 5, "Counting"):
@@ -195,7 +195,7 @@ def test_a_summary_is_shown_once_in_a_notebook(notebook: list[str]) -> None:
     assert notebook == []
 
 
-def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_gets_plain_lines(notebook: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """No bar that is drawn anew, which a cell would keep every state of."""
     made = console.stream(stderr=True)
     assert not made.is_terminal
@@ -203,7 +203,7 @@ def test_a_notebook_is_told_plain_lines(notebook: list[str], capsys: pytest.Capt
     assert capsys.readouterr().err == "training 1/5\n" and notebook == []
 
 
-def test_who_was_left_out_is_told_on_the_error_stream_as_it_is(capsys) -> None:
+def test_clients_left_out_are_printed_unchanged_on_the_error_stream(capsys) -> None:
     print_left_out("round 3", {7: "it failed with [red]Error"}, quiet=False)
     print_left_out("round 4", {7: "it is late"}, quiet=True)
     reported = capsys.readouterr()
@@ -216,7 +216,7 @@ NAME = "a\x1b[31mred\x1b]0;title\x07\r\n\x85\u2028\u202egnp\u2066\ud800\x9bé\u2
 SHOWN = r"a\x1b[31mred\x1b]0;title\x07\r\n\x85\u2028\u202egnp\u2066\ud800\x9bé" + "\u200d图"
 
 
-def test_what_would_steer_a_terminal_is_shown_as_its_code() -> None:
+def test_terminal_controls_are_escaped() -> None:
     assert plain(NAME) == SHOWN and plain(SHOWN) == SHOWN
     assert plain("a b\u00a0c \\ é 图 👩\u200d🚀 [x]") == "a b\u00a0c \\ é 图 👩\u200d🚀 [x]"
 

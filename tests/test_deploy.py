@@ -152,7 +152,7 @@ def test_users_and_folders_of_the_units_are_made() -> None:
     assert "OnCalendar=" in (DEPLOY / "ease-work.timer").read_text()
 
 
-def test_every_service_of_compose_parses_and_shares_a_socket_alone(compose: dict[str, Any]) -> None:
+def test_every_service_of_compose_parses_and_shares_only_a_socket(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert services.keys() == {"server", *(f"{kind}-{site}" for kind in ("node", "flower") for site in SITES)}
     server = check_ease(shlex.split(services["server"]["command"]))

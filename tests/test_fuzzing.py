@@ -447,7 +447,7 @@ def test_many_messages_of_strangers_are_read_or_refused(name: str, number: int) 
     ],
 )
 @pytest.mark.parametrize("length", [None, 2**63, 2**31, 3])
-def test_a_safetensors_header_that_lies_is_one_line(tmp_path: Path, header: object, length: int | None) -> None:
+def test_a_false_safetensors_header_is_one_line(tmp_path: Path, header: object, length: int | None) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "a").write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(8))
     for read in (read_tensors, Params.load):
@@ -460,7 +460,7 @@ def test_a_safetensors_header_that_lies_is_one_line(tmp_path: Path, header: obje
 
 
 @pytest.mark.parametrize("read", [read_json, read_tensors, read_noted, read_ids, Params.load])
-def test_nobody_waits_for_a_pipe_or_reads_a_device_to_its_end(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_pipes_and_devices_are_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(UserError, match="Not a regular file"):

@@ -78,7 +78,7 @@ def test_arithmetic_is_element_by_element(seed: int, factor: float) -> None:
     assert one.norm() == pytest.approx(np.linalg.norm(flat(one)), rel=1e-12)
 
 
-def test_operations_leave_their_operands_alone() -> None:
+def test_operations_do_not_change_their_operands() -> None:
     one, two = random_params(1), random_params(2)
     _ = one + two, one - two, one * 2.0, -one, one.zeros(), one.replace({"image.layer.1.B": torch.zeros(6, 2)})
     _ = weighted_mean([(1.0, one), (2.0, two)])

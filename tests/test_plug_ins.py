@@ -89,7 +89,7 @@ def test_a_reader_and_a_backbone_of_another_package_make_a_run(package, listing:
         (["model.backbone=yours"], "unknown backbone 'yours'; choose one of: tiny, photos, photos-vit, clip-b32"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_field(package, listing: Path, settings, words) -> None:
+def test_unusable_plug_ins_are_refused_by_their_field(package, listing: Path, settings, words) -> None:
     with pytest.raises(UserError) as refused:
         World.open(load_config(None, (*SMALL, f"data.path={listing}", *settings)))
     assert words in str(refused.value) and "\n" not in str(refused.value)

@@ -88,7 +88,7 @@ def test_every_setting_is_listed_and_explained(place) -> None:
         ("shadows", ("`16`", "whole number, at least 4")),
     ],
 )
-def test_defaults_and_ranges_are_told(setting: str, parts: tuple[str, ...]) -> None:
+def test_defaults_and_ranges_are_reported(setting: str, parts: tuple[str, ...]) -> None:
     rows = [row for row in MADE["settings.md"].splitlines() if row.startswith(f"| `{setting}` |")]
     assert any(all(part in row for part in parts) for row in rows), rows
 

@@ -153,7 +153,7 @@ def test_a_method_without_a_model_is_named_as_such(results: dict[str, Any]) -> N
     assert "2 of 2" in results_page.nearest(found)
 
 
-def test_beside_the_paper(results: dict[str, Any]) -> None:
+def test_comparison_with_the_paper(results: dict[str, Any]) -> None:
     """Ours from the rows above, the paper's from its table: EASE 0.3 - 0.1 and 86.5 - 90.7; methods that only one
     of the two has are left blank or out."""
     printed, _ = results_page.paper()
@@ -166,7 +166,7 @@ def test_beside_the_paper(results: dict[str, Any]) -> None:
     assert not any("Exact" in line for line in lines)
 
 
-def test_the_papers_algorithm_stands_beside_the_papers_ease(results: dict[str, Any]) -> None:
+def test_the_papers_algorithm_is_next_to_the_papers_ease(results: dict[str, Any]) -> None:
     """In a comparison with both methods the printed row is repeated; in an ablation without ours there is one row."""
     printed, _ = results_page.paper()
     rows, name = results["rows"], results_page.PAPERS_EASE
@@ -235,7 +235,7 @@ def test_the_whole_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
 
 
-def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert results_page.main(["--results", str(tmp_path / "empty"), "--out", str(tmp_path)]) == 2
     assert "run `ease bench` first" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyte
         cache_folder()
 
 
-def test_tensors_come_back_exactly_and_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
+def test_tensors_return_exactly_and_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     write_tensors(one, TENSORS, note={"x": 1, "y": [2]})
     write_tensors(
@@ -179,7 +179,7 @@ def test_odd_json_is_one_line(tmp_path: Path, content: str, sealed: bool) -> Non
     assert len(str(raised.value)) < 500
 
 
-def test_files_and_folders_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_files_and_folders_are_private(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "deep" / "a.npy"
     with new_array(path, (1,), np.float32):
         (partial,) = path.parent.iterdir()

@@ -250,7 +250,7 @@ def test_weights_and_share_scale_each_component(case: Case, seed: int, share: fl
     torch.testing.assert_close(basis.components(after.vector(DENSE)), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_blocks_without_basis_and_the_input_are_left_alone() -> None:
+def test_blocks_without_basis_and_the_input_do_not_change() -> None:
     other = Block("other", "text", "projector", ("other.weight",))
     w = Params({**dense_params(random_vector(0)).tensors, "other.weight": torch.ones(3)}, (DENSE, other))
     before = {name: tensor.clone() for name, tensor in w.tensors.items()}
@@ -563,7 +563,7 @@ def test_drift_follows_its_recurrence_and_stays_bounded(case: Case, seed: int, s
         assert float(d.norm()) <= largest / (2 * strength) * (1 + 1e-3) + 1e-5
 
 
-def test_lock_leaves_other_directions_and_blocks_alone() -> None:
+def test_lock_does_not_change_other_directions_and_blocks() -> None:
     other = Block("other", "text", "projector", ("other.weight",))
     reference = Params({**dense_params(torch.zeros(VALUES)).tensors, "other.weight": torch.zeros(3)}, (DENSE, other))
     w = {name: torch.ones_like(tensor) for name, tensor in reference.tensors.items()}
@@ -613,7 +613,7 @@ def test_lock_gradient_of_trained_factors_equals_autograd(shape, seed: int, stre
 # --- on disk ---
 
 
-def test_bases_come_back_as_they_were_saved(tmp_path: Path) -> None:
+def test_bases_return_as_they_were_saved(tmp_path: Path) -> None:
     columns = [random_vector(seed) for seed in range(3)]
     spectrum = spectrum_of([columns, [random_vector(9)]])
     dense = make_basis(columns, spectrum.coefficients, 1 - spectrum.cosines**2)

@@ -50,7 +50,7 @@ def test_training_and_forgetting_are_one_stream(tmp_path: Path) -> None:
     assert float(written["training", "1", "loss"]) == rounds[0].values["loss"]
 
 
-def test_what_is_not_followed_leaves_nothing(tmp_path: Path) -> None:
+def test_an_untracked_run_leaves_nothing(tmp_path: Path) -> None:
     run = ease.train(out=tmp_path / "run", settings=SMALL, quiet=True)
     assert not (run.folder / "tracking").exists()
 
@@ -83,7 +83,7 @@ def test_a_tracker_that_fails_is_left_out_and_an_own_function_ends_the_work(
         emit_round(tmp_path, "training", 1, {"loss": 1.0})
 
 
-def test_what_is_no_number_is_not_sent(tmp_path: Path) -> None:
+def test_nan_is_not_sent(tmp_path: Path) -> None:
     seen: list[Event] = []
     with tracking(seen.append):
         emit_metrics(tmp_path, "training", {"loss": None, "nan": float("nan"), "recall": 1})

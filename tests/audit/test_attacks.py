@@ -128,7 +128,7 @@ def test_too_few_non_members_give_no_tpr_but_an_auc() -> None:
     assert replace(bench, fpr=0.0625).judge("lira-online/log_odds", target, population).tpr is not None
 
 
-def test_who_knows_the_method_reads_unlearned_shadows_and_the_others_do_not() -> None:
+def test_only_informed_attacks_read_unlearned_shadows() -> None:
     bench, target, population = make(left=1.0)
     exchanged = replace(bench, shadows=bench.unlearned)
     for attack in U_LIRA:
@@ -161,7 +161,7 @@ def test_the_target_among_the_shadows_is_refused(attack: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_strongest_is_the_one_that_told_members_best_before() -> None:
+def test_the_strongest_attack_is_the_one_that_found_members_best_before() -> None:
     bench, target, population = make(left=1.5)
     areas = {attack: bench.judge(attack, target, population).auc.value for attack in bench.attacks()}
     assert bench.strongest(target, population) == max(areas, key=areas.__getitem__)
@@ -171,7 +171,7 @@ def test_the_strongest_is_the_one_that_told_members_best_before() -> None:
     assert deaf.strongest(target, population).endswith("/cosine")
 
 
-def test_who_holds_both_models_sees_a_perfect_erasure_and_nothing_in_no_change() -> None:
+def test_both_models_reveal_a_perfect_erasure_and_nothing_without_a_change() -> None:
     bench, target, _ = make(effect=3.0, left=0.5)
     erased = without_effect(target, bench.member, 3.0)
     found = bench.compare(target, readings(erased["log_odds"] + generator(0, "after").normal(size=600)))
@@ -180,7 +180,7 @@ def test_who_holds_both_models_sees_a_perfect_erasure_and_nothing_in_no_change()
     assert bench.compare(target, target)["before-after/change"].auc.value == 0.5
 
 
-def test_without_a_population_there_is_no_rmia() -> None:
+def test_without_a_population_there_is_not_a_rmia() -> None:
     assert "rmia" in make(population=FEWEST_POPULATION)[0].attacks()
     assert "rmia" not in make(population=FEWEST_POPULATION - 1)[0].attacks()
 

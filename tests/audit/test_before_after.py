@@ -79,7 +79,7 @@ def test_the_weights_are_fishers_by_a_naive_loop() -> None:
     )
 
 
-def test_a_method_that_does_nothing_leaves_one_direction_to_tell_by() -> None:
+def test_a_method_that_does_nothing_leaves_one_direction() -> None:
     world = simulate(1.5, 0.0)
     world["after"] = world["before"]
     scores = scores_of_both(world)

@@ -31,7 +31,7 @@ def test_a_form_that_scores_the_same_brings_nothing_back() -> None:
     assert onnx.came_back.value == 0 and onnx.largest_change == 0 and float_form.auc == onnx.auc
 
 
-def test_what_a_form_brings_back_is_found_and_what_lifts_all_pairs_is_not() -> None:
+def test_memories_of_a_form_are_found_and_a_lift_of_all_pairs_is_not() -> None:
     base = cosines(0.0)
     forgotten, everything = base.copy(), base.copy()
     forgotten[np.arange(N), np.arange(N)] += np.random.default_rng(1).normal(0.05, 0.02, N)

@@ -49,7 +49,7 @@ def test_a_p_value_measures_the_sample_and_the_distance_does_not():
     assert many.distance.contains(2 * norm.cdf(0.1) - 1)
 
 
-def test_a_distance_alone_is_scipys():
+def test_a_single_distance_is_scipys():
     rng = generator(0, "distance")
     a, b = rng.normal(size=300), rng.normal(0.3, 1, 200)
     assert distance_between(a, b) == pytest.approx(ks_2samp(a, b).statistic)

@@ -91,7 +91,7 @@ def test_fresh_retrainings_pass_and_models_that_keep_the_pair_do_not(single: Sin
 
 
 @pytest.mark.slow
-def test_power_is_told_and_grows_with_the_share(single: Single) -> None:
+def test_power_is_reported_and_grows_with_the_share(single: Single) -> None:
     """The trained model itself is caught; a tenth of one pair's trace is not, and nobody says so."""
     joint = single.judge(single.fresh[0]).joint
     power = dict(joint.power)
@@ -100,7 +100,7 @@ def test_power_is_told_and_grows_with_the_share(single: Single) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_where_the_pair_stands(single: Single) -> None:
+def test_the_kept_values_are_the_ranks_of_the_pair(single: Single) -> None:
     record: AuditRecord = single.audit.judge()
     (pair,) = record.pairs
     assert pair.id == single.audit.request.ids[0] and len(record.similarities["trained"]) == 1

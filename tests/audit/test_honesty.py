@@ -187,7 +187,7 @@ def test_14_pairs_without_shadows_are_left_out_and_counted() -> None:
 
 
 @pytest.mark.slow
-def test_14_and_the_audit_says_so(audited, careless) -> None:
+def test_14_and_the_audit_reports_it(audited, careless) -> None:
     """Line 14, printed."""
     assert warned(careless, "1 pairs have no shadow on one side and are left out")
     assert not warned(audited.records["finetune"], "no shadow on one side")

@@ -76,7 +76,7 @@ def test_too_much_forgetting_is_a_finding_too() -> None:
     assert not found.passed and found.trace.high < 0
 
 
-def test_a_distance_does_not_tell_too_much_from_too_little() -> None:
+def test_a_distance_does_not_separate_too_much_from_too_little() -> None:
     """A measure that grows on either side would call too much forgetting a trace; signed ones alone say how much."""
     rng = np.random.default_rng(7)
     values, effect = drawn(rng, 10, 0)
@@ -93,7 +93,7 @@ def test_a_distance_does_not_tell_too_much_from_too_little() -> None:
     assert mixed.p_value == reported.p_value <= 0.05
 
 
-def test_a_difference_that_is_no_trace_is_found_but_not_called_one() -> None:
+def test_a_difference_that_is_not_a_trace_is_found_but_not_called_one() -> None:
     """Far off in a measure that the forget pairs hardly move: refused, and the trace stays about nothing."""
     rng = np.random.default_rng(2)
     values, effect = drawn(rng, 12, 0)
@@ -103,7 +103,7 @@ def test_a_difference_that_is_no_trace_is_found_but_not_called_one() -> None:
     assert not found.passed and found.trace.contains(0.0)
 
 
-def test_the_smallest_trace_caught_lies_between_the_planted_ones() -> None:
+def test_the_smallest_trace_caught_is_between_the_planted_ones() -> None:
     rng = np.random.default_rng(3)
     values, effect = drawn(rng, 10, 0)
     found = judged(rng, values, effect)

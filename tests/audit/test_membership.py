@@ -339,7 +339,7 @@ def test_the_interval_does_not_vanish_at_the_ends():
         auc(np.ones(1), np.ones(2))
 
 
-def test_a_threshold_that_calls_nobody_a_member_is_finite():
+def test_a_threshold_without_members_is_finite():
     """RMIA's scores have a largest value, which more non-members may share than the false positive rate allows."""
     point = tpr_at_fpr(np.ones(600), np.ones(600))
     assert math.isfinite(point.threshold) and point.threshold > 1 and (point.tpr.value, point.fpr.value) == (0, 0)

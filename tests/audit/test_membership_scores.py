@@ -90,7 +90,7 @@ def test_class_peers_count_as_much_as_the_pool(local_job) -> None:
     assert found["held_out"].tolist() == pytest.approx([1 - math.log(1 + (2 * math.e + 1) / 3)], rel=1e-5)
 
 
-def test_peers_are_of_the_same_class_alone(local_job) -> None:
+def test_peers_are_only_of_the_same_class(local_job) -> None:
     """Two classes go; the only pair of class 2 has no peers, so the pool alone, all zeros, is compared with."""
     both = [[1.0, 0], [1.0, 0], [1.0, 0], [0, 0], [0, 0]]
     data = toy(both, both, classes=[1, 1, 2, 0, 0])
@@ -194,7 +194,7 @@ def test_the_same_pairs_are_compared_under_every_state(learnt, client, local_job
 
 @pytest.mark.parametrize("at_once", [1, 7, 512])
 @pytest.mark.parametrize("scope", ["sample", "class", "client"])
-def test_clients_that_share_passes_measure_what_each_measures_alone(learnt, local_job, monkeypatch, scope, at_once):
+def test_clients_that_share_passes_measure_the_same_as_single_ones(learnt, local_job, monkeypatch, scope, at_once):
     """One that holds nothing of it and one whose pairs are cut by the end of a pass are among them."""
     model, clients = learnt.world.server.model, learnt.world.federation.data
     ids = (*clients[1].shard.train_ids[:7], *clients[2].shard.train_ids[2:4])
@@ -275,7 +275,7 @@ def test_the_gap_is_the_difference_of_means_over_all_clients_with_welchs_error()
     ("forget", "held_out"),
     [([], []), ([1.0, 2.0], [1.0, 2.0, 3.0]), ([1.0, 2.0, 3.0], [1.0, 2.0]), ([1.0, 2.0, 3.0], [])],
 )
-def test_with_too_few_pairs_there_is_no_gap(forget, held_out) -> None:
+def test_with_too_few_pairs_there_is_not_a_gap(forget, held_out) -> None:
     assert membership_gap({0: measured(forget, held_out)}) is None
     assert membership_gap({0: measured(forget, held_out), 1: measured([], [])}) is None
 

@@ -74,7 +74,7 @@ def test_nothing_is_to_be_done_after_a_verdict_that_passed() -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.KEPT, Reason.OVERDONE, Reason.OTHERWISE])
-def test_what_was_kept_or_overdone_is_replayed_exactly(reason: Reason) -> None:
+def test_too_little_or_too_much_forgetting_recommends_exact_replay(reason: Reason) -> None:
     """Twice the rounds: 8 s and 6 s more; twice the recovery: 8 s and 2 s more."""
     assert next_steps(record(reason, CLASS), "runs/first", "class-2/ease") == (
         "ease forget runs/first --class 2 --set replay=1: the exact replay of all 20 rounds instead of 10, about 14 s",
@@ -98,7 +98,7 @@ def test_settings_made_by_hand_are_kept_and_recovery_ends_where_retraining_is_as
     assert len(steps) == 2 and "release" in steps[1]
 
 
-def test_another_method_is_told_of_ease() -> None:
+def test_another_method_is_pointed_to_ease() -> None:
     steps = next_steps(record(Reason.KEPT, CLIENT, make_method("finetune")))
     assert steps == (
         "ease forget RUN --client 3: forget by EASE instead of finetune",

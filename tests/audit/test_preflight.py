@@ -38,7 +38,7 @@ def test_the_pool_fits_the_data_and_the_line_names_it(learnt) -> None:
         Subjects.of(learnt.world, CLIENT, 512)
 
 
-def test_a_few_pairs_are_audited_without_attacks_and_it_says_so(learnt) -> None:
+def test_a_few_pairs_are_audited_without_attacks_and_it_reports_it(learnt) -> None:
     world, one = with_test_pairs(learnt.world, 600), SampleRequest(ids=learnt.world.shards[0].train_ids[:1])
     said = "an audit will go by ranks and levels compared with retraining only: attacks compare many pairs, 8 at least"
     assert audit_prospects(world, one).startswith(said) and audit_prospects(world, one).endswith("the request names 1")
@@ -47,7 +47,7 @@ def test_a_few_pairs_are_audited_without_attacks_and_it_says_so(learnt) -> None:
     assert Subjects.of(learnt.world, one, 20).candidates.members == 1
 
 
-def test_what_no_pool_helps_is_said(learnt) -> None:
+def test_a_limit_that_no_pool_lifts_is_reported(learnt) -> None:
     few = with_test_pairs(learnt.world, 17)
     assert audit_prospects(few) == audit_prospects(few, CLIENT)
     assert "needs 18 validation and test pairs at least" in audit_prospects(few) and "there are 17" in audit_prospects(

@@ -38,7 +38,7 @@ def drawn(rng: np.random.Generator, counts: dict[int, tuple[int, int]], gap: flo
     "counts", [{0: (60, 8)}, {0: (40, 20), 1: (4, 20), 2: (10, 3)}, dict.fromkeys(range(8), (15, 2))], ids=str
 )
 @pytest.mark.slow
-def test_what_is_not_there_is_found_in_less_than_one_of_twenty_looks(counts: dict[int, tuple[int, int]]) -> None:
+def test_false_findings_are_below_one_in_twenty_checks(counts: dict[int, tuple[int, int]]) -> None:
     """Clients differ by far more than pairs do, and hold forget and held-out pairs in other proportions."""
     rng, looks = np.random.default_rng(0), 600
     found = sum(not compare(*reversed(drawn(rng, counts, 0.0))).gap.contains(0) for _ in range(looks))

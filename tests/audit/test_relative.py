@@ -37,7 +37,7 @@ def test_it_abstains_with_few_models_or_nothing_to_see() -> None:
 
 
 @pytest.mark.parametrize(("share", "closer"), [(0.0, "retrained"), (-0.3, "retrained"), (1.0, "trained")])
-def test_retrained_and_trained_models_are_told_apart(share: float, closer: str) -> None:
+def test_retrained_and_trained_models_are_distinguished(share: float, closer: str) -> None:
     """At most one of twenty is called otherwise, and the share has no bias."""
     rng = np.random.default_rng(1)
     found = [relative_test(drawn(share, rng)) for _ in range(100)]

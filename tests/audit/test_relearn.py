@@ -27,7 +27,7 @@ def test_the_share_that_is_back_by_hand() -> None:
 
 
 @pytest.mark.parametrize("lost", [0.0, -1.0])
-def test_what_lost_nothing_is_back_at_once(lost: float) -> None:
+def test_a_model_that_lost_nothing_relearns_at_once(lost: float) -> None:
     assert curve(5, 4, 3, lost=lost).share_back == 1.0
 
 
@@ -63,7 +63,7 @@ def test_equal_states_have_equal_curves_and_the_trained_one_lost_nothing(laborat
     np.testing.assert_allclose(one.levels, alone.levels, atol=2e-3)
 
 
-def test_what_was_only_hidden_comes_back_and_what_was_never_known_does_not(laboratory) -> None:
+def test_hidden_pairs_are_relearned_and_unknown_ones_are_not(laboratory) -> None:
     run, hidden, never, _ = laboratory
     hiding, unknown = run(hidden, never)
     assert hiding.lost > 1 and unknown.lost > 1

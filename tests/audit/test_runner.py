@@ -241,7 +241,7 @@ def short_world(learnt) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_methods_beside_each_other_train_their_shadows_once_and_get_what_each_gets_alone(
+def test_methods_in_one_pass_train_their_shadows_once_and_get_the_same_models(
     little, tmp_path: Path, monkeypatch
 ) -> None:
     config, world = short_world(little)
@@ -411,7 +411,7 @@ def test_a_leaky_method_is_outside_and_a_retrained_model_is_inside(audited) -> N
 
 
 @pytest.mark.slow
-def test_retraining_shows_itself_to_whoever_holds_both_models_and_doing_nothing_does_not(audited) -> None:
+def test_both_models_reveal_retraining_and_not_doing_nothing(audited) -> None:
     found = {name: {each.name: each for each in record.verdict.measures} for name, record in audited.records.items()}
     nothing, perfect = (found[name]["before-after/auc"] for name in ("nothing", "perfect"))
     assert nothing.value == nothing.before == 0.5 and nothing.inside is False

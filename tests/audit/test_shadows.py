@@ -88,7 +88,7 @@ def test_shadows_differ_and_more_can_be_added_later() -> None:
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
-def test_forget_pairs_come_first_and_nobody_else_was_trained_on(request_: Request) -> None:
+def test_forget_pairs_come_first_and_only_they_were_trained_on(request_: Request) -> None:
     candidates = chosen(request_)
     forget = [position for shard in SHARDS for position in shard.train[forget_mask(request_, shard)]]
     count = int(candidates.member.sum())
@@ -100,7 +100,7 @@ def test_forget_pairs_come_first_and_nobody_else_was_trained_on(request_: Reques
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.scope)
-def test_the_class_mix_is_matched_and_the_mismatch_is_told(request_: Request) -> None:
+def test_the_class_mix_is_matched_and_the_mismatch_is_reported(request_: Request) -> None:
     candidates = chosen(request_)
     shares = [
         np.bincount(candidates.classes[side], minlength=3) / side.sum()
@@ -144,7 +144,7 @@ def test_matching_takes_as_many_as_the_scarce_class_allows() -> None:
     assert np.bincount(np.array([0] * 20 + [1] * 4)[taken]).tolist() == [6, 4]
 
 
-def test_without_pairs_of_the_class_there_is_no_attack() -> None:
+def test_without_pairs_of_the_class_there_is_not_a_attack() -> None:
     """Client 0 holds classes 0 and 1, and nobody else has pairs of either."""
     strangers = np.full(20, 2)
     found = choose_candidates(SHARDS, ClientRequest(clients=(0,)), OTHERS[:20], strangers, IDS, 0)
@@ -158,7 +158,7 @@ def test_a_request_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("pairs", "fewest", "refused"), [(1, 8, True), (7, 8, True), (8, 8, False), (1, 2, True)])
-def test_a_few_pairs_are_no_ground_for_an_attack(pairs: int, fewest: int, refused: bool) -> None:
+def test_a_few_pairs_do_not_suffice_for_an_attack(pairs: int, fewest: int, refused: bool) -> None:
     found = chosen(SampleRequest(ids=SHARDS[0].train_ids[:pairs]))
     assert found.members == pairs and found.others >= 2
     words = f"attacks compare many pairs, {fewest} at least, and the request names {pairs}"
@@ -248,7 +248,7 @@ def without_pairs(shard: Shard, left: int) -> Shard:
 
 @pytest.mark.parametrize("participation", [1.0, 0.67])
 @pytest.mark.parametrize("left", [None, 1, 0], ids=["all", "one pair", "no pair"])
-def test_one_federation_trains_as_it_would_alone(world, participation: float, left: int | None) -> None:
+def test_one_of_many_federations_trains_as_a_single_one(world, participation: float, left: int | None) -> None:
     """A client with too few pairs is drawn all the same, and abstains: who else is drawn must not change."""
     training = TrainingConfig(rounds=4, local_epochs=1, batch_size=8, participation=participation)
     shards = world.shards if left is None else (world.shards[0], without_pairs(world.shards[1], left), world.shards[2])
@@ -347,7 +347,7 @@ def test_shadows_are_unlearned_as_by_hand_and_keep_only_what_the_method_reads(
     assert (states[0] - states[1]).norm() > 0.01
 
 
-def test_a_mistake_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(world) -> None:
+def test_an_error_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(world) -> None:
     seen, before = world.evaluator, threading.active_count()
     together = SideBySide.of(seen.model, [world.shards, world.shards], seen.activations, world.server.device)
 
@@ -367,7 +367,7 @@ def test_a_mistake_of_one_unlearning_is_raised_and_no_thread_waits_for_ever(worl
     assert threading.active_count() == before
 
 
-def test_what_many_threads_did_is_what_one_did_and_the_number_of_threads_stays() -> None:
+def test_many_threads_equal_one_and_their_number_stays() -> None:
     """A GPU is not needed for the host's part."""
     each, before = [(n, 2 * n) for n in range(9)], torch.get_num_threads()
     found = [on_all_cores(lambda a, b: a * b, each, torch.device(kind)) for kind in ("cpu", "cuda")]

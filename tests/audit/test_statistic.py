@@ -59,7 +59,7 @@ def test_two_pairs_by_hand() -> None:
     assert found["loss"] == pytest.approx([math.log(1 + math.exp(-1))])
 
 
-def test_what_holds_a_pair_more_strongly_scores_higher_but_for_the_loss() -> None:
+def test_stronger_memorisation_scores_higher_except_for_the_loss() -> None:
     image, text, pool_image, pool_text = embeddings(20, 5, 30)
     nearer = normalize(text + image[:, None], dim=-1)
     before, after = (statistics(image, each, pool_image, pool_text, TEMPERATURE) for each in (text, nearer))
@@ -76,7 +76,7 @@ def test_one_broken_embedding_is_refused() -> None:
             statistics(spoilt, text, pool_image, pool_text, TEMPERATURE)
 
 
-def test_features_stand_side_by_side() -> None:
+def test_features_are_concatenated() -> None:
     read = {name: np.full((2, 3), number) for number, name in enumerate(STATISTICS)}
     assert features(read).shape == (2, 3, 3)
     assert features(read)[0, 0].tolist() == [0, 1, 2]
@@ -96,7 +96,7 @@ def gauge(world) -> Gauge:
     )
 
 
-def test_a_pair_reads_the_same_whoever_is_measured_with_it(gauge, world) -> None:
+def test_readings_of_a_pair_do_not_depend_on_the_others(gauge, world) -> None:
     """In-batch negatives would make it depend on the company, and so on the company's membership."""
     state, train = world.server.initial(), world.evaluator.pairs.indices("train")
     together = gauge.read(state, train)

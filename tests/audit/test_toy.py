@@ -80,7 +80,7 @@ def strength(toy, name: str, online: bool, tail: str = "one-sided") -> tuple[flo
 
 
 @pytest.mark.slow
-def test_log_odds_and_cosine_tell_members_better_than_the_loss(toy) -> None:
+def test_log_odds_and_cosine_separate_members_better_than_the_loss(toy) -> None:
     """Measured on a similar toy, online AUC: loss .923, cosine .965, log-odds .933."""
     area = {name: strength(toy, name, online=True)[0] for name in STATISTICS}
     assert min(area["cosine"], area["log_odds"]) >= 0.85

@@ -50,7 +50,7 @@ def joint(
         (None, None, Reason.TOO_FEW),
     ],
 )
-def test_what_follows_from_the_joint_test(found: JointTest | None, passed: bool | None, reason: Reason) -> None:
+def test_consequences_of_the_joint_test(found: JointTest | None, passed: bool | None, reason: Reason) -> None:
     """Single measures explain: one outside its band changes nothing."""
     for measures in ((INSIDE,), (INSIDE, OUTSIDE)):
         verdict = Verdict(measures=measures, joint=found)
@@ -79,7 +79,7 @@ def test_a_measure_from_the_values_of_all_models() -> None:
     assert found.retrained == (0.4, 0.6) and found.kept == ((0.1, 0.5), (0.4, 0.8))
 
 
-def test_what_planted_models_change_is_averaged_over_those_they_were_planted_into() -> None:
+def test_effects_of_planted_models_are_averaged_over_their_hosts() -> None:
     """0.4 -> 0.5 and 0.6 -> 0.9: +0.2 on average, told from the first retrained model's 0.4."""
     values = {"unlearned": 0.7, "retrain": 0.4, "retrain-1": 0.6, "kept-0.1-of-retrain": 0.5}
     assert Measure.of("rho", values).kept == ((0.1, pytest.approx(0.5)),)
@@ -120,7 +120,7 @@ def test_words_by_hand() -> None:
     assert "but so is a model that keeps 60%" in Verdict(measures=(INSIDE,), joint=joint(0.4, smallest=0.6)).words
 
 
-def test_what_follows_is_written_for_others_and_worked_out_anew_when_read() -> None:
+def test_derived_fields_are_written_and_computed_again_when_read() -> None:
     """A file that claims to have passed is not believed."""
     verdict = Verdict(measures=(INSIDE, OUTSIDE), joint=joint(0.001, TRACE))
     stored = json.loads(json.dumps(verdict.model_dump(mode="json"), allow_nan=False))

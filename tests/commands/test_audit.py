@@ -63,7 +63,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
         (["client-1/finetune", "--workers", "0"], ["--workers"]),
     ],
 )
-def test_a_mistake_is_one_line_and_changes_nothing(ease, run: Path, arguments: list[str], parts: list[str]) -> None:
+def test_a_user_error_is_one_line_and_changes_nothing(ease, run: Path, arguments: list[str], parts: list[str]) -> None:
     before = sorted(run.rglob("*"))
     result = ease("audit", run, "--request", *arguments)
     assert result.code == 2 and result.out == "" and "Traceback" not in result.err
@@ -109,7 +109,7 @@ def test_retrain_runs_it_first_and_json_is_one_object(ease, run: Path) -> None:
         assert part in page.out
 
 
-def test_where_a_pair_stands_is_three_lines_with_the_span_of_all_retrainings() -> None:
+def test_ranks_of_a_pair_are_three_lines_with_the_span_of_all_retrainings() -> None:
     rank = {"trained": 1.0, "unlearned": 7.25, "retrain": 9.0, "retrain-1": 4.5, "retrain-2": 12.0}
     margin, level = {name: -value / 100 for name, value in rank.items()}, {name: -value for name, value in rank.items()}
     pair = PairRecord(id="p7", gallery=50, rank=rank, margin=margin, log_odds=level)
@@ -152,7 +152,9 @@ def test_a_single_photo_gets_a_verdict_in_the_same_words_everywhere(ease, run: P
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1), (None, 3)])
-def test_the_exit_code_tells_scripts_only_when_asked(ease, monkeypatch, passed: bool | None, code: int) -> None:
+def test_the_exit_code_depends_on_the_verdict_only_on_request(
+    ease, monkeypatch, passed: bool | None, code: int
+) -> None:
     summary = AuditSummary.model_construct(verdict=SimpleNamespace(passed=passed))
     monkeypatch.setattr(AuditSummary, "render", lambda _: iter(["the page"]))
     monkeypatch.setattr("ease.commands.audit.audit_run", lambda *_: summary)
@@ -173,7 +175,7 @@ def test_several_answers_pass_only_if_all_do(ease, monkeypatch, passed: tuple[bo
     assert (result.code, result.out) == (code, "a page\na page\n")
 
 
-def test_audits_share_shadows_for_different_answers_to_one_request_alone(ease, run: Path) -> None:
+def test_audits_share_shadows_only_for_results_of_one_request(ease, run: Path) -> None:
     asked = ("--request", "client-1/finetune") * 2
     result = ease("audit", run, *asked)
     assert result.code == 2 and "different answers to one request" in result.err and result.err.count("\n") == 1

@@ -144,7 +144,7 @@ def test_a_sweep_feeds_an_experiment(ease, tmp_path) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line(ease, tmp_path, monkeypatch, arguments, words) -> None:
+def test_user_errors_are_one_line(ease, tmp_path, monkeypatch, arguments, words) -> None:
     monkeypatch.chdir(tmp_path)
     result = ease("bench", *arguments)
     assert result.code == 2 and result.out == "" and result.err.startswith("error: ") and words in result.err

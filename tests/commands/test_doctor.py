@@ -36,7 +36,7 @@ def test_everything_works_here(ease, cache: Path) -> None:
     assert sorted(cache.rglob("*")) == before
 
 
-def test_what_failed_is_told_and_stops_no_other_look(ease, monkeypatch) -> None:
+def test_a_failed_check_is_reported_and_stops_no_other(ease, monkeypatch) -> None:
     def broken() -> Iterator[tuple[State, str]]:
         raise OSError("the driver is too old")
 
@@ -49,7 +49,7 @@ def test_what_failed_is_told_and_stops_no_other_look(ease, monkeypatch) -> None:
     assert shown.code == 1 and "failed  GPU: OSError: the driver is too old" in shown.out
 
 
-def test_a_cache_that_cannot_be_made_is_told(ease, monkeypatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_made_is_reported(ease, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_self_test", untried)
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("EASE_CACHE", str(tmp_path / "file" / "cache"))
@@ -104,7 +104,7 @@ def test_the_cache_is_listed_and_cleared(ease, monkeypatch, tmp_path: Path) -> N
     assert cleared["cleared"] and cleared["bytes"] == 3 and not (tmp_path / "pixels" / "a.npy").exists()
 
 
-def test_locks_that_do_not_work_are_told(monkeypatch, tmp_path: Path) -> None:
+def test_locks_that_do_not_work_are_reported(monkeypatch, tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise UserError("no locks")
 

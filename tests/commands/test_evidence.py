@@ -40,7 +40,7 @@ def certificate(run: Path, ease) -> Path:
     return run.parent / "certificate.json"
 
 
-def test_a_certificate_lies_beside_its_answer_with_its_page(run: Path, ease) -> None:
+def test_a_certificate_and_its_page_are_next_to_its_result(run: Path, ease) -> None:
     result = ease("certificate", run, "--request", "client-1/finetune", "--html", "--json")
     reported = json.loads(result.out)
     folder = run / "requests" / "client-1" / "finetune"
@@ -55,7 +55,7 @@ def test_a_certificate_lies_beside_its_answer_with_its_page(run: Path, ease) -> 
     assert issued.code == 0 and f"signed by {reported['signatures'][0]}" in issued.out
 
 
-def test_exit_codes_tell_what_holds_what_does_not_and_mistakes(run: Path, certificate: Path, ease) -> None:
+def test_exit_codes_separate_valid_invalid_and_user_errors(run: Path, certificate: Path, ease) -> None:
     held = ease("verify", certificate, "--run", run, "--json")
     reported = json.loads(held.out)
     assert held.code == 0 and reported["holds"] is True and reported["reasons"] == []
@@ -78,7 +78,7 @@ def test_exit_codes_tell_what_holds_what_does_not_and_mistakes(run: Path, certif
         assert mistaken.code == 2 and mistaken.err.startswith("error: ") and mistaken.err.count("\n") == 1, arguments
 
 
-def test_what_is_no_certificate_is_refused(run: Path, certificate: Path, ease) -> None:
+def test_files_that_are_not_certificates_are_refused(run: Path, certificate: Path, ease) -> None:
     for content in (b"", b"{}\n", b"null\n", b"[]\n", b"\xff" * 100):
         certificate.write_bytes(content)
         result = ease("verify", certificate)
@@ -116,7 +116,7 @@ def test_no_one_signs_what_does_not_hold(run: Path, certificate: Path, tmp_path:
     assert result.code == 1 and certificate.read_bytes() == kept[:-2] + b"\n"
 
 
-def test_signing_may_leave_the_original_alone(certificate: Path, tmp_path: Path, ease) -> None:
+def test_signing_may_keep_the_original(certificate: Path, tmp_path: Path, ease) -> None:
     new_key(tmp_path / "client.key")
     kept, out = certificate.read_bytes(), tmp_path / "both.json"
     signed = ease("certificate", "sign", certificate, "--key", tmp_path / "client.key", "--out", out)
@@ -124,7 +124,7 @@ def test_signing_may_leave_the_original_alone(certificate: Path, tmp_path: Path,
     assert certificate.read_bytes() == kept and len(read_certificate(out)[0].signatures) == 2
 
 
-def test_mistakes_are_one_line(run: Path, certificate: Path, tmp_path: Path, ease) -> None:
+def test_user_errors_are_one_line(run: Path, certificate: Path, tmp_path: Path, ease) -> None:
     for arguments, words in (
         (("certificate", run, "--request", "client-2"), "no finished request"),
         (("certificate", run, "--request", "../client-1"), "no name of an answer"),

@@ -115,7 +115,7 @@ def test_every_kind_of_request_prints_one_object(ease, run: Path, tmp_path: Path
     assert json.loads(again.out) == summary
 
 
-def test_a_quick_look_ends_an_answer_and_says_what_an_audit_would_need(ease, run: Path) -> None:
+def test_a_quick_check_ends_a_result_and_names_the_needs_of_an_audit(ease, run: Path) -> None:
     first = ease("forget", run, "--client", "1", "--method", "finetune", "--quiet")
     assert "quick check, no verdict: " in first.out
     shown = json.loads(ease("forget", run, "--client", "1", "--method", "finetune", "--json").out)
@@ -134,7 +134,7 @@ def test_a_quick_look_ends_an_answer_and_says_what_an_audit_would_need(ease, run
     assert f"no attacks were made: {why}" in json.loads(found.out)["warnings"], "what was foretold happens"
 
 
-def test_without_held_out_pairs_there_is_no_quick_look_and_the_answer_stands(ease, small, tmp_path: Path) -> None:
+def test_without_held_out_pairs_there_is_not_a_quick_check_and_the_result_is_valid(ease, small, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_run(load_config(None, (*small, "partition.validation_share=0")), run, quiet=True)
     result = ease("forget", run, "--client", "1", "--method", "finetune")
@@ -144,7 +144,7 @@ def test_without_held_out_pairs_there_is_no_quick_look_and_the_answer_stands(eas
     assert shown["check"] is None and shown["why_no_check"].startswith("20 forget pairs and 0 held-out pairs")
 
 
-def test_what_is_shown_does_not_change_what_is_stored(ease, run: Path) -> None:
+def test_display_options_do_not_change_stored_files(ease, run: Path) -> None:
     """Every round of every method is measured, whether or not anybody watches."""
     assert ease("forget", run, "--client", 1, "--method", "finetune", "--quiet").code == 0
     folder = run / "requests" / "client-1" / "finetune"
@@ -204,7 +204,7 @@ def test_a_name_belongs_to_one_request(ease, refused, run: Path, tmp_path: Path)
             refused(run, ["--samples", ids_file(tmp_path, ids[1]), "--name", name], *parts)
 
 
-def test_a_request_for_much_of_all_pairs_is_told_that_retraining_is_nearer(ease, run: Path, tmp_path: Path) -> None:
+def test_a_large_request_is_advised_to_retrain(ease, run: Path, tmp_path: Path) -> None:
     held = [pair_id for each in read_json(run / "membership.json")["clients"] for pair_id in each["train_ids"]]
 
     def advised(count: int, *options: str) -> str:
@@ -254,7 +254,7 @@ def test_a_closed_request_is_said_to_be_closed(ease, run: Path) -> None:
     assert ease("forget", run, "--client", 1, "--method", "not").err.startswith("answered already, 20")
 
 
-def test_training_goes_on_after_a_request(ease, run: Path) -> None:
+def test_training_continues_after_a_request(ease, run: Path) -> None:
     assert ease("forget", run, "--client", 1, "--quiet").code == 0
     for lock in ("--lock", "--no-lock"):
         result = ease("train", "--resume", run, "--after", "client-1", "--rounds", 2, lock, "--json")
@@ -474,7 +474,7 @@ def test_rounds_before_a_release_may_not_be_missing(ease, refused, run: Path) ->
     refused(run, ["--client", "2"], "rounds before the release of client-1/ease are missing", "restore them")
 
 
-def test_a_folder_that_is_no_run_is_one_line(refused, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_one_line(refused, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     refused(tmp_path, ["--client", "1"], "no run here", "run.json is missing")
     refused(tmp_path / "nowhere", ["--client", "1"], "no run here")

@@ -13,7 +13,7 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == methods_page(), "run: ease methods --markdown > docs/methods.md"
 
 
-def test_the_page_tells_everything_a_class_does() -> None:
+def test_the_page_has_everything_of_a_class() -> None:
     for kind in METHODS.values():
         section = methods_page().partition(f"(`{kind.name}`)")[2].partition("\n## ")[0]
         assert kind.source in section

@@ -151,7 +151,7 @@ def test_other_peoples_pictures_are_shown_only_when_asked_for(run: Path) -> None
         report_run(run, None, True, quiet=True)
 
 
-def test_one_request_alone(run: Path, tmp_path: Path) -> None:
+def test_only_one_request(run: Path, tmp_path: Path) -> None:
     html = report_run(run / "requests" / "client-1", tmp_path / "one.html", None, quiet=True).path.read_text()
     assert "What was forgotten in client-1" in html and html.count("<img ") == MOVED + RESISTED
 
@@ -218,7 +218,7 @@ def test_one_answer_is_not_a_request(run: Path, ease: Any) -> None:
     assert code == 2 and "name its request" in said
 
 
-def test_the_command_tells_machines_where_the_page_is(run: Path, ease: Any, tmp_path: Path) -> None:
+def test_the_json_names_the_page(run: Path, ease: Any, tmp_path: Path) -> None:
     code, out, _ = ease("report", run, "--out", tmp_path / "a.html", "--no-thumbnails", "--json")
     found = json.loads(out)
     assert code == 0 and found["path"] == str(tmp_path / "a.html") and found["answers"] == 2

@@ -46,7 +46,7 @@ def test_the_nearest_pictures_are_found_by_each_model(ease, run: Path) -> None:
     assert text.count("<img") == 14 and "http" not in text.replace("http-equiv", "")
 
 
-def test_what_is_searched_among_can_be_chosen(run: Path) -> None:
+def test_the_searched_pairs_can_be_chosen(run: Path) -> None:
     opened = Run.load(run)
     world, source = open_world(opened), Source.of(opened, None)
     for among, allowed in (("train", {"client 0", "client 1", "client 2"}), ("test", {"test"})):

@@ -34,7 +34,7 @@ def train(ease, small, tmp_path: Path, data: Path, *options: str):
     return ease("train", "--out", tmp_path / "run", *pairs, *options)
 
 
-def test_what_was_odd_is_told_before_training(ease, small, tmp_path, odd_data, monkeypatch) -> None:
+def test_oddities_of_the_data_are_reported_before_training(ease, small, tmp_path, odd_data, monkeypatch) -> None:
     monkeypatch.setenv("EASE_CACHE", str(tmp_path / "cache"))
     result = train(ease, small, tmp_path, odd_data)
     assert result.code == 0, result.err
@@ -56,7 +56,7 @@ def test_quiet_means_quiet(ease, small, tmp_path, odd_data) -> None:
     assert train(ease, small, tmp_path, odd_data, "--quiet").err == ""
 
 
-def test_programs_are_told_too(ease, small, tmp_path, odd_data) -> None:
+def test_programs_get_it_too(ease, small, tmp_path, odd_data) -> None:
     """Who runs it without a screen must be able to see that images were left out."""
     reported = json.loads(train(ease, small, tmp_path, odd_data, "--json").out)["data"]
     splits = {"train": 8, "validation": 0, "test": 3}
@@ -69,7 +69,7 @@ def test_generated_data_has_nothing_to_report(ease, small, tmp_path) -> None:
     assert ease("train", "--out", tmp_path / "run", *pairs).err.startswith("training 1/2")
 
 
-def test_a_run_too_small_for_the_usual_audit_says_so(ease, small, tmp_path, monkeypatch) -> None:
+def test_a_run_too_small_for_the_usual_audit_reports_it(ease, small, tmp_path, monkeypatch) -> None:
     changes = [word for assignment in small for word in ("--set", assignment)]
     reported = ease("train", "--out", tmp_path / "run", "--quiet", *changes).out
     line = (

@@ -145,7 +145,7 @@ def test_clear_clusters_are_found_though_no_client_has_all_of_them() -> None:
     assert adjusted_rand_score(truth, np.concatenate(found.labels)) == 1
 
 
-def test_what_a_client_gives_at_first_are_its_own_clusters() -> None:
+def test_the_first_message_of_a_client_has_its_own_clusters() -> None:
     """Two clouds of 20 and 12 pairs by hand; the three pairs far away are too few and join the nearer cloud."""
     rng = np.random.default_rng(0)
     near, far, stray = (rng.normal(size=(n, 2)) * 0.1 + place for n, place in ((20, 0), (12, (50, 0)), (3, (60, 90))))

@@ -54,7 +54,7 @@ def test_some_of_the_examples_are_the_examples_of_some_pairs(activations: Activa
         torch.testing.assert_close(one.batch(*everything), other.batch(*everything), rtol=0, atol=0)
 
 
-def test_no_batches_are_no_batches(activations: Activations) -> None:
+def test_no_batches_are_not_batches(activations: Activations) -> None:
     for resident in (True, False):
         assert list(examples_at(activations, POSITIONS, "cpu", resident).feed([])) == []
 

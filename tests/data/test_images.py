@@ -65,7 +65,7 @@ def test_any_mode_becomes_rgb_and_is_counted(tmp_path, mode):
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "TIFF"])
-def test_of_several_frames_the_first_is_used_and_that_is_counted(tmp_path, kind):
+def test_the_first_of_several_frames_is_used_and_counted(tmp_path, kind):
     first, second = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
     first.save(tmp_path / "a", kind, save_all=True, append_images=[second])
     picture = decode_image(tmp_path / "a", 4)
@@ -73,7 +73,7 @@ def test_of_several_frames_the_first_is_used_and_that_is_counted(tmp_path, kind)
     assert picture.pixels[..., 0].min() > 250 and picture.pixels[..., 2].max() < 5
 
 
-def test_the_previews_in_a_cameras_file_are_no_frames(tmp_path):
+def test_the_previews_in_a_cameras_file_are_not_frames(tmp_path):
     first, preview = Image.new("RGB", (40, 40), "white"), Image.new("RGB", (20, 20))
     first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
     picture = decode_image(tmp_path / "a.jpg", 4)
@@ -147,7 +147,7 @@ def test_exif_rotation_is_applied_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("note", [b"Exif\0\0rubbish", b"Exif\0\0MM\0*\0\0\0"])
-def test_a_damaged_exif_note_is_no_damaged_picture(tmp_path, note):
+def test_a_damaged_exif_note_does_not_damage_the_picture(tmp_path, note):
     Image.new("RGB", (20, 20), "white").save(tmp_path / "a.png", exif=note)
     picture = decode_image(tmp_path / "a.png", 4)
     assert (picture.pixels == 255).all() and picture.traits == ()
@@ -205,7 +205,7 @@ def test_a_picture_in_which_rows_are_blacked_out_is_another_picture(tmp_path):
     assert not np.array_equal(decoded(path, size=200).pixels[0], before)
 
 
-def test_what_cannot_be_opened_is_named_by_position(tmp_path):
+def test_unreadable_images_are_named_by_position(tmp_path):
     (tmp_path / "folder.png").mkdir()
     identities, missing = identify([tmp_path / "gone.png", photo(tmp_path / "a.png"), tmp_path / "folder.png"])
     assert len(identities) == 1
@@ -358,7 +358,7 @@ def in_a_process_of_its_own(code: str, *arguments: object) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
 
 
-def test_pipes_sockets_and_devices_are_no_images_and_nobody_waits_for_them(tmp_path):
+def test_pipes_sockets_and_devices_are_not_images_and_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket.png"))

@@ -36,7 +36,7 @@ def sizes(folder: Path) -> dict[str, tuple[int, int]]:
     return {part.name: (part.files, part.bytes) for part in inventory(folder)}
 
 
-def test_what_is_there_is_counted_by_kind(filled: Path) -> None:
+def test_cached_files_are_counted_by_kind(filled: Path) -> None:
     assert sizes(filled) == {
         "activations": (1, 3),
         "classes": (0, 0),
@@ -53,7 +53,7 @@ def test_only_what_is_ours_goes(filled: Path) -> None:
     assert {path.name for path in filled.rglob("*") if path.is_file()} == {"holiday.jpg", "thesis.tex"}
 
 
-def test_some_parts_and_old_files_alone(filled: Path) -> None:
+def test_only_some_parts_and_old_files(filled: Path) -> None:
     assert [part.bytes for part in clear(filled, ["pixels"], older_than_days=5)] == [4]
     assert clear(filled, ["activations"], older_than_days=5) == ()
     assert sizes(filled)["pixels"] == (1, 2) and sizes(filled)["activations"] == (1, 3)

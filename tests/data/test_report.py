@@ -10,7 +10,7 @@ from ease.data.report import FINDINGS, DataReport, count_cut
 from ease.model.backbones import load_backbone
 
 
-def test_only_what_occurred_is_told() -> None:
+def test_only_findings_that_occurred_are_reported() -> None:
     report = DataReport(splits={"train": 6000, "validation": 0, "test": 9}, rotated=1200, listings=(Path("/c/x.txt"),))
     assert list(report.lines()) == [
         "6,009 pairs: 6,000 train, 0 validation, 9 test",

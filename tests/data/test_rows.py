@@ -174,7 +174,7 @@ def test_a_digest_follows_picture_and_captions_and_nothing_else(row):
     assert pairs_from_rows([second], SOURCE, 6).digests[0] not in whole.digests, "other pixels at another size"
 
 
-def test_digests_stay_beside_their_pairs_when_photographs_are_gone(row):
+def test_digests_stay_with_their_pairs_when_photographs_are_deleted(row):
     rows = [row(number) for number in range(20)]
     before = dict(zip([row.id for row in rows], pairs_from_rows(rows, SOURCE, 4).digests, strict=True))
     rows[3].image.unlink()
@@ -241,7 +241,7 @@ def test_a_long_list_of_unreadable_images_names_three_and_counts_the_rest(row):
     assert len(listing.read_text().splitlines()) == 5 and "3.png" not in str(caught.value)
 
 
-def test_twins_beside_unreadable_images_are_named_by_their_own_ids(row):
+def test_twins_next_to_unreadable_images_are_named_by_their_own_ids(row):
     """Positions count all images, the missing and the damaged one at the front too."""
     rows = spoiled(row, 20, {0: None, 1: b"broken"})
     pairs = pairs_from_rows([*rows, replace(rows[5], id="twin")], SOURCE, 4)
@@ -327,7 +327,7 @@ def test_windows_separators_and_absolute_paths_inside_the_folder(tmp_path):
                 check_relative_path(str(outside), "here", folder)
 
 
-def test_a_web_address_is_no_file():
+def test_a_web_address_is_not_a_file():
     with pytest.raises(UserError, match=r"here: 'http://x/a\.png' is a web address; download"):
         check_relative_path("http://x/a.png", "here")
 

@@ -92,7 +92,7 @@ def test_pretraining_scenes_can_be_made_in_parts() -> None:
     np.testing.assert_array_equal(pixels[4:], late_pixels)
 
 
-def test_groups_lie_where_the_relation_says() -> None:
+def test_groups_are_placed_by_the_relation() -> None:
     for index in range(200):
         scene, _ = scene_at(5, "train", index)
         if len(scene.groups) < 2 or scene.sign:
@@ -124,7 +124,7 @@ def words_of(captions: tuple[str, ...]) -> set[str]:
     return set(re.findall(r"\w+", " ".join(captions).lower()))
 
 
-def test_captions_tell_private_facts_that_the_picture_does_not_show() -> None:
+def test_captions_mention_private_facts_that_the_picture_does_not_show() -> None:
     reported = 0
     for index in range(100):
         scene, rng = scene_at(0, "train", index)

@@ -57,13 +57,13 @@ def test_krum_weighs_those_it_keeps_by_their_pairs(toy_params) -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_of_two_there_is_a_mean_and_nothing_else(toy_params, rule) -> None:
+def test_two_updates_are_averaged_by_every_rule(toy_params, rule) -> None:
     changes = [(1.0, toy_params(1.0)), (3.0, toy_params(5.0))]
     assert aggregated(changes, rule) == aggregated(changes, "mean")
 
 
 @pytest.mark.parametrize("rule", ROBUST)
-def test_one_of_ten_moves_robust_means_no_further_than_honest_ones_lie(toy_params, rule) -> None:
+def test_one_of_ten_moves_robust_means_no_further_than_honest_ones(toy_params, rule) -> None:
     honest = [(1.0, toy_params(seed=client)) for client in range(9)]
     found = values(aggregated([*honest, (1.0, toy_params(1e6))], rule))
     table = np.stack([values(change) for _, change in honest])
@@ -85,7 +85,7 @@ def test_a_long_update_is_cut_to_a_multiple_of_the_median(toy_params) -> None:
     assert clipped(two, norms(two), 3.0, [5.0, 10.0]) == (two, {})
 
 
-def test_what_weighs_little_may_be_long_and_moves_the_mean_no_further(toy_params) -> None:
+def test_a_long_update_of_little_weight_does_not_move_the_mean_further(toy_params) -> None:
     """One pair of five: five times as long, with a fifth of the weight."""
     updates = [Update(client, 5, toy_params(1.0)) for client in range(3)] + [Update(3, 1, toy_params(100.0))]
     assert clipped(updates, norms(updates), 3.0, [5.0, 5.0, 5.0, 1.0])[1] == {3: pytest.approx(3 * 5 / 100)}

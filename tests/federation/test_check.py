@@ -160,7 +160,7 @@ class Masked(Middleware):
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-def test_no_one_speaks_for_another(world, local_job, concurrent: bool) -> None:
+def test_no_client_can_act_for_another(world, local_job, concurrent: bool) -> None:
     engine = Masked(world.federation)
     engine.capabilities = Capabilities(concurrent=concurrent)
     sound = Guarded(engine, TRAINING)
@@ -251,7 +251,7 @@ SCORES = {
 
 @pytest.mark.parametrize("request_of", [ClientRequest(clients=(0,)), None], ids=["client", "sample"])
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_that_cannot_be_are_refused(world, local_job, name: str, request_of) -> None:
+def test_impossible_scores_are_refused(world, local_job, name: str, request_of) -> None:
     value, change, reason = SCORES[name]
     request = request_of or SampleRequest(ids=world.shards[0].train_ids[:4])
     job = local_job(objective="membership scores", request=request, temperature=0.07)
@@ -273,7 +273,7 @@ REPLAYS = {
 
 
 @pytest.mark.parametrize("name", REPLAYS)
-def test_replays_that_cannot_be_are_refused(world, local_job, name: str) -> None:
+def test_impossible_replays_are_refused(world, local_job, name: str) -> None:
     change, reason = REPLAYS[name]
     state = world.server.initial()
     replays = (Replay(1, state, 0.5, 0), Replay(2, state, 0.5, 1))
@@ -301,7 +301,7 @@ def test_below_the_quorum_the_error_names_clients_and_remedy(world, local_job) -
     assert len(list(patient.run(world.server.initial(), local_job(), [0, 1, 2]))) == 2
 
 
-def test_where_every_update_is_no_number_the_learning_rate_is_named(world, local_job) -> None:
+def test_if_every_update_is_nan_the_error_names_the_learning_rate(world, local_job) -> None:
     class Wild(Middleware):
         def run(self, params, job, clients):
             return (replace(u, delta=u.change * math.nan) for u in self.inner.run(params, job, clients))
@@ -321,7 +321,7 @@ def test_nothing_bad_is_journaled_and_a_rerun_works(world, local_job, tmp_path: 
     assert found == list(world.federation.run(state, job, [0, 1]))
 
 
-def test_who_was_left_out_stays_left_out_when_a_method_goes_on(world, local_job, tmp_path: Path) -> None:
+def test_clients_left_out_stay_left_out_after_a_resume(world, local_job, tmp_path: Path) -> None:
     """Later answers were given to a state that was made without it."""
     state = world.server.initial()
     first = Guarded(Faulty(world.federation, "drop"), TRAINING, tmp_path)

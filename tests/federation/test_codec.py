@@ -95,7 +95,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_job_comes_back_as_it_was_sent(jobs, name: str) -> None:
+def test_a_job_returns_as_it_was_sent(jobs, name: str) -> None:
     job, state = jobs[name]
     data, parts = encode_job(job, state)
     received, received_state = decode_job(data, parts)
@@ -137,7 +137,7 @@ def test_a_lock_is_named_by_all_of_its_content(toy_params) -> None:
     assert all(each != lock for each in changed)
 
 
-def test_what_a_client_holds_is_what_was_sent_of_it() -> None:
+def test_a_client_lock_is_what_was_sent() -> None:
     """Each direction or factor is its 8-bit values times its scale, by hand."""
     state = factored()
     lock = lock_of(state)
@@ -158,7 +158,7 @@ def updates(toy_params) -> list[Update]:
     ]
 
 
-def test_updates_come_back_as_they_were_sent(toy_params) -> None:
+def test_updates_return_as_they_were_sent(toy_params) -> None:
     for update in updates(toy_params):
         data = encode_update(update)
         received = decode_update(data)
@@ -167,7 +167,7 @@ def test_updates_come_back_as_they_were_sent(toy_params) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_states_come_back_as_they_were_sent(toy_params, dtype: torch.dtype) -> None:
+def test_states_return_as_they_were_sent(toy_params, dtype: torch.dtype) -> None:
     state = toy_params(seed=1).map(lambda tensor: tensor.to(dtype))
     data = encode_state(state)
     assert decode_state(data) == state and state_length(state) == len(data)
@@ -330,7 +330,7 @@ def test_a_client_gets_its_own_pairs(local_job) -> None:
     assert job.own(0, ("b",)).common != replace(job, round=2).common
 
 
-def test_what_was_narrowed_changes_no_byte_of_an_answer(world, local_job) -> None:
+def test_narrowed_tensors_change_no_byte_of_an_answer(world, local_job) -> None:
     """Each client does the whole job and its own part of it: the numbers it draws are the same."""
     ids = tuple(pair_id for shard in world.shards for pair_id in shard.train_ids[:4])
     for objective, data in (("align", "retain"), ("align", "forget"), ("membership scores", "all")):

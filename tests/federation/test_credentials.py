@@ -83,7 +83,7 @@ def test_private_keys_are_for_their_owner_and_are_never_replaced(tmp_path: Path)
     assert isinstance(authority.public_key(), ec.EllipticCurvePublicKey)
 
 
-def test_a_key_speaks_for_one_client(tmp_path: Path) -> None:
+def test_a_key_identifies_one_client(tmp_path: Path) -> None:
     keys = [make_node_key(tmp_path / name) for name in ("a", "b")]
     admit(tmp_path, 0, keys[0])
     admit(tmp_path, 0, keys[0])
@@ -97,7 +97,7 @@ def test_a_key_speaks_for_one_client(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "fed.example.org", "::"])
-def test_in_the_clear_is_for_this_machine_alone(host: str) -> None:
+def test_plain_text_is_only_for_this_machine(host: str) -> None:
     with pytest.raises(UserError, match="--insecure"):
         check_exposure(host, insecure=True)
     check_exposure(host, insecure=False)
@@ -162,7 +162,7 @@ def keys(tmp_path: Path) -> dict[int, str]:
     return found
 
 
-def test_whom_an_answer_is_from_the_key_says(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+def test_the_key_decides_whose_answer_it_is(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
     """Node 71 has the key of client 0, node 70 that of client 1; node 72 has one that no one admitted."""
 
     def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -180,7 +180,7 @@ def test_whom_an_answer_is_from_the_key_says(grid: Callable[[Reply], Flower], ke
     assert answers == {0: b"zero to 71", 1: b"one to 70"}
 
 
-def test_errors_and_silence_are_told_in_words(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+def test_errors_and_silence_are_described(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
     waited = threading.Event()
 
     def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -196,7 +196,7 @@ def test_errors_and_silence_are_told_in_words(grid: Callable[[Reply], Flower], k
     waited.set()
 
 
-def test_whoever_is_not_connected_is_named(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
+def test_missing_clients_are_named(grid: Callable[[Reply], Flower], keys: dict[int, str]) -> None:
     def reply(header: dict[str, Any], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         if header["op"] == "nodes":
             yield {"nodes": [{"node": 5, "key": keys[0]}]}, b""

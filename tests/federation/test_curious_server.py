@@ -92,7 +92,7 @@ def test_moving_a_boundary_pair_by_pair_ends_at_the_budget_under_any_name_of_a_r
     assert "are used up" in decode_answer(ask(again, "groups", 99, {}, deal=DEAL))[0].refused  # after a restart, too
 
 
-def test_groups_are_not_told_once_the_site_takes_part(node: Node, sites: Sites) -> None:
+def test_groups_are_not_reported_once_the_site_takes_part(node: Node, sites: Sites) -> None:
     centres = {CENTRES: numbers_of(joint(node)[:2])}
     assert numbers_in(decode_deal_reply(ask(node, "groups", 1, centres, deal=DEAL))[1][COUNTS], "<i8", 1, "x").sum() > 0
     decode_deal_reply(ask(node, "join", 2, centres, deal=DEAL))

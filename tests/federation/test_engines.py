@@ -123,9 +123,7 @@ def test_a_name_makes_an_engine(world) -> None:
         ("ffa", 512, 3, "cuda", True),
     ],
 )
-def test_auto_lets_projectors_alone_share_passes(
-    lora: str, hidden: int, clients: int, device: str, together: bool
-) -> None:
+def test_auto_vectorizes_only_projectors(lora: str, hidden: int, clients: int, device: str, together: bool) -> None:
     model = DualEncoder(load_tiny(), ModelConfig(lora=lora, hidden=hidden), 0)  # type: ignore[arg-type]
     assert prefers_vectorized(model, clients, torch.device(device)) is together
 
@@ -144,7 +142,7 @@ def test_a_cohort_does_jobs_that_differ_in_more_than_what_is_a_clients_own(world
             torch.testing.assert_close(update.change[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_what_fills_up_a_batch_is_a_clients_own(world, local_job) -> None:
+def test_padding_of_a_batch_comes_from_the_same_client(world, local_job) -> None:
     """Client 0's pairs are not numbers, and batches of unequal size are filled up: others' answers stay the same."""
     cut = [replace(s, train=s.train[:n], train_ids=s.train_ids[:n], train_classes=s.train_classes[:n])
            for s, n in zip(world.shards, (9, 12, 7), strict=True)]  # fmt: skip

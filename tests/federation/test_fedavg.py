@@ -57,7 +57,7 @@ def test_the_order_of_arrival_does_not_matter(toy_params) -> None:
         assert all(torch.equal(state[name], states[0][name]) for name in state.tensors)
 
 
-def test_the_round_tells_what_happened(toy_params) -> None:
+def test_the_round_records_its_events(toy_params) -> None:
     bad = update(2, 5, toy_params(math.nan))
     finished = average(
         toy_params(0.0), [bad, update(1, 3, toy_params(1.0), 2.0), update(0, 1, toy_params(1.0), 4.0)], CONFIG, 7
@@ -68,7 +68,7 @@ def test_the_round_tells_what_happened(toy_params) -> None:
     assert list(finished.rejected) == [2] and "non-finite" in finished.rejected[2]
 
 
-def test_a_loss_that_is_no_number_does_not_spoil_the_mean(toy_params) -> None:
+def test_a_loss_that_is_not_a_number_does_not_spoil_the_mean(toy_params) -> None:
     updates = [update(0, 1, toy_params(1.0), math.nan), update(1, 1, toy_params(1.0), 2.0)]
     assert average(toy_params(0.0), updates, CONFIG, 1).loss == 2.0
     assert average(toy_params(0.0), updates[:1], CONFIG, 1).loss is None
@@ -137,7 +137,7 @@ def test_when_all_abstain_the_state_stays(toy_params) -> None:
     assert finished.state is state and not finished.updates and finished.loss is None
 
 
-def test_when_all_are_rejected_the_reason_is_told(toy_params) -> None:
+def test_when_all_are_rejected_the_reason_is_named(toy_params) -> None:
     wrong = [update(client, 1, toy_params(math.nan)) for client in (3, 5)]
     with pytest.raises(UserError, match=r"round 2: every update was rejected .client 3: .*non-finite.*learning_rate"):
         average(toy_params(0.0), wrong, CONFIG, 2)
@@ -167,7 +167,7 @@ def test_fedavg_yields_one_state_a_round(toy_params) -> None:
     assert [job.round for _, job, _ in spy.asked] == [1, 2, 3]
 
 
-def test_fedavg_goes_on_from_a_later_round(toy_params) -> None:
+def test_fedavg_continues_from_a_later_round(toy_params) -> None:
     config = TrainingConfig(rounds=4, participation=0.5)
     whole, spy = Spy(), Spy()
     states = [each.state for each in fedavg(toy_params(0.0), whole, config, seed=0, temperature=0.1)]

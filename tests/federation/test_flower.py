@@ -385,7 +385,7 @@ def test_a_server_that_is_killed_is_resumed_from(here: Reference, federation: Fe
     assert hashes(out) == here.trained
 
 
-def test_a_node_that_loses_power_in_a_round_is_left_out_and_comes_back(federation: Federation, tmp_path: Path) -> None:
+def test_a_node_that_loses_power_in_a_round_is_left_out_and_returns(federation: Federation, tmp_path: Path) -> None:
     """No deadline is set, so that a busy machine changes nothing: Flower finds out within a minute or so."""
     out = tmp_path / "run"
     settings = (*federation.settings, "engine=flower", f"federation={federation.folder}", "training.rounds=3")
@@ -616,7 +616,7 @@ def test_an_admitted_node_cannot_speak_for_another(federation: Federation) -> No
         assert keys[bound[client]] == public_key(text, "key").hex()
 
 
-def test_status_tells_who_is_there(runs: dict[str, Path], federation: Federation) -> None:
+def test_status_lists_connected_clients(runs: dict[str, Path], federation: Federation) -> None:
     reported = federation.ease("status", federation.folder, "--run", runs["TLS"])
     assert reported.returncode == 0 and "3 nodes are connected" in reported.stdout and "round 2 of 2" in reported.stdout
     assert reported.stdout.count("ready") == 3

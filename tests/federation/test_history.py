@@ -35,7 +35,7 @@ def same(one: Params, two: Params) -> bool:
     return one.blocks == two.blocks and all(torch.equal(one[name], two[name]) for name in one.tensors)
 
 
-def test_everything_comes_back_exactly(history, toy_params) -> None:
+def test_everything_returns_exactly(history, toy_params) -> None:
     assert history.rounds() == 2
     assert same(history.initial(), toy_params(seed=0)) and same(history.state(0), toy_params(seed=0))
     assert same(history.state(1), toy_params(seed=1)) and same(history.state(2), toy_params(seed=2))
@@ -54,7 +54,7 @@ def test_an_empty_history_has_no_rounds(tmp_path: Path) -> None:
         History(tmp_path).initial()
 
 
-def test_a_round_without_its_record_does_not_exist_and_is_written_anew(history, toy_params) -> None:
+def test_a_round_without_its_record_does_not_exist_and_is_written_again(history, toy_params) -> None:
     folder = history.state_path(2).parent
     (folder / "round.json").unlink()
     (folder / "left.safetensors").write_bytes(b"half a fi")
@@ -114,7 +114,7 @@ def test_equal_rounds_have_equal_bytes(history, toy_params, tmp_path) -> None:
     assert hashes == {path.name: sha256(path) for path in one.glob("*.safetensors")}
 
 
-def test_one_block_is_read_alone(history, toy_params) -> None:
+def test_only_one_block_is_read(history, toy_params) -> None:
     block = toy_params(0.0).blocks[0]
     tensors = history.update_block(1, 3, block)
     assert list(tensors) == ["image.layer.B"]
@@ -125,7 +125,7 @@ def test_one_block_is_read_alone(history, toy_params) -> None:
     assert torch.equal(state["image.layer.B"], toy_params(seed=1)["image.layer.B"])
 
 
-def test_updates_lie_one_after_the_other_as_they_would_in_files_of_their_own(history, toy_params, tmp_path) -> None:
+def test_packed_updates_equal_those_in_single_files(history, toy_params, tmp_path) -> None:
     files = []
     for client in (0, 3):
         toy_params(seed=10 + client).save(tmp_path / "alone.safetensors")
@@ -133,7 +133,7 @@ def test_updates_lie_one_after_the_other_as_they_would_in_files_of_their_own(his
     assert history.update_path(1, 0).read_bytes() == b"".join(files)
 
 
-def test_damage_of_one_update_is_told_by_client_and_leaves_the_others_readable(history, toy_params) -> None:
+def test_damage_of_one_update_names_the_client_and_leaves_the_others_readable(history, toy_params) -> None:
     path = history.update_path(1, 3)
     faults.flip(path)
     with pytest.raises(UserError, match=r"updates\.bin: damaged .* \(client 3\)"):
@@ -156,7 +156,7 @@ def test_a_round_of_many_clients_is_three_files_and_a_few_waits_for_the_disk(toy
 # --- where clients keep their updates ---
 
 
-def test_a_history_without_updates_holds_global_states_alone(tmp_path: Path, toy_params) -> None:
+def test_a_history_without_updates_has_only_global_states(tmp_path: Path, toy_params) -> None:
     history = History(tmp_path, updates=False)
     toy_params(seed=0).save(history.initial_path)
     record = history.append(a_round(toy_params, 1))
@@ -172,7 +172,7 @@ def test_a_history_without_updates_holds_global_states_alone(tmp_path: Path, toy
             read()
 
 
-def test_a_state_before_it_was_held_is_kept_for_it_tells_the_mean(tmp_path: Path, toy_params) -> None:
+def test_a_state_before_locking_is_stored_because_it_gives_the_mean(tmp_path: Path, toy_params) -> None:
     held = replace(a_round(toy_params, 1), averaged=toy_params(seed=5))
     for updates in (True, False):
         history = History(tmp_path / str(updates), updates=updates)
@@ -196,7 +196,7 @@ def averaged(toy_params, weights=(5, 5, 5, 1)) -> Round:
     return average(toy_params(seed=0), updates, TrainingConfig(), 1)
 
 
-def test_a_record_tells_how_long_its_updates_are_and_how_far_they_moved_the_model(tmp_path, toy_params) -> None:
+def test_a_record_has_the_lengths_of_its_updates_and_of_the_move(tmp_path, toy_params) -> None:
     finished = averaged(toy_params)
     history = History(tmp_path)
     toy_params(seed=0).save(history.initial_path)
@@ -211,7 +211,7 @@ def test_a_record_tells_how_long_its_updates_are_and_how_far_they_moved_the_mode
     assert history.update_length(1, 0) and history.moved_length(1)
 
 
-def test_lengths_that_no_record_tells_are_read_off(history) -> None:
+def test_lengths_missing_in_records_are_computed(history) -> None:
     assert history.record(1).moved is None
     assert history.moved_length(1) == history.moved(1).norm()
     assert history.update_length(1, 3) == history.update(1, 3).change.norm()
@@ -260,7 +260,7 @@ def chained(folder: Path, toy_params, rounds: int, held: tuple[int, ...] = (), b
 @pytest.mark.parametrize("rounds", [[1], [2, 3, 4], [1, 3, 4, 6], [1, 2, 3, 4, 5, 6, 7]], ids=str)
 @pytest.mark.parametrize("held", [(), (3,), (4, 5)], ids=str)
 @pytest.mark.parametrize("broken", [(), (4,)], ids=str)
-def test_what_rounds_did_is_the_sum_of_what_each_did(tmp_path, toy_params, rounds, held, broken) -> None:
+def test_the_move_over_rounds_is_the_sum_of_each_move(tmp_path, toy_params, rounds, held, broken) -> None:
     history = chained(tmp_path, toy_params, 7, held, broken)
 
     def one(number: int) -> Params:

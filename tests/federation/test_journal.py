@@ -51,7 +51,7 @@ def test_a_replay_gives_equal_updates_and_asks_no_one(world, local_job, tmp_path
         assert same(one, two) and same(one, three)
 
 
-def test_a_partial_journal_goes_on_where_it_stopped(world, local_job, tmp_path: Path) -> None:
+def test_a_partial_journal_continues_where_it_stopped(world, local_job, tmp_path: Path) -> None:
     whole = two_calls(Journal(world.federation, tmp_path / "whole"), world.server.initial(), local_job)
     stopped = Journal(world.federation, tmp_path / "part").run(world.server.initial(), local_job(round=1), [0, 2])
     next(stopped)

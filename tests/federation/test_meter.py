@@ -209,7 +209,7 @@ def test_replays_and_measurements_are_not_free(world, local_job) -> None:
     assert passed == {"replay": 2 * 3 * (pairs - 4), "membership scores": pytest.approx(pairs / 3), "align": 3 * pairs}
 
 
-def test_no_state_is_kept_alive_whoever_it_was_sent_to(toy_params, local_job) -> None:
+def test_no_sent_state_is_kept_alive(toy_params, local_job) -> None:
     """Of many clients each was last drawn in another round: their states would fill the memory."""
     metered, alive = Metered(Answers()), []
     for number in range(6):

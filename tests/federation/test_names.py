@@ -44,7 +44,7 @@ def test_names_are_seen_however_they_are_written(name: str) -> None:
     assert snake(name) in {name.replace(" ", "_") for name in OBJECTIVES}
 
 
-def test_every_loss_of_a_method_lies_beside_it() -> None:
+def test_every_loss_of_a_method_is_in_its_module() -> None:
     """The registry of a program that has imported no method holds plain training alone."""
     names = {
         "align",

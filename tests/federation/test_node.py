@@ -176,7 +176,7 @@ def test_a_purge_over_nodes_is_that_of_one_process(
     assert bool(kept[0]) == (history == "training.history=client") and not kept[2]
 
 
-def test_nobody_joins_nodes_that_deal_the_data_of_a_configuration(
+def test_nodes_that_deal_configured_data_accept_no_join(
     site: Callable[..., Site], small_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     site(World.open(small_config("engine=sequential")))
@@ -305,7 +305,7 @@ def test_a_repeated_message_is_refused_even_by_a_new_process(
     assert "came before" in refused(node_of(world, 0, tmp_path / "node"), message)
 
 
-def test_what_was_closed_stays_closed(node: Node, world: World, local_job: Callable[..., LocalJob]) -> None:
+def test_closed_pairs_stay_closed(node: Node, world: World, local_job: Callable[..., LocalJob]) -> None:
     gone = (SampleRequest(ids=world.shards[0].train_ids[:5]),)
     _, update = decode_answer(node.answer(task(local_job(), world.server.initial(), gone=gone)))
     assert update is not None and decode_update(update).pairs == len(world.shards[0].train) - 5
@@ -332,7 +332,9 @@ def test_a_refused_job_changes_nothing_at_the_node(
     assert not refused(node, task(local_job(), world.server.initial()))
 
 
-def test_a_round_that_no_training_has_is_no_job(node: Node, world: World, local_job: Callable[..., LocalJob]) -> None:
+def test_a_round_that_no_training_has_is_not_a_job(
+    node: Node, world: World, local_job: Callable[..., LocalJob]
+) -> None:
     encoded, parts = encode_job(local_job(keep=True), world.server.initial())
     header = json.dumps(
         {**json.loads(encoded[PREFIX.size : -PREFIX.unpack_from(encoded)[3]]), "round": 10**30}
@@ -369,7 +371,7 @@ def test_a_server_cannot_make_a_site_store_more_than_its_policy_allows(
     assert len((node.folder / "messages.txt").read_text().split()) <= 21
 
 
-def test_a_refusal_tells_the_server_no_path_of_the_site(
+def test_a_refusal_shows_the_server_no_path_of_the_site(
     node: Node, world: World, local_job: Callable[..., LocalJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.log = sys.stderr
@@ -404,7 +406,7 @@ def test_a_part_that_was_altered_is_not_kept(node: Node, world: World, local_job
     assert len(node.blobs) == 0
 
 
-def test_names_of_parts_are_no_paths(
+def test_names_of_parts_are_not_paths(
     node: Node, world: World, local_job: Callable[..., LocalJob], tmp_path: Path
 ) -> None:
     encoded, _ = encode_job(local_job(), world.server.initial())
@@ -444,7 +446,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read(site: Callable[
         assert "1099511627776 bytes" in decode_answer(line.recv(length))[0].refused
 
 
-def test_its_owner_alone_may_speak_to_a_node(site: Callable[..., Site]) -> None:
+def test_only_its_owner_may_connect_to_a_node(site: Callable[..., Site]) -> None:
     path = node_socket(site().folder, 0)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(UserError, match="another process answers there"):
@@ -530,7 +532,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes | str], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_answer_is_named_and_the_round_goes_on(
+def test_a_faulty_answer_is_named_and_the_round_continues(
     world: World, site: Callable[..., Site], local_job: Callable[..., LocalJob], fault: str
 ) -> None:
     change, reason = FAULTS[fault]
@@ -572,7 +574,7 @@ def test_yesterdays_answer_is_not_todays(
     assert found == {0: "it answered another message than the one it was sent", 1: ""}
 
 
-def test_late_answers_are_discarded_and_the_client_comes_back(
+def test_late_answers_are_discarded_and_the_client_returns(
     world: World, site: Callable[..., Site], local_job: Callable[..., LocalJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, waited, answered = site(), threading.Event(), threading.Event()
@@ -639,7 +641,7 @@ def test_other_weights_and_other_data_are_not_worked_with(
     assert "other weights" in found[0] and "other training pairs" in found[1] and not found[2]
 
 
-def test_of_ids_a_node_sees_its_own_alone(
+def test_a_node_sees_only_its_own_ids(
     world: World, site: Callable[..., Site], local_job: Callable[..., LocalJob]
 ) -> None:
     started, sent = site(), dict[int, bytes]()
@@ -666,7 +668,7 @@ def test_no_node_is_said_in_words(tmp_path: Path) -> None:
     assert "start it with `ease node`" in str(spoken(tmp_path / "none.sock", b"", None))
 
 
-def test_present_tells_who_is_there(world: World, site: Callable[..., Site]) -> None:
+def test_present_lists_connected_clients(world: World, site: Callable[..., Site]) -> None:
     started = site()
     data = started.nodes[1].answer(encode(Ask(kind="hello", client=1, nonce="0" * 32, run=RUN)))
     reported = decode_present(data)

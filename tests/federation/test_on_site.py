@@ -86,7 +86,7 @@ def close(run: Run) -> None:
     assert len(list(purge_released(run.folder))) == 1
 
 
-def test_the_server_opens_its_own_pairs_alone(sites: Sites) -> None:
+def test_the_server_opens_only_its_own_pairs(sites: Sites) -> None:
     """What it could not open it cannot leak: while it works, there is nothing of a client's on its disk."""
     run = sites.trained()
     for site in (*SIZES, "all"):
@@ -103,7 +103,7 @@ def test_the_server_opens_its_own_pairs_alone(sites: Sites) -> None:
     assert "test/recall@1" in metrics and not any(key.startswith(("forget/", "retain/")) for key in metrics)
 
 
-def test_a_run_goes_on_without_photographs_that_are_gone(sites: Sites) -> None:
+def test_a_run_continues_without_deleted_photographs(sites: Sites) -> None:
     """A request is released, its photographs are deleted at the site, the node is started again: more requests are
     answered as if nothing were missing. A photograph that no one asked to forget is missed."""
     run = sites.trained()
@@ -159,7 +159,7 @@ def test_held_ids_are_those_of_the_shards(world) -> None:
         (("partition.clustering=pooled",), "would collect pairs"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(standing: Sites, changes: tuple[str, ...], problem: str) -> None:
+def test_impossible_settings_are_refused(standing: Sites, changes: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         open_world(Run.plan(standing.folder / "x", standing.config(*changes)))
 
@@ -283,7 +283,7 @@ LIES["nearly nothing"] = holding_with(train_ids=("x",), train_classes=(0,)), "ha
 
 
 @pytest.mark.parametrize("kind", LIES)
-def test_a_node_that_lies_of_its_pairs_is_named(standing: Sites, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_false_pairs_is_named(standing: Sites, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, problem = LIES[kind]
     node = standing.nodes[1]
     respond = node.respond

@@ -140,7 +140,7 @@ def test_engines_learn_what_autograd_teaches(model, activations, shards, local_j
                 torch.testing.assert_close(one.change[key], tensor, rtol=0, atol=tolerance)
 
 
-def test_a_client_alone_is_asked_by_no_graph(model, activations, shards, local_job, monkeypatch) -> None:
+def test_a_single_client_is_trained_without_a_graph(model, activations, shards, local_job, monkeypatch) -> None:
     """The oracle above would not tell if both were one."""
     monkeypatch.setattr(stacked, "_by_graph", None)
     data = {0: ClientData.of(shards[0], activations, CPU)}

@@ -159,7 +159,7 @@ def test_refused_clients_of_all_phases_are_added_up(tmp_path: Path, job, state) 
 
 
 @pytest.mark.parametrize("phase", [ADVERTISE, EXCHANGE, MASK])
-def test_where_everyone_is_needed_no_one_may_be_missing(tmp_path: Path, job, state, phase: str) -> None:
+def test_if_all_clients_are_needed_none_may_be_missing(tmp_path: Path, job, state, phase: str) -> None:
     clients = Clients(tmp_path, 5, {phase: frozenset({4})})
     with pytest.raises(UserError, match=r"4 of 5 clients .* and 5 are needed \(client 4"):
         added(clients, job, state, everyone=True)
@@ -219,7 +219,7 @@ def test_clients_receive_what_is_for_them_only(tmp_path: Path, job, state) -> No
         assert set(own.inbox) == (set() if own.objective == ADVERTISE else {update.client})
 
 
-def test_of_a_survivor_the_server_gets_the_self_mask_only(tmp_path: Path, job, state) -> None:
+def test_the_server_gets_only_the_self_mask_of_a_survivor(tmp_path: Path, job, state) -> None:
     """With the shares of both secrets it could read the client's sums."""
     clients = Clients(tmp_path, 4, {MASK: frozenset({7})})
     added(clients, job, state)

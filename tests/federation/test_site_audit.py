@@ -106,7 +106,7 @@ def naive(world: World, state: Params, request: Request, client: int) -> dict[st
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_nodes_tell_what_one_place_would_measure(there: Trained, kind: str) -> None:
+def test_nodes_report_the_measures_of_one_place(there: Trained, kind: str) -> None:
     request = REQUESTS[kind](there.pooled)
     audit = there.audit(request)
     instruments = AtSites(
@@ -224,7 +224,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("lie", NONSENSE)
-def test_a_node_that_tells_nonsense_is_named(there: Trained, monkeypatch, lie: str) -> None:
+def test_a_node_with_impossible_reports_is_named(there: Trained, monkeypatch, lie: str) -> None:
     change, problem = NONSENSE[lie]
     audit, node = there.audit(CLIENT), there.sites.nodes[1]
     respond, lying = node.respond, altered(change)
@@ -249,7 +249,7 @@ def test_a_site_may_refuse_to_be_audited(there: Trained, monkeypatch) -> None:
         AtSites(audit.world, CLIENT, audit.trained, {}, sound, SETTINGS)._look(audit.trained.final)
 
 
-def test_what_sites_cannot_measure_is_refused_before_anyone_waits(there: Trained, tmp_path: Path) -> None:
+def test_measures_that_sites_lack_are_refused_first(there: Trained, tmp_path: Path) -> None:
     world = open_world(there.run)
     members = world.server.membership
     few = [each.model_copy(update={"validation_ids": each.validation_ids[:2]}) for each in members.clients]

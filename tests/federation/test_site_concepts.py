@@ -90,7 +90,7 @@ def test_words_that_no_caption_has_are_refused_with_what_to_do(there: World) -> 
         match_concept(there, "zeppelin")
 
 
-def test_what_is_closed_is_not_looked_at(sites: Sites, pooled: World) -> None:
+def test_closed_pairs_are_not_searched(sites: Sites, pooled: World) -> None:
     run, word = sites.trained("closed"), common_word(pooled)
     before = set(match_concept(open_world(run), word).saying)
     answered(run, ClientRequest(clients=(1,)))

@@ -93,7 +93,7 @@ def unjoined(sites: Sites) -> Run:
 
 
 @pytest.mark.parametrize("kind", LIES)
-def test_what_cannot_be_is_refused_and_nothing_is_kept(sites: Sites, unjoined: Run, monkeypatch, kind: str) -> None:
+def test_invalid_joins_are_refused_and_nothing_is_stored(sites: Sites, unjoined: Run, monkeypatch, kind: str) -> None:
     (change, problem), node = LIES[kind], sites.nodes[NEW]
     dealt = Node._dealt
 
@@ -120,7 +120,7 @@ def test_a_site_joins_with_all_that_it_has(unjoined: Run) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_forgotten_comes_back_with_a_consent_for_it_alone(sites: Sites, apart: Run, monkeypatch) -> None:
+def test_forgotten_pairs_return_only_with_a_consent_for_them(sites: Sites, apart: Run, monkeypatch) -> None:
     """Client 2 leaves; its photographs come back at the new site under their old ids."""
     close(apart, ClientRequest(clients=(2,)))
     old, node = sites.nodes[2], sites.nodes[NEW]

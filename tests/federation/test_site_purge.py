@@ -200,7 +200,7 @@ def test_another_salt_is_refused(sites: Sites, apart: Run) -> None:
     assert "another salt" in decode_answer(sites.nodes[2].answer(encode(asked)))[0].refused
 
 
-def test_a_site_that_is_gone_for_good_is_recorded_and_blocks_no_purge(ease, sites: Sites, apart: Run) -> None:
+def test_a_lost_site_is_recorded_and_blocks_no_purge(ease, sites: Sites, apart: Run) -> None:
     first, later = (
         SampleRequest(ids=tuple(sorted(holding.train_ids[place] for holding in apart.known()[0].clients)))
         for place in (0, 1)

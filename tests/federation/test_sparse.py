@@ -22,7 +22,7 @@ def sparse(world) -> Sparse:
     return Sparse(base, blocks, density=0.1, seed=7)
 
 
-def test_positions_come_from_the_seed_alone(sparse: Sparse) -> None:
+def test_positions_depend_only_on_the_seed(sparse: Sparse) -> None:
     for name, kept in sparse.positions.items():
         size = sparse.base[name].numel()
         assert len(kept) == min(size, max(LEAST_KEPT, -(-size // 10))) == len(set(kept.tolist()))

@@ -29,7 +29,7 @@ def rule_for(job, start: Mapping[str, Tensor]) -> StepRule:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_steps_are_those_of_torch_to_the_bit_alone_and_in_a_stack(local_job, kind: str) -> None:
+def test_single_and_stacked_steps_are_those_of_torch_to_the_bit(local_job, kind: str) -> None:
     """Three steps at two step sizes; the second training leaves the stack after the first step."""
     job = local_job(optimiser=Optimiser(kind=kind, learning_rate=0.3, lora_learning_rate=0.07))
     starts = [tensors_of(seed) for seed in (0, 1)]

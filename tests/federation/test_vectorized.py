@@ -27,7 +27,7 @@ from ease.subspace import Basis
 
 @pytest.mark.parametrize("optimiser", [Optimiser(learning_rate=0.5), Optimiser(kind="adam", learning_rate=0.01)])
 @pytest.mark.parametrize("lengths", [(20, 20, 18), (20, 7, 2)], ids=["even", "uneven"])
-def test_together_equals_one_after_the_other(world, local_job, optimiser: Optimiser, lengths: tuple[int, ...]) -> None:
+def test_vectorized_equals_sequential(world, local_job, optimiser: Optimiser, lengths: tuple[int, ...]) -> None:
     job = local_job(optimiser=optimiser, epochs=2)
     start = world.server.initial()
     alone, trainings, offset = [], [], 0
@@ -172,7 +172,7 @@ def test_a_cohort_answers_as_its_clients_would(adapted, local_job, monkeypatch, 
     )
 
 
-def test_what_cannot_share_a_pass_runs_alone(adapted, local_job) -> None:
+def test_jobs_that_cannot_share_a_pass_run_by_themselves(adapted, local_job) -> None:
     world = adapted.world
     request = SampleRequest(ids=world.shards[0].train_ids[:4])
     job = local_job(objective="decouple", request=request, settings={"forget": 1.0}, reference=adapted.trained.final)
@@ -183,7 +183,7 @@ def test_what_cannot_share_a_pass_runs_alone(adapted, local_job) -> None:
         assert all(torch.equal(one.delta[name], tensor) for name, tensor in other.delta.tensors.items())
 
 
-def test_a_job_for_nobody_is_answered_by_nobody(world, local_job) -> None:
+def test_a_job_without_clients_has_no_answer(world, local_job) -> None:
     """As where all who answer a round are leaving, or every answer is estimated."""
     cohort = Vectorized.of(world.server.model, world.shards, world.evaluator.activations, world.server.device)
     for engine in (cohort, world.federation):
@@ -207,7 +207,7 @@ def test_a_group_that_does_not_fit_is_halved_and_stays_so(monkeypatch) -> None:
     assert tried == [10, 5, 3, 3, 3, 1, 3, 3, 3, 1]
 
 
-def test_a_batch_that_does_not_fit_alone_is_one_clear_line(world, local_job, monkeypatch) -> None:
+def test_a_single_batch_that_does_not_fit_is_one_clear_line(world, local_job, monkeypatch) -> None:
     def train(*_):
         raise torch.OutOfMemoryError
 

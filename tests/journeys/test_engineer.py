@@ -35,7 +35,7 @@ def test_all_four_requests_are_answered_once(answered, command) -> None:
     assert again["finished"] == []
 
 
-def test_who_left_is_in_no_later_round(answered) -> None:
+def test_a_client_that_left_is_in_no_later_round(answered) -> None:
     """North and west are gone from what the clients hold, and so are the three photographs."""
     members = json.loads((answered.run / "membership.json").read_text())["clients"]
     gone = {each["client"] for each in members if each["name"] in ("north", "west")}

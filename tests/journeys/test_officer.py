@@ -43,7 +43,7 @@ def test_the_commands_of_the_page_find_nothing_against_it(command) -> None:
     assert "nothing contradicts it" in model
 
 
-def test_it_says_that_there_is_no_verdict_without_an_audit(command) -> None:
+def test_it_says_that_there_is_not_a_verdict_without_an_audit(command) -> None:
     found = json.loads(command("verify", "certificate.json", "--json"))
     assert found["verdict"]["passed"] is None and found["verdict"]["words"].startswith("No verdict")
 

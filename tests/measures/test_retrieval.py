@@ -116,13 +116,13 @@ def test_two_clusters_by_hand() -> None:
     assert measured.tie_rate == 100
 
 
-def test_captions_repeated_within_a_pair_are_no_ties() -> None:
+def test_captions_repeated_within_a_pair_are_not_ties() -> None:
     image = torch.eye(6)
     measured = recall(image, image[:, None].repeat(1, 5, 1))
     assert measured.tie_rate == 0 and measured.mean == {1: 100, 5: 100, 10: 100}
 
 
-def test_copies_tie_exactly_wherever_they_stand() -> None:
+def test_copies_tie_exactly_at_every_position() -> None:
     """Half of the pairs are copies of the other half in dense, odd-sized matrices, where kernels have edges."""
     image, text = world(61, 3, width=37)
     order = torch.randperm(122, generator=torch.Generator().manual_seed(1))

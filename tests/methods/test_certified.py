@@ -68,7 +68,7 @@ def steps(method, learnt, request):
     return list(method.unlearn(learnt.trained, request, learnt.world.federation))
 
 
-def test_sifu_keeps_what_the_noise_hides_and_says_so(learnt) -> None:
+def test_sifu_keeps_what_the_noise_hides_and_reports_it(learnt) -> None:
     request = ClientRequest(clients=(1,))
     rounds = learnt.trained.training.rounds
     loud, quiet = steps(Sifu(sigma=1e6), learnt, request), steps(Sifu(sigma=1e-9), learnt, request)

@@ -203,7 +203,7 @@ class Heavy(Finetune):
         (Heavy, r"heavy, client request \(sequential\), check \w+: a client that fails makes its states not finite"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(stage_of, monkeypatch, kind: type[Unlearner], sentence: str) -> None:
+def test_a_violation_is_reported_in_a_sentence(stage_of, monkeypatch, kind: type[Unlearner], sentence: str) -> None:
     monkeypatch.setattr(testing, "make_stage", lambda name, folder: stage_of(name))
     with pytest.raises(AssertionError, match=sentence):
         check_method(kind, ["sequential"])
@@ -214,7 +214,7 @@ def test_forget_data_that_are_read_in_secret_show(stage_of) -> None:
         needs_no_more_than_it_says(stage_of("sequential"), Secret, "class")
 
 
-def test_a_class_without_words_is_told(monkeypatch) -> None:
+def test_a_class_without_docstring_is_reported(monkeypatch) -> None:
     class Mute(Finetune):
         name: ClassVar[str] = "mute"
         method: Literal["mute"] = "mute"  # type: ignore[assignment]

@@ -459,7 +459,7 @@ def test_settings_outside_their_range_are_refused(assignment: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
-def test_one_branch_is_projected_and_locked_alone(learnt, side: str) -> None:
+def test_only_one_branch_is_projected_and_locked(learnt, side: str) -> None:
     sent, steps = broadcast(learnt, reference="initial", modalities=side)
     for block in learnt.trained.final.blocks:
         untouched = torch.equal(sent[0].vector(block), learnt.trained.final.vector(block))

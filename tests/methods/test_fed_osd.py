@@ -40,7 +40,7 @@ def test_the_direction_is_the_residual_of_least_squares_at_full_length(seed: int
     np.testing.assert_allclose(rows @ found.numpy(), 0, atol=1e-4)
 
 
-def test_inside_the_span_there_is_no_step() -> None:
+def test_inside_the_span_there_is_not_a_step() -> None:
     """Rescaling what is left would blow rounding noise up to a full step."""
     retained = [vector(1.0, 0.3, 0.0), vector(0.2, 1.0, 0.0)]
     assert not orthogonal(vector(0.7, -0.4, 0.0), retained)["w"].any()

@@ -73,7 +73,7 @@ def test_the_schedule(toy_params, tmp_path) -> None:
     assert [step.phase for step in steps] == [*phases, "estimation", "final tuning", "final tuning"]
 
 
-def test_an_abnormal_client_is_asked_alone(toy_params, tmp_path) -> None:
+def test_an_abnormal_client_is_corrected_by_itself(toy_params, tmp_path) -> None:
     """From -3 the first steps are 0.1 · 0.2 · 4 = 0.08 for client 0 and 0.1 · 0.5 · 2 = 0.1 for client 1.
 
     Under a tolerance of 90 % the smaller one is the limit. Both steps shrink on the way: the recovered state is -2.74

@@ -75,14 +75,14 @@ def test_the_weights_of_the_training_are_those_of_the_means(toy_params, past, no
     assert_filled(step.state, 3.5)
 
 
-def test_a_round_of_the_leaving_client_alone_goes_whole_and_one_without_it_stays(toy_params, past, nobody) -> None:
+def test_a_round_of_only_the_leaving_client_is_removed_and_one_without_it_stays(toy_params, past, nobody) -> None:
     """Round 1 is client 1's: D = 2. Round 2 has clients 0 and 2: D = 0. Both moved by 2 and weigh the same."""
     trained = past({1: toy_params(2.0)}, {0: toy_params(2.0), 2: toy_params(2.0)}, participation=0.5)
     (step,) = make_method("fed_recovery").unlearn(trained, CLIENT, nobody)
     assert_filled(step.state, 4 - (2 + 0) / 2)
 
 
-def test_what_earlier_requests_took_is_not_taken_again(toy_params, past, scripted) -> None:
+def test_contributions_of_earlier_requests_are_not_removed_again(toy_params, past, scripted) -> None:
     """Client 2 is gone: of clients 0 and 1 the mean is (1 + 4) / 3 and without 1 it is 1. What is left starts at 10."""
     trained = replace(
         past(values_of(toy_params, 1, 2, 3)), answered=toy_params(10.0), gone=(ClientRequest(clients=(2,)),)
@@ -104,7 +104,7 @@ def test_a_class_counts_by_the_share_that_each_client_keeps(toy_params, past, sc
     assert clients == [0, 1, 2] and job.data == "retain" and job.epochs == 1
 
 
-def test_noise_is_as_long_as_it_is_told(learnt) -> None:
+def test_noise_has_the_given_norm(learnt) -> None:
     """The norm of 74,000 normal numbers is within 2 % of its expectation."""
     plain, noisy = (
         next(make_method("fed_recovery", (f"noise={share}",)).unlearn(learnt.trained, CLIENT, learnt.world.federation))

@@ -36,7 +36,7 @@ def test_a_clients_pairs_fall_and_others_are_repaired(effect) -> None:
     assert found.after < found.before - 0.4 and found.kept_after > found.kept_before
 
 
-def test_the_leaving_client_works_alone_and_is_gone(jobs) -> None:
+def test_only_the_leaving_client_works_and_is_then_left_out(jobs) -> None:
     given = jobs(CLIENT, "ferrari", "forget_rounds=2", "noise_draws=3")
     assert [(client, job.objective) for client, job in given] == [
         (1, "sensitivity"), (1, "sensitivity"), (0, "align"), (2, "align"), (3, "align"),

@@ -42,7 +42,7 @@ def test_all_that_the_client_sent_is_subtracted_by_its_weight(
     assert job.reference == trained.final
 
 
-def test_of_a_class_each_client_loses_the_share_that_goes(toy_params, past, scripted) -> None:
+def test_each_client_loses_its_share_of_a_class(toy_params, past, scripted) -> None:
     """Client 1 keeps one of two pairs: half of 2/6 · 2 goes. The epoch that told it moved the state by 0.6."""
     trained = past({client: toy_params(client + 1.0) for client in (0, 1, 2)})
     federation = scripted(dict.fromkeys((0, 1, 2), toy_params(0.6)), {0: 1, 1: 1, 2: 3}, held={0: 1, 1: 2, 2: 3})

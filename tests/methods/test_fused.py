@@ -40,7 +40,7 @@ def test_each_modality_has_a_layer_however_few_there_are(count: int, expected: l
     assert [block.name for block in critical(blocks, changes, count)] == expected
 
 
-def test_the_model_changes_in_the_kept_values_of_the_chosen_layers_alone(learnt) -> None:
+def test_only_kept_values_of_the_chosen_layers_change(learnt) -> None:
     final = learnt.trained.final
     first, *rest = make_method("fused", ("layers=2", "density=0.05")).unlearn(
         learnt.trained, CLIENT, learnt.world.federation

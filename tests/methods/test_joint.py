@@ -43,7 +43,7 @@ def values(steps) -> list[float]:
     return [float(next(iter(step.state.tensors.values())).flatten()[0]) for step in steps]
 
 
-def test_a_withdrawing_client_is_added_whole_and_then_gone(trained, local_job) -> None:
+def test_a_withdrawing_client_is_added_in_full_and_then_left_out(trained, local_job) -> None:
     """Clients 0 and 2 have a weighted mean of (1·1 + 3·3) / 4 = 2.5. Client 1 adds its 2 in the first two rounds."""
     federation = Constant()
     steps = list(joint_rounds(trained, ClientRequest(clients=(1,)), federation, local_job(), 3, forget_rounds=2))

@@ -84,7 +84,7 @@ def test_secants_without_curvature_are_left_out(turn: float) -> None:
     assert make_secant(params(torch.ones(6)), params(torch.full((6,), turn))) is None
 
 
-def test_no_move_is_no_secant() -> None:
+def test_no_move_is_not_a_secant() -> None:
     assert make_secant(params(torch.zeros(6)), params(torch.ones(6))) is None
 
 

@@ -44,7 +44,7 @@ def test_the_first_projector_layers_are_negated_and_nothing_else(learnt) -> None
         assert name not in FIRST or float(tensor.abs().max()) > 0
 
 
-def test_the_default_really_changes_what_the_model_says(learnt) -> None:
+def test_the_default_really_changes_the_embeddings(learnt) -> None:
     """The sheet of similarities has next to nothing to do with the one before; the right captions are lost."""
     before = similarities(learnt.world, learnt.trained.final)
     after = similarities(learnt.world, negate(learnt.trained.final, FIRST))

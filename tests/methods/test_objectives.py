@@ -238,7 +238,7 @@ def test_sensitivity_is_finite_where_nothing_moves(local_job) -> None:
     assert all(tensor.grad is not None and torch.isfinite(tensor.grad).all() for tensor in tensors.values())
 
 
-def test_noise_leaves_padding_alone(adapted, local_job) -> None:
+def test_noise_does_not_change_padding(adapted, local_job) -> None:
     """Its norm counts real tokens only, so padding cannot make a caption look insensitive."""
     client = adapted.world.federation.data[1]
     mask = client.train.text_mask

@@ -26,7 +26,7 @@ def close(one: Params, two: Params) -> bool:
 
 
 @pytest.mark.parametrize("leaving", [(1,), (0, 3)], ids=str)
-def test_what_is_left_is_the_mean_of_the_other_clients_models(learnt, leaving) -> None:
+def test_the_rest_is_the_mean_of_the_other_clients_models(learnt, leaving) -> None:
     staying = [client for client in range(4) if client not in leaving]
     rest = without_clients(learnt.trained, leaving)
     assert close(rest, last_models(learnt, staying))
@@ -85,7 +85,7 @@ def test_forget_pairs_fall_far_and_others_are_repaired(effect, few, scope: str) 
     assert found.after < found.before - 1 and found.kept_after > found.kept_before
 
 
-def test_the_leaving_client_climbs_alone_and_is_gone(jobs) -> None:
+def test_only_the_leaving_client_ascends_and_is_then_left_out(jobs) -> None:
     given = jobs(CLIENT, "pgd", "epochs=3")
     assert [(client, job.data) for client, job in given] == [(1, "forget"), (0, "retain"), (2, "retain"), (3, "retain")]
     ascent = given[0][1]

@@ -74,7 +74,7 @@ def test_a_name_that_two_packages_want_is_given_to_neither(point) -> None:
     assert not usable and "several packages" in refused["longer"] and "other_package:Half" in refused["longer"]
 
 
-def test_a_refused_one_is_told_when_it_is_asked_for(monkeypatch, ease) -> None:
+def test_a_refused_plug_in_is_reported_when_it_is_requested(monkeypatch, ease) -> None:
     monkeypatch.setitem(BROKEN, "sad", "sad_package:Sad cannot be imported (ImportError: no luck)")
     with pytest.raises(
         UserError, match="--method sad: this plug-in cannot be used: sad_package:Sad cannot be imported"

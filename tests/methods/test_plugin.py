@@ -37,7 +37,7 @@ def settings_of_halfway(reported: dict) -> list[str]:
     return [each["name"] for kind in reported["methods"] if kind["name"] == "halfway" for each in kind["settings"]]
 
 
-def test_what_the_package_declares_is_listed_with_its_settings(monkeypatch) -> None:
+def test_a_declared_method_is_listed_with_its_settings(monkeypatch) -> None:
     """As if it were installed, which takes seconds: what pip makes of the same declaration is asked for below."""
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())
     monkeypatch.syspath_prepend(PACKAGE / project["tool"]["setuptools"]["package-dir"][""])

@@ -49,7 +49,7 @@ def test_a_leaving_client_is_asked_nothing(learnt) -> None:
     assert {each.job.data for each in asked} == {"retain"} and {each.job.objective for each in asked} == {"align"}
 
 
-def test_several_leaving_clients_are_all_left_alone(learnt) -> None:
+def test_several_leaving_clients_are_all_left_out(learnt) -> None:
     asked, _ = watch(learnt, ClientRequest(clients=(0, 3)), "ease")
     assert {each.client for each in asked} == {1, 2}
 
@@ -109,7 +109,7 @@ def test_no_forget_pair_is_ever_read(adapted, poison, request_) -> None:
     assert all(same(one.state, two.state) for one, two in zip(blind, plain, strict=True))
 
 
-def test_a_client_learns_of_its_own_pairs_and_rounds_alone(learnt, samples) -> None:
+def test_a_client_learns_only_of_its_own_pairs_and_rounds(learnt, samples) -> None:
     asked, _ = watch(learnt, samples, "ease")
     job = next(each.job for each in asked if each.job.objective == "replay")
     for client in (0, 1, 2):

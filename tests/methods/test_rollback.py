@@ -54,7 +54,7 @@ def test_a_client_counts_by_what_it_made_of_a_round_and_a_class_by_all_of_it(toy
     assert influences(trained, CLASS, [0, 1]) == pytest.approx([3 * 6**0.5])
 
 
-def test_what_went_before_counts_too(toy_params, past) -> None:
+def test_earlier_rounds_count_too(toy_params, past) -> None:
     """Stored states still hold client 2, who is gone: mean (1 + 8 + 9) / 6 = 3, of client 0 alone 1."""
     trained = past({0: toy_params(1.0), 1: toy_params(4.0), 2: toy_params(3.0)})
     after_client = replace(trained, gone=(ClientRequest(clients=(2,)),))

@@ -55,7 +55,7 @@ def test_an_interrupted_training_continues_every_shard(run, tmp_path) -> None:
     assert stopped.history.state_path(3).read_bytes() == run.history.state_path(3).read_bytes()
 
 
-def test_a_second_request_goes_on_from_the_first_result(ease, run, tmp_path) -> None:
+def test_a_second_request_continues_from_the_first_result(ease, run, tmp_path) -> None:
     """Once released, the stored updates are those without the first client."""
     folder = tmp_path / "run"
     copied = Run.create(folder, run.config)

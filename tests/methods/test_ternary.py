@@ -108,7 +108,7 @@ NAME = "text.projector.0.weight"
         ({f"{NAME}:scale": torch.tensor(torch.nan)}, "non-finite"),
     ],
 )
-def test_what_cannot_be_decoded_is_refused(toy_params, change: dict, reason: str) -> None:
+def test_undecodable_values_are_refused(toy_params, change: dict, reason: str) -> None:
     sent = encode(Update(0, 3, toy_params(1.0)), SETTINGS)
     values = {name: value for name, value in {**sent.values, **change}.items() if value is not None}
     refused = reject_reason(decode(replace(sent, values=values), toy_params(0.0)), toy_params(0.0))

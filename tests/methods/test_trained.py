@@ -40,7 +40,7 @@ def test_fed_recover_asks_in_the_order_of_the_training(learnt, jobs) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - AFRESH))
-def test_methods_go_on_from_what_earlier_requests_left(learnt, name: str) -> None:
+def test_methods_continue_from_what_earlier_requests_left(learnt, name: str) -> None:
     """The first state is near the start that was given, and far from it where the training alone was given."""
     trained = learnt.trained
     shift = trained.final.map(lambda tensor: tensor * 0 + 0.5)

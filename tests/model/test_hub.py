@@ -292,7 +292,7 @@ def test_memory_can_be_saved_once(checkpoint) -> None:
 
 
 @pytest.mark.parametrize("option", ["checkpointing", "compile"])
-def test_what_only_large_towers_offer_is_refused_elsewhere(option: str) -> None:
+def test_features_of_large_towers_are_refused_elsewhere(option: str) -> None:
     with pytest.raises(UserError, match=rf"model\.{option}"):
         DualEncoder(load_backbone("tiny"), ModelConfig(**{option: True}), seed=0)
 
@@ -325,7 +325,7 @@ def test_compiling_changes_no_gradient(checkpoint, family: str) -> None:
 
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stacked_adapters_give_what_each_gives_alone(checkpoint, family: str, halved: bool) -> None:
+def test_stacked_adapters_equal_single_ones(checkpoint, family: str, halved: bool) -> None:
     """Two models in one batch, as clients that train together."""
     backbone = load_backbone(f"hf:{checkpoint(family)}")
     backbone = backbone.halve() if halved else backbone
@@ -460,7 +460,7 @@ def test_a_missing_file_is_named(checkpoint, tmp_path: Path, part: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_library_is_no_missing_file(checkpoint, monkeypatch) -> None:
+def test_a_missing_library_is_not_a_missing_file(checkpoint, monkeypatch) -> None:
     def refuse(*_, **__):
         raise ImportError(
             "\nSiglipTokenizer requires the protobuf library but it was not found. Check out the\ninstructions"
@@ -570,7 +570,7 @@ def test_no_code_of_a_checkpoint_runs_even_if_the_user_says_yes(
     assert "\n" not in str(caught.value) and not trace.exists()
 
 
-def test_transformers_is_told_to_trust_no_code(checkpoint, monkeypatch) -> None:
+def test_transformers_runs_without_trust_in_code(checkpoint, monkeypatch) -> None:
     """The second bolt, should a file with code ever pass the first."""
     reported = []
     for kind in (transformers.AutoModel, transformers.AutoTokenizer, transformers.AutoImageProcessor):
@@ -603,7 +603,7 @@ def test_an_adapter_in_the_folder_leads_to_no_other_model(checkpoint, tmp_path: 
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "model.bin", "/etc/passwd", 3])
-def test_an_index_names_weights_in_its_own_folder_alone(checkpoint, tmp_path: Path, shard: object) -> None:
+def test_an_index_names_only_weights_in_its_own_folder(checkpoint, tmp_path: Path, shard: object) -> None:
     folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     shutil.copy(tmp_path / "outside.safetensors", folder / "model-1.safetensors")
@@ -627,7 +627,7 @@ def test_an_index_names_weights_in_its_own_folder_alone(checkpoint, tmp_path: Pa
         ("tokenizer.json", '{"version": "1.0", "model": 3}'),
     ],
 )
-def test_settings_that_lie_are_one_line(checkpoint, tmp_path: Path, file: str, content: str) -> None:
+def test_false_settings_are_one_line(checkpoint, tmp_path: Path, file: str, content: str) -> None:
     folder = shutil.copytree(checkpoint("clip"), tmp_path / "copy")
     (folder / file).write_text(content)
     with pytest.raises(UserError) as caught:

@@ -196,7 +196,7 @@ def test_adapters_that_are_more_than_a_product_are_refused(theirs: Path, change:
         read_adapter(theirs)
 
 
-def test_tensors_beside_the_factors_are_refused(theirs: Path) -> None:
+def test_tensors_next_to_the_factors_are_refused(theirs: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(theirs / "adapter_model.safetensors")
@@ -231,7 +231,7 @@ def test_pickled_factors_are_refused_by_name(theirs: Path) -> None:
         read_adapter(theirs)
 
 
-def test_factors_that_are_no_numbers_are_refused(theirs: Path) -> None:
+def test_factors_that_are_not_numbers_are_refused(theirs: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(theirs / "adapter_model.safetensors")

@@ -44,7 +44,7 @@ def test_other_sizes_are_resized(backbone):
     torch.testing.assert_close(small, full, atol=1e-4, rtol=1e-4)
 
 
-def test_similar_captions_lie_closer(backbone):
+def test_similar_captions_are_closer(backbone):
     captions = ["A dog runs on the beach", "A puppy is running along the shore", "Two men repair a motorcycle engine"]
     with torch.no_grad():
         features, _ = backbone.text.prefix(backbone.tokenize(captions), 0)

@@ -91,7 +91,7 @@ def test_coarse_tokens_are_the_means_of_squares_of_patches(backbone):
             torch.testing.assert_close(coarse[0, 1 + row * photos_vit.GRID + column], mean, atol=1e-4, rtol=1e-4)
 
 
-def test_where_a_tower_is_split_changes_nothing(backbone):
+def test_splitting_a_tower_anywhere_changes_nothing(backbone):
     for tower, inputs in ((backbone.image, noise(3)), (backbone.text, backbone.tokenize(CAPTIONS))):
         with torch.no_grad():
             outputs = [tower(*tower.prefix(inputs, first), first) for first in range(tower.depth + 1)]

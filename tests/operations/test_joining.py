@@ -89,7 +89,7 @@ def test_a_client_joins_with_its_consent_and_further_rounds_train_with_it(ease, 
     assert states == [history.state(number)["image.projector.0.weight"].numpy().tobytes() for number in (2, 3, 4)]
 
 
-def test_who_joined_can_leave_and_only_its_own_rounds_are_touched(ease, run: Path, spare: Path) -> None:
+def test_a_joined_client_can_leave_and_only_its_rounds_change(ease, run: Path, spare: Path) -> None:
     run_json(ease, "join", run, "--samples", spare, *JOIN)
     shown = run_json(ease, "request", "add", run, "--client", 3, "--id", "early")["impact"]
     assert shown["clients"] == {"3": 10} and shown["rounds"] == []
@@ -146,14 +146,14 @@ def test_killed_before_any_file_the_same_command_ends_the_same(ease, run, spare,
     assert members(run).clients[-1].joined.consent == Ledger(run).consents()[0].content_hash
 
 
-def test_a_consent_that_was_reworded_is_told_from_the_one_that_was_given(ease, run: Path, spare: Path) -> None:
+def test_a_reworded_consent_is_distinguished_from_the_given_one(ease, run: Path, spare: Path) -> None:
     run_json(ease, "join", run, "--samples", spare, *JOIN)
     (given,) = Ledger(run).consents()
     Ledger(run).record_consent(given.model_copy(update={"text": "agrees to everything"}))
     assert Ledger(run).consents()[0].content_hash != members(run).clients[-1].joined.consent
 
 
-def test_what_cannot_join_is_refused_by_its_reason(ease, run: Path, spare: Path, tmp_path: Path) -> None:
+def test_pairs_that_cannot_join_are_refused_with_the_reason(ease, run: Path, spare: Path, tmp_path: Path) -> None:
     def listed(*ids: str) -> Path:
         (tmp_path / "ids.txt").write_text("\n".join(ids))
         return tmp_path / "ids.txt"
@@ -248,7 +248,7 @@ def test_new_photographs_of_sites_old_and_new(ease, place: Path) -> None:
     assert Ledger(run).entry("n").request == ClientRequest(clients=(0, 4))
 
 
-def test_who_comes_back_is_a_new_client_by_consent_alone(ease, place: Path) -> None:
+def test_a_returning_client_is_new_and_needs_a_consent(ease, place: Path) -> None:
     run, photos = place / "run", place / "photos"
     south = members(run).clients[1]
     own = sorted([*south.train_ids, *south.validation_ids])

@@ -160,7 +160,7 @@ def test_a_release_between_rounds_moves_by_what_is_purged_before_it(ease, folder
     assert more_rounds(ease, folder, 6).code == 0
 
 
-def test_where_clients_keep_their_history_the_leaving_ones_disk_goes(small, ease, tmp_path: Path) -> None:
+def test_the_leaving_clients_own_history_is_deleted(small, ease, tmp_path: Path) -> None:
     config = load_config(None, (*small, 'training.history="client"'))
     train_run(config, tmp_path / "run", quiet=True)
     closed(ease, tmp_path / "run", "--client", 1)
@@ -173,7 +173,7 @@ def test_where_clients_keep_their_history_the_leaving_ones_disk_goes(small, ease
 # --- what a purged run still answers ---
 
 
-def test_what_needs_the_model_before_is_refused_in_one_line(ease, folder: Path) -> None:
+def test_commands_that_need_the_earlier_model_are_refused_in_one_line(ease, folder: Path) -> None:
     closed(ease, folder, "--client", 1)
     list(purge_released(folder))
     for command, said in (
@@ -206,7 +206,7 @@ def place(small, tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_come_back(ease, place: Path) -> None:
+def test_forgotten_ids_and_pictures_are_nowhere_and_do_not_return(ease, place: Path) -> None:
     run = place / "run"
     names = ids_of(run, 0, 3)
     membership, _ = Run.load(run).known()

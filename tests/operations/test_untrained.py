@@ -132,7 +132,7 @@ def test_the_files_may_be_deleted_and_the_run_stays_usable(ease, here: Path, tmp
     assert run_json(ease, "forget", run, "--client", 2)["metrics"]["test/recall@1"] >= 0
 
 
-def test_later_requests_go_on_from_the_same_model(ease, here: Path, tmp_path: Path) -> None:
+def test_later_requests_continue_from_the_same_model(ease, here: Path, tmp_path: Path) -> None:
     """An erasure outside training changes no byte of the next answer."""
     run, wanted = here / "run", one_of_each(here / "run")
     plain = run_json(ease, "forget", run, "--client", 2)
@@ -166,7 +166,7 @@ def test_the_held_out_files_of_a_client_that_left_may_vanish(ease, here: Path) -
     assert ease("search", run, "a picture").code == 0
 
 
-def test_an_audit_of_what_nobody_trained_on_is_refused_in_one_line(ease, here: Path, tmp_path: Path) -> None:
+def test_an_audit_of_untrained_pairs_is_refused_in_one_line(ease, here: Path, tmp_path: Path) -> None:
     run = here / "run"
     name = run_json(ease, "forget", run, "--samples", listed(tmp_path, [one_of_each(run)["test"]]))["id"]
     refused = ease("audit", run, "--request", name)

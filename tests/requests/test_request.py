@@ -48,7 +48,7 @@ def test_ids_match_whole_and_exactly() -> None:
     assert forget_mask(SampleRequest(ids=("1",)), longer).tolist() == [True, False, False]
 
 
-def test_the_scope_tells_requests_apart() -> None:
+def test_the_scope_distinguishes_requests() -> None:
     adapter = TypeAdapter(Request)
     for request in (ClientRequest(clients=(1,)), ClassRequest(classes=(2,), text="boats"), SampleRequest(ids=("x",))):
         assert adapter.validate_json(adapter.dump_json(request)) == request

@@ -49,7 +49,7 @@ def planted(shared_cache: Path, small_config) -> World:
         return World.open(small_config(*PLANTED))
 
 
-def test_a_run_without_canaries_is_told_as_before() -> None:
+def test_a_run_without_canaries_serialises_identically() -> None:
     assert "canaries" not in RunConfig().model_dump(mode="json")["data"]
     some = load_config(None, ("data.canaries=8",))
     assert some.model_dump(mode="json")["data"]["canaries"] == 8
@@ -80,7 +80,7 @@ def test_clients_train_on_heads_and_no_set_that_is_measured_holds_a_canary(plant
         assert after.train_ids[: len(before.train_ids)] == before.train_ids, "data are dealt as without canaries"
 
 
-def test_a_request_for_canaries_alone_measures_them_and_compares_them_with_those_kept_out(planted: World) -> None:
+def test_a_request_for_canaries_compares_them_with_those_kept_out(planted: World) -> None:
     request = SampleRequest(ids=tuple(planted_ids(planted)))
     canaries = planted.evaluator.canaries
     sets = evaluation_sets(planted, request)
@@ -93,7 +93,7 @@ def test_a_request_for_canaries_alone_measures_them_and_compares_them_with_those
     assert not np.isin(subjects.population, canaries).any() and not np.isin(subjects.pool, canaries).any()
 
 
-def test_canaries_of_a_leaving_client_are_no_candidates(planted: World) -> None:
+def test_canaries_of_a_leaving_client_are_not_candidates(planted: World) -> None:
     subjects = Subjects.of(planted, CLIENT, 16)
     assert not np.isin(subjects.positions, planted.evaluator.canaries).any()
 

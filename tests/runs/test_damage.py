@@ -82,7 +82,7 @@ def test_more_rounds_after_a_release_need_every_file_of_the_answer(world, run: R
     assert (run.folder / "run.json").read_bytes() == before and run.history.rounds() == 2
 
 
-def test_an_answer_that_locks_nothing_goes_on_free(world, run: Run) -> None:
+def test_a_result_without_a_lock_continues_without_one(world, run: Run) -> None:
     list(forget(run, world, CLIENT, make_method("finetune"), observe=False))
     steps = list(train_further(run, world, "client-1/finetune", 1, True))
     assert len(steps) == 1
@@ -216,7 +216,7 @@ def test_one_who_loses_the_race_for_a_new_folder_changes_nothing(small_config, w
 # --- the cache ---
 
 
-def test_a_damaged_cache_is_made_again_and_a_line_says_so(small_config, tmp_path, monkeypatch, capfd) -> None:
+def test_a_damaged_cache_is_made_again_and_a_line_reports_it(small_config, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("EASE_CACHE", str(tmp_path))
     fewer = ("data.train=12", "data.test=4", "partition.clients=2", "partition.classes=2", "gallery=4")
     config = small_config("data.seed=3", "model.lora=ffa", *fewer)  # with a file of masks

@@ -229,7 +229,7 @@ def test_a_client_whose_sums_are_kept_leaves_without_a_message(kept: Site) -> No
     assert {job.data for job in asked.jobs} == {"forget"}
 
 
-def test_where_only_the_total_is_kept_the_others_send_again(runs: dict[str, Path]) -> None:
+def test_with_only_a_total_the_other_clients_send_again(runs: dict[str, Path]) -> None:
     run = Run.load(runs["client"])
     world = open_world(run)
     assert not (run.history.update_path(1, 0)).exists(), "no client's sums lie at the server"
@@ -329,7 +329,7 @@ def test_a_client_says_how_many_pairs_it_adds_up(secure: Site) -> None:
         assert fault(Update(1, held, None, {ADDENDS: torch.tensor(pairs)})) == words
 
 
-def test_the_last_client_is_not_left_alone(secure: Site) -> None:
+def test_the_last_client_cannot_remain_by_itself(secure: Site) -> None:
     with pytest.raises(UserError, match="1 client takes part, whose sums would be the total"):
         federation = secure.run.hosted(secure.world).federation
         list(Exact().unlearn(trained_of(secure.run), ClientRequest(clients=(0, 1, 2)), federation))
@@ -434,7 +434,7 @@ def test_forget_sums_of_other_pairs_are_refused_by_what_would_be_left(kept: Site
         list(Exact().unlearn(trained_of(kept.run), request, lying))
 
 
-def test_of_single_pairs_the_server_knows_the_count(kept: Site) -> None:
+def test_the_server_knows_only_the_count_of_single_pairs(kept: Site) -> None:
     request = SampleRequest(ids=kept.world.shards[1].train_ids[:3])
     job = sums_job(kept.run.config.training, 0, 0.07, request, "forget")
     state = trained_of(kept.run).start
@@ -810,7 +810,7 @@ def test_a_join_that_was_killed_is_finished_by_the_same_command(growing: Run, ea
     assert joined_run(growing, ease).history.clients(1) == [0, 1, 2, 3, 4]
 
 
-def test_most_of_the_data_may_go_without_training_anew(kept: Site, ease) -> None:
+def test_most_of_the_data_may_be_forgotten_without_a_new_training(kept: Site, ease) -> None:
     """A queue trains from the start once much is gone, since approximate subtractions wear out; these do not."""
     folder = kept.run.folder
     assert ease("request", "add", folder, "--client", "0", "--client", "1", "--client", "2", "--approve").code == 0

@@ -96,7 +96,7 @@ def embed(run: Run, state: Params, modality: str, inputs: torch.Tensor) -> torch
 @pytest.mark.parametrize(
     ("family", "lora", "projector"), [("clip", "ffa", "mlp"), ("siglip", "full", "none"), ("siglip2", "ffa", "none")]
 )
-def test_peft_and_the_page_beside_it_give_the_embeddings_of_the_run(
+def test_peft_and_its_page_give_the_embeddings_of_the_run(
     ease, checkpoint, processed, finished, tmp_path: Path, monkeypatch, family: str, lora: str, projector: str
 ) -> None:
     """The code of the exported page runs as it is, on the stock model."""
@@ -258,7 +258,7 @@ def test_an_encoder_that_no_graph_can_hold_is_one_line_and_leaves_nothing(tiny: 
         (("--format", "pickle"), ("pickle",)),
     ],
 )
-def test_mistakes_are_one_line(ease, tiny: Run, tmp_path: Path, arguments: tuple, parts: tuple) -> None:
+def test_user_errors_are_one_line(ease, tiny: Run, tmp_path: Path, arguments: tuple, parts: tuple) -> None:
     result = ease("export", tiny.folder, "--out", tmp_path / "out", *arguments)
     assert result.code == 2 and result.out == "" and result.err.count("\n") == 1
     assert all(part in result.err for part in parts), result.err

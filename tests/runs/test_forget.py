@@ -178,7 +178,7 @@ def test_two_processes_do_not_work_on_one_run(world, run: Run) -> None:
 # --- what is kept ---
 
 
-def test_the_record_tells_everything(world, run: Run) -> None:
+def test_the_record_is_complete(world, run: Run) -> None:
     steps = list(forget(run, world, CLIENT, Ease()))
     outcome = answer_of(run, CLIENT, Ease())
     record = outcome.record()
@@ -278,7 +278,7 @@ def with_faults(world: World, fault: Fault, client: int = 0, share: float = 1.0)
 
 @pytest.mark.parametrize("fault", ["nan", "raise", "drop", "shape"])
 @pytest.mark.parametrize("name", ["client", "sample"])
-def test_a_request_goes_on_without_a_faulty_client_and_names_it(world, run: Run, name: str, fault: Fault) -> None:
+def test_a_request_continues_without_a_faulty_client_and_names_it(world, run: Run, name: str, fault: Fault) -> None:
     request = CLIENT if name == "client" else samples(world)
     steps = list(forget(run, with_faults(world, fault), request, Ease(), observe=False))
     assert all(step.state.is_finite() for step, _ in steps)
@@ -319,7 +319,7 @@ def test_a_bad_answer_blocks_no_rerun(world, run: Run, tmp_path: Path) -> None:
     assert again == plain and "rejected" not in stored.record().rounds[0].notes
 
 
-def test_without_any_finished_request_it_says_so(run: Run) -> None:
+def test_without_any_finished_request_it_reports_it(run: Run) -> None:
     with pytest.raises(UserError, match="finished: none"):
         find_answer(run, "client-1")
     with pytest.raises(UserError, match="is not finished; run the same `ease forget` again"):
@@ -327,7 +327,7 @@ def test_without_any_finished_request_it_says_so(run: Run) -> None:
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_training_goes_on_with_the_directions_locked_or_free(world, run: Run, locked: bool) -> None:
+def test_training_continues_with_the_directions_locked_or_free(world, run: Run, locked: bool) -> None:
     method = Ease()
     list(forget(run, world, CLIENT, method, observe=False))
     outcome = answer_of(run, CLIENT, method)

@@ -57,7 +57,7 @@ def ids_of(run: Path, client: int) -> list[str]:
 # --- membership ---
 
 
-def test_who_holds_what_is_stored_and_opens_the_same_world(trained: Path) -> None:
+def test_the_membership_is_stored_and_opens_the_same_world(trained: Path) -> None:
     run = Run.load(trained)
     dealt, again = open_world(Run(trained.parent / "elsewhere", run.config)), open_world(run)
     for one, two in zip(dealt.shards, again.shards, strict=True):
@@ -135,7 +135,7 @@ def test_an_audit_without_the_photographs_says_why_it_cannot_be(ease, trained, p
 # --- more rounds ---
 
 
-def test_more_rounds_go_on_from_the_answer_and_leave_the_client_out(ease, trained: Path) -> None:
+def test_more_rounds_continue_from_the_answer_and_leave_the_client_out(ease, trained: Path) -> None:
     answered(ease, trained, "--client", 1)
     assert more_rounds(ease, trained, 4).code == 0
     history = Run.load(trained).history
@@ -222,7 +222,7 @@ def test_a_closed_request_can_be_answered_by_another_method_from_where_it_began(
     assert second["before"] == first["before"]
 
 
-def test_what_is_gone_cannot_be_asked_for_again(ease, trained: Path, tmp_path: Path) -> None:
+def test_forgotten_pairs_cannot_be_requested_again(ease, trained: Path, tmp_path: Path) -> None:
     answered(ease, trained, "--client", 1)
     release(Run.load(trained), "client-1")
     (tmp_path / "ids.txt").write_text(ids_of(trained, 1)[0])

@@ -152,7 +152,7 @@ def test_the_training_is_the_same_and_each_keeps_its_own(both, ground: str) -> N
         assert any(len(numbers) < 5 for numbers in took_part.values())
 
 
-def test_no_value_of_an_update_lies_at_the_server(both) -> None:
+def test_no_value_of_an_update_is_at_the_server(both) -> None:
     """Whatever the names of files say: no tensor of any client's update is in one of the server's."""
     runs = both("all")
     theirs = [data for name, data in files(runs.client.folder).items() if not name.startswith("clients/")]
@@ -162,7 +162,7 @@ def test_no_value_of_an_update_lies_at_the_server(both) -> None:
             assert not any(values in data for data in theirs)
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(both, tmp_path, monkeypatch) -> None:
+def test_a_killed_training_continues_to_the_same_bytes(both, tmp_path, monkeypatch) -> None:
     """Killed when all clients have kept the third round and the server has not, and once while a client writes."""
     runs = both("half")
     run = Run.create(tmp_path / "run", runs.client.config)
@@ -295,7 +295,7 @@ def as_server(run: Run, folder: Path) -> Trained:
     return trained
 
 
-def test_after_a_release_and_more_rounds_the_next_request_is_told_the_same(both, small_config, tmp_path) -> None:
+def test_after_a_release_and_more_rounds_the_next_request_gets_the_same_job(both, small_config, tmp_path) -> None:
     """Client 1 is gone, its directions are held in two more rounds, its disk vanishes. Then others have requests.
 
     Rounding is of the order of 2^-24 of states, which are some ten times what was written.
@@ -348,7 +348,7 @@ def test_an_overlap_of_updates_that_are_not_here_is_refused(both) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["client", "sample"])
-def test_an_audit_is_the_same_whoever_keeps_the_history(small_config, tmp_path, name: str) -> None:
+def test_an_audit_does_not_depend_on_who_stores_the_history(small_config, tmp_path, name: str) -> None:
     """Shadows are the evaluator's own and the same to the byte, and so is all that answers are held against."""
     world, shadows, yardsticks = World.open(small_config(*BASE, "data.test=120")), [], []
     request = CLIENT if name == "client" else SampleRequest(ids=world.shards[0].train_ids[:8])

@@ -15,7 +15,7 @@ def refuse(*_: object) -> str:
     raise OSError
 
 
-def test_what_was_held_counts_after_it_is_gone() -> None:
+def test_freed_memory_counts_towards_the_peak() -> None:
     forget_peak_memory(CPU)
     before = peak_memory(CPU)
     np.ones(1 << 23).sum()  # 64 MiB

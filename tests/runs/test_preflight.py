@@ -105,7 +105,7 @@ def test_a_vanished_run_names_its_neighbours(tmp_path: Path) -> None:
         Run.load(tmp_path / "runs" / "frist")
 
 
-def test_a_terminal_in_a_deleted_folder_is_told_so(ease, monkeypatch, tmp_path: Path) -> None:
+def test_a_terminal_in_a_deleted_folder_gets_one_line(ease, monkeypatch, tmp_path: Path) -> None:
     def gone() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 

@@ -100,7 +100,7 @@ def test_a_file_without_a_format_is_of_another_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"), [("{", "damaged JSON"), ("[1]", "damaged, or written by an earlier version: it has no seal")]
 )
-def test_what_is_no_object_is_damaged(tmp_path: Path, content: str, said: str) -> None:
+def test_a_value_that_is_not_an_object_is_damaged(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "trial.json").write_text(content)
     with pytest.raises(UserError, match=rf"trial\.json: {said}.*run"):
         read_record(TrialRecord, tmp_path / "trial.json")
@@ -114,5 +114,5 @@ def test_as_many_energies_as_cosines(tmp_path: Path) -> None:
         read_record(AnswerRecord, tmp_path / "record.json")
 
 
-def test_a_price_beside_nothing_has_no_share() -> None:
+def test_a_price_against_zero_has_no_share() -> None:
     assert Price.of(3.0, 4.0).ratio == 0.75 and Price.of(3.0, 0.0).ratio == 0.0

@@ -98,7 +98,7 @@ def test_the_file_is_named_too(tmp_path: Path) -> None:
         load_config(tmp_path / "c.toml", ("training.epochs=1", "training.rounds=1"))
 
 
-def test_identity_leaves_out_the_rounds_alone(small_config: Configs) -> None:
+def test_identity_leaves_out_only_the_rounds(small_config: Configs) -> None:
     one = small_config()
     assert small_config("training.rounds=9").identity() == one.identity()
     for change in ("seed=1", "training.learning_rate=0.1", "model.lora=full", "data.seed=4", "partition.beta=2"):
@@ -119,7 +119,7 @@ def test_identity_leaves_out_the_rounds_alone(small_config: Configs) -> None:
         ("data.seed=-1", "data.seed: must be a whole number of 0 or more"),
     ],
 )
-def test_what_cannot_work_is_refused_and_leaves_nothing(small_config, tmp_path, assignment, message) -> None:
+def test_impossible_runs_are_refused_and_leave_nothing(small_config, tmp_path, assignment, message) -> None:
     with pytest.raises(UserError, match=message):
         train_run(small_config("model.lora=ffa", assignment), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
@@ -173,7 +173,7 @@ def test_a_fresh_cache_gives_the_same_bytes(reference, small_config, tmp_path, m
     assert contents(again.folder) == contents(reference)
 
 
-def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(reference, small_config, world, tmp_path) -> None:
+def test_a_stopped_run_continues_and_ends_with_the_same_bytes(reference, small_config, world, tmp_path) -> None:
     run = Run.create(tmp_path / "run", small_config())
     rounds = run.train(world)
     assert next(rounds).number == 1
@@ -190,7 +190,7 @@ def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(reference, small_con
 
 
 @pytest.mark.parametrize("left", [(), (f"{LEFTOVER}run.json-abc",), ("run.json",), ("run.json", "initial.safetensors")])
-def test_a_run_killed_at_its_very_start_goes_on(reference, small_config, world, tmp_path, left) -> None:
+def test_a_run_killed_at_its_very_start_continues(reference, small_config, world, tmp_path, left) -> None:
     (tmp_path / "run").mkdir()
     for name in left:
         (tmp_path / "run" / name).write_bytes((reference / name).read_bytes() if not name.startswith(".") else b"{")
@@ -212,7 +212,7 @@ def test_partial_participation_and_rejections_are_recorded(small_config, world, 
 
 
 @pytest.mark.parametrize("fault", ["raise", "drop", "repeat", "nan", "shape", "pairs", "mask"])
-def test_training_goes_on_without_a_faulty_client_and_names_it(small_config, world, tmp_path, fault) -> None:
+def test_training_continues_without_a_faulty_client_and_names_it(small_config, world, tmp_path, fault) -> None:
     faulty = replace(world)
     faulty.__dict__["federation"] = Faulty(world.federation, fault, client=2)
     run = trained_run(tmp_path / "run", small_config(), faulty)
@@ -232,7 +232,7 @@ def test_with_too_few_answers_a_round_is_not_written_and_a_patient_rerun_works(s
     assert again.history.rounds() == 2 and Run.load(again.folder).config.training.quorum == 0.6
 
 
-def test_a_recipe_that_diverges_says_so(small_config: Configs, tmp_path: Path) -> None:
+def test_a_recipe_that_diverges_reports_it(small_config: Configs, tmp_path: Path) -> None:
     """Gradients of the order of 1e15 times the largest rate: weights whose squares single precision cannot hold."""
     recipe = small_config("model.temperature=1e-15", "training.learning_rate=1e6")
     with pytest.raises(UserError, match=r"round 1: every update was rejected .* lower training.learning_rate"):
@@ -251,7 +251,7 @@ def test_a_run_of_another_configuration_is_refused_and_kept(reference, small_con
     assert contents(reference) == before
 
 
-def test_a_folder_that_is_no_run_is_refused_and_kept(small_config: Configs, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused_and_kept(small_config: Configs, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="is not empty and holds no run; choose another --out"):
         Run.create(tmp_path, small_config())

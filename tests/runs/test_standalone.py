@@ -128,7 +128,7 @@ def test_merged_layers_compute_what_adapters_did() -> None:
 
 
 @pytest.mark.slow
-def test_tiny_runs_with_torch_alone(clean, pictures, small, tmp_path: Path) -> None:
+def test_tiny_runs_with_only_torch(clean, pictures, small, tmp_path: Path) -> None:
     train_run(load_config(None, small), tmp_path / "run", quiet=True)
     python = clean(TORCH_ALONE)
     assert subprocess.run([python, "-c", "import numpy"], capture_output=True).returncode != 0
@@ -150,7 +150,7 @@ def test_a_checkpoint_runs_with_transformers(
 
 @pytest.mark.photos
 @pytest.mark.parametrize("backbone", ["photos", "photos-vit"])
-def test_photograph_encoders_run_alone(clean, pictures, small, tmp_path: Path, backbone: str) -> None:
+def test_photograph_encoders_run_by_themselves(clean, pictures, small, tmp_path: Path, backbone: str) -> None:
     lora = "off" if backbone == "photos" else "ffa"
     sizes = ("data.train=24", "data.test=12")
     settings = (*small, *sizes, f"model.backbone={backbone}", f"model.lora={lora}")

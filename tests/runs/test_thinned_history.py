@@ -156,7 +156,7 @@ def test_the_training_is_the_same_and_less_of_it_is_stored(both, ground: str) ->
         )
 
 
-def test_a_run_whose_updates_are_all_stored_is_told_as_before(small_config) -> None:
+def test_a_run_with_all_updates_stored_serialises_identically(small_config) -> None:
     reported = small_config().model_dump(mode="json")["training"]
     assert "history_every" not in reported
     assert small_config("training.history_every=2").model_dump(mode="json")["training"]["history_every"] == 2
@@ -169,7 +169,7 @@ def test_a_run_does_not_change_what_it_stores(both, small_config) -> None:
 
 
 @pytest.mark.parametrize("killed_at", [2, 3])
-def test_a_killed_training_goes_on_to_the_same_bytes(both, tmp_path, monkeypatch, killed_at: int) -> None:
+def test_a_killed_training_continues_to_the_same_bytes(both, tmp_path, monkeypatch, killed_at: int) -> None:
     """Between a round whose updates are stored and one whose are not, either way, and in the midst of it."""
     runs = both(EVERY)
     run = Run.create(tmp_path / "run", runs.some.config)
@@ -189,7 +189,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(both, tmp_path, monkeypatch
     assert files(run.folder) == files(runs.some.folder)
 
 
-def test_what_should_be_stored_and_is_not_is_damage(both, tmp_path) -> None:
+def test_missing_stored_updates_are_damage(both, tmp_path) -> None:
     run = Run.load(Path(shutil.copytree(both(EVERY).some.folder, tmp_path / "run")))
     (run.folder / "rounds/00003" / UPDATES).unlink()
     with pytest.raises(UserError, match=r"00003.*missing from the history"):
@@ -214,7 +214,7 @@ def test_settings_that_cannot_work_are_refused(small_config, settings: tuple[str
 
 @pytest.mark.parametrize("name", ["client", "two clients", "class", "sample"])
 @pytest.mark.parametrize("ground", GROUNDS)
-def test_what_is_repeated_is_what_was_sent(both, ground: str, name: str) -> None:
+def test_repeated_updates_equal_the_sent_ones(both, ground: str, name: str) -> None:
     runs = both(ground)
     request = runs.requests()[name]
     bound = rounding(runs, request)
@@ -253,7 +253,7 @@ def test_answers_are_the_same(both, name: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["leaving", "remaining"])
-def test_the_others_repeat_rounds_of_a_leaving_client_that_is_gone(both, source: Source) -> None:
+def test_the_others_repeat_rounds_of_an_absent_leaving_client(both, source: Source) -> None:
     """Its updates are stored in rounds 1, 3 and 5 only. If another client is gone too, it is named."""
     runs = both(EVERY)
     one, _ = contribution(trained_of(runs.whole), runs.world, CLIENT)
@@ -329,7 +329,7 @@ def test_after_a_release_those_with_all_their_pairs_repeat_what_is_not_stored(bo
     assert (two.total - one.total).norm() < 2e-3 * one.total.norm()
 
 
-def test_where_all_have_reported_no_stored_update_is_needed(both, tmp_path) -> None:
+def test_with_all_reports_no_stored_update_is_needed(both, tmp_path) -> None:
     """A class is gone that everyone had pairs of: no stored update is of use any more, and none is missed."""
     runs = both(EVERY)
     first = ClassRequest(classes=(2,))

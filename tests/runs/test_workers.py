@@ -52,7 +52,7 @@ def test_processes_keep_freed_memory_and_this_one_stays_as_it_is(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_a_mistake_in_a_process_is_told_as_it_is(tmp_path) -> None:
+def test_an_error_in_a_process_is_raised_unchanged(tmp_path) -> None:
     with pytest.raises(UserError, match="cannot be done"):
         list(spread(refuse, [tmp_path / "a", tmp_path / "b"], 2))
 

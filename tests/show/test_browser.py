@@ -180,7 +180,7 @@ def test_without_scripts_everything_but_the_slider_is_there(show: Open, contents
     assert opened.locator("svg.chart").count() == 9 and opened.locator("output").is_visible()
 
 
-def test_structure_is_told_to_those_who_do_not_see_it(show: Open, contents: Make) -> None:
+def test_structure_is_exposed_to_screen_readers(show: Open, contents: Make) -> None:
     opened = show(contents())
     assert opened.locator("html").get_attribute("lang") == "en"
     assert [opened.locator(name).count() for name in ("header", "main", "footer", "h1")] == [1, 1, 1, 1]
@@ -195,7 +195,7 @@ def test_structure_is_told_to_those_who_do_not_see_it(show: Open, contents: Make
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_stands_out(show: Open, contents: Make, scheme: str) -> None:
+def test_all_text_has_contrast(show: Open, contents: Make, scheme: str) -> None:
     opened = show(contents(), scheme=scheme)
     found = opened.evaluate(CONTRAST)
     assert len(found) > 100

@@ -65,12 +65,12 @@ def test_ticks_are_few_and_inside(low: float, width: float) -> None:
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1))
-def test_what_a_scale_spans_lies_inside(values: list[float]) -> None:
+def test_spanned_values_are_inside_the_scale(values: list[float]) -> None:
     scale = spanning(values, 10, 90)
     assert all(10 - 1e-6 <= scale(value) <= 90 + 1e-6 for value in values)
 
 
-def test_the_dot_lies_in_the_bar_exactly_when_the_value_is_in_the_band() -> None:
+def test_the_dot_is_in_the_bar_exactly_when_the_value_is_in_the_band() -> None:
     for value in (19.0, 21.0, 25.0, 28.0, 40.0):
         inside = 21 <= value <= 28
         drawn = band_picture(measured(value, 24, Band(low=21, high=28, models=4)))
@@ -86,7 +86,7 @@ def test_a_band_open_below_begins_at_the_left_edge() -> None:
     assert numbers(drawn, "rect", "x") == [0]
 
 
-def test_without_a_band_there_is_no_bar() -> None:
+def test_without_a_band_there_is_not_a_bar() -> None:
     assert "<rect" not in band_picture(measured(1, 2, None))
 
 
@@ -113,7 +113,7 @@ def test_a_cloud_keeps_its_ends_and_its_size() -> None:
     assert "median 0.50, middle half 0.25 to 0.75" in many
 
 
-def test_the_band_of_recall_lies_at_its_values() -> None:
+def test_the_band_of_recall_is_at_its_values() -> None:
     """y runs from 0 at 208 down to 100 at 34: 20 is at 173.2 and 30 at 155.8."""
     drawn = rounds_chart({"forget": [80.0, 25.0]}, {"forget": 90.0}, Band(low=20.0, high=30.0, models=4), 24.0)
     assert numbers(drawn, "rect", "y") == [155.8] and numbers(drawn, "rect", "height") == [17.4]

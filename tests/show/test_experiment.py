@@ -31,7 +31,7 @@ def test_the_outcome_comes_first(results, bench) -> None:
     assert "Client request: Near (7.0)" in text_of(html) and html.index("verdict nearest") < html.index("<table>")
 
 
-def test_one_method_alone_is_not_called_the_nearest(results, bench) -> None:
+def test_a_single_method_is_not_called_the_nearest(results, bench) -> None:
     rows = [row for row in results["rows"] if row["label"] != "Far"]
     assert "Nearest" not in text_of(experiment_section(bench({**results, "rows": rows})))
 
@@ -43,7 +43,7 @@ def test_variants_of_one_method_are_not_mixed(results, bench) -> None:
     assert [row.split(".")[0] for row in found if row.startswith(("Near", "Far"))][:2] == ["Near25", "Far†55"]
 
 
-def test_what_diverged_is_told(results, bench) -> None:
+def test_divergence_is_reported(results, bench) -> None:
     for row in results["rows"]:
         if row["label"] == "Near":
             row |= {"metrics": {}, "diverged": "every update was rejected"}
@@ -57,7 +57,7 @@ def test_the_figure_travels_in_the_page(results, bench) -> None:
     assert CAPTIONS.keys() == DRAWN.keys()
 
 
-def test_a_page_of_an_experiment_alone_asks_for_nothing_to_be_forgotten(results, bench) -> None:
+def test_a_page_of_only_an_experiment_asks_for_no_request(results, bench) -> None:
     text = text_of(page(Contents("main", "results/main", results=bench(results))))
     assert "What was compared in main" in text and "Nothing has been forgotten" not in text
 

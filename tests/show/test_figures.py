@@ -99,7 +99,7 @@ def test_the_grid_writes_every_value(drawable, bench) -> None:
     assert [label.get_text() for label in panel.get_yticklabels()] == ["Trained", "Near", "Far", "Retrain"]
 
 
-def test_true_positives_are_means_in_percent_beside_one_percent(drawable, bench) -> None:
+def test_true_positives_are_means_in_percent_next_to_one_percent(drawable, bench) -> None:
     """Near finds 2 % on one seed and 6 % on the other: 4 with a deviation of 2.8."""
     results = drawable["tpr"]
     rows = [
@@ -272,7 +272,7 @@ def test_no_two_labels_touch(kind, header, bench, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bars", "tradeoff"])
-def test_ease_stands_out_and_the_others_do_not(kind, header, bench) -> None:
+def test_ease_is_highlighted_and_the_others_are_not(kind, header, bench) -> None:
     """Bold, and in a colour that no other name has."""
     figure = draw(bench(crowded(kind, header)))[kind]
     names = {"FedOSD", "SOUL", "NoT", "EASE"}
@@ -350,7 +350,7 @@ def test_pairs_from_the_most_to_the_least_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(DRAWN))
-def test_what_diverged_leaves_a_gap(kind, drawable, bench) -> None:
+def test_diverged_trials_leave_a_gap(kind, drawable, bench) -> None:
     results = drawable[kind]
     lost = [row | {"metrics": {}, "diverged": "every update was rejected"} for row in results["rows"]]
     for row in lost:

@@ -125,9 +125,7 @@ def test_the_same_in_a_sentence_and_which_model_it_is(record: Make, audit: Make)
     assert (opening.date, opening.model_sha256) == ("1 May 2026", "abc")
 
 
-def test_what_to_do_next_follows_the_verdict(
-    record: Make, audit: Make, alone: Make, joint: Make, measure: Make
-) -> None:
+def test_next_steps_follow_the_verdict(record: Make, audit: Make, alone: Make, joint: Make, measure: Make) -> None:
     def steps(judged: dict[str, Any] | None) -> list[NextStep]:
         (answer,) = alone(record(), judged).answers
         return list(overview(answer.record, answer.audit, None, None, None, "", "RUN", answer.name).steps)

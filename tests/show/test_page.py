@@ -99,7 +99,7 @@ def test_each_of_few_pairs_is_shown_with_the_span_of_all_retrainings(record: Mak
     assert "train-000007 log-odds 1.00 7.25 9.00 4.50 to 12.00" in shown
 
 
-def test_a_list_of_answers_tells_how_each_stands(contents: Make) -> None:
+def test_a_list_of_results_shows_the_state_of_each(contents: Make) -> None:
     text = text_of(page(contents()))
     assert (
         "Forgetting client 8 by ease_paper ! unlike retraining (p = 0.001) Forgetting client 8 by finetune not audited"
@@ -134,7 +134,7 @@ def test_the_request_in_words_and_as_a_command(
     assert words in text and flags in text
 
 
-def test_a_measure_stands_beside_retrain_and_the_model_before(contents: Make) -> None:
+def test_a_measure_is_next_to_retrain_and_the_model_before(contents: Make) -> None:
     html = page(contents())
     cells = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", html) if ">R@1<" in row]
     assert cells[0].startswith("R@186.723.024.0") and cells[0].endswith("inside")
@@ -148,7 +148,7 @@ def test_a_threshold_that_was_used_is_where_the_slider_starts(contents: Make) ->
     assert "At δ = 0.15, 1 of 5 directions go: ηf = 0.25, ηr = 0.01." in text
 
 
-def test_what_is_missing_is_said_with_the_command_that_makes_it(record: Make, alone: Make) -> None:
+def test_missing_parts_name_the_command_that_makes_them(record: Make, alone: Make) -> None:
     text = text_of(page(alone(record(method="finetune", blocks=False))))
     assert "Not audited yet: This answer has not been audited, so there is no verdict yet." in text
     assert "ease audit runs/first --request client-8/ease --retrain Compare with models" in text

@@ -24,7 +24,7 @@ def ways() -> dict[str, np.ndarray]:
     }
 
 
-def test_ways_lie_where_they_were_walked(ways: dict[str, np.ndarray]) -> None:
+def test_paths_are_at_their_projected_places(ways: dict[str, np.ndarray]) -> None:
     flat = flatten(ways, along="retraining", across="training")
     assert flat.places["retraining"] == pytest.approx(np.array([[0, 0], [5, 0]]))
     assert flat.places["training"] == pytest.approx(np.array([[0, 0], [1, 2], [2, 6]]))

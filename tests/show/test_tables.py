@@ -37,7 +37,7 @@ def test_ties_are_won_together_and_references_never_win(results, bench) -> None:
     assert [line.label for line in best_of(sheet, seconds)] == ["Near", "Far"]
 
 
-def test_cost_is_told_with_its_share(results, bench) -> None:
+def test_cost_is_shown_with_its_share(results, bench) -> None:
     (sheet,) = sheets(bench(results))
     up = next(column for column in RETAIN if column.key == "cost/bytes_up")
     assert figures(sheet, up)[0] is None  # the trained model answered no request
@@ -133,7 +133,7 @@ def test_latex_of_every_shape_would_compile(results, bench) -> None:
         (r"\caption{", r"\caption"),
     ],
 )
-def test_the_check_of_latex_finds_mistakes(results, bench, right, wrong) -> None:
+def test_the_check_of_latex_finds_errors(results, bench, right, wrong) -> None:
     text = latex(bench(results))
     assert right in text
     with pytest.raises((AssertionError, IndexError)):
@@ -147,7 +147,7 @@ def test_latex_by_hand(results, bench) -> None:
     assert text.index(r"\midrule" + "\nRetrain") > text.index("Far")  # the reference stands apart
 
 
-def test_scenarios_stand_side_by_side_in_latex(results, bench) -> None:
+def test_scenarios_are_side_by_side_in_latex(results, bench) -> None:
     """Three recalls of forget pairs; three of retained ones and two kinds of bytes; test recall, rho, time and rank."""
     other = [dict(copy.deepcopy(row), scenario="class") for row in results["rows"]]
     text = latex(bench({**results, "rows": results["rows"] + other}))
@@ -176,7 +176,7 @@ def test_a_varied_setting_of_the_run_makes_sheets_and_of_a_method_makes_lines(re
     assert sheet.name == "Client request" and [line.label for line in sheet.lines][1] == "Near, delta = 0.3"
 
 
-def test_similarity_of_different_clients_alone() -> None:
+def test_similarity_only_of_different_clients() -> None:
     """Cosines 1 and 0 have the mean 0.5; a client's likeness to itself does not count."""
     cosines = (((1.0, 1.0), (1.0, 0.0)), ((1.0, 0.0), (1.0, 1.0)))
     assert mean_similarity(Overlap(block="a", modality="image", clients=(0, 1), cosines=cosines)) == 0.5
@@ -198,7 +198,7 @@ def lose(results: dict, label: str, *seeds: int) -> None:
             row |= {"metrics": {}, "diverged": "every update was rejected"}
 
 
-def test_a_seed_that_diverged_is_left_out_of_means_and_told(results, bench) -> None:
+def test_a_diverged_seed_is_left_out_of_means_and_reported(results, bench) -> None:
     """Of Near only seed 1 is left: 26, gap -4. It wins nothing with fewer seeds than others."""
     lose(results, "Near", 0)
     (sheet,) = sheets(bench(results))

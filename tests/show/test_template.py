@@ -20,7 +20,7 @@ def table_of(label: str) -> str:
 
 
 @given(st.text())
-def test_what_a_template_is_given_is_text(text: str) -> None:
+def test_template_values_are_text(text: str) -> None:
     """In a cell and in an attribute; line ends are whatever the file has."""
     html = table_of(text)
     cell = re.search(r'<th scope="row">([^<>]*)</th>', html)
@@ -62,7 +62,7 @@ def test_coordinates_are_short() -> None:
 
 
 @given(st.text())
-def test_text_comes_back_as_it_was_and_opens_no_shape(text: str) -> None:
+def test_text_returns_as_it_was_and_opens_no_shape(text: str) -> None:
     inner = tag("p", text).removeprefix("<p>").removesuffix("</p>")
     assert unescape(inner) == unescape(join(text)) and "<" not in inner and ">" not in inner
     assert re.fullmatch(r'<p title="([^"<>]*)"></p>', tag("p", title=text)) is not None

@@ -82,7 +82,7 @@ def test_a_band_of_rho_leaves_out_the_reference() -> None:
     assert band.metrics["mia"] != rho
 
 
-def test_a_method_that_diverges_gets_a_row_and_stops_nobody(small_experiment, tmp_path) -> None:
+def test_a_method_that_diverges_gets_a_row_and_stops_no_other(small_experiment, tmp_path) -> None:
     """Fine-tuning whose every update is refused."""
     wild = '{ method = "finetune", label = "wild" }'
     experiment = load_experiment(
@@ -124,7 +124,7 @@ def test_only_a_tracked_source_has_a_commit(tmp_path, monkeypatch) -> None:
     assert ease.studies.bench._commit().endswith("-dirty")
 
 
-def test_subspaces_look_at_training_alone(small_experiment, tmp_path) -> None:
+def test_subspaces_use_only_training(small_experiment, tmp_path) -> None:
     experiment = load_experiment(small_experiment, ["kind=subspaces", "seeds=[0]", 'scenarios=["client"]'])
     assert len(list(bench(experiment, tmp_path, 1))) == 1
     found = results(experiment, tmp_path)

@@ -144,7 +144,7 @@ def test_paths_are_meant_from_the_file(tmp_path) -> None:
         ),
     ],
 )
-def test_mistakes_are_told_before_any_work(tmp_path, line, words) -> None:
+def test_user_errors_are_reported_before_any_work(tmp_path, line, words) -> None:
     path = tmp_path / "x.toml"
     path.write_text(f'title = "x"\n{line}\n')
     with pytest.raises(UserError, match=words):

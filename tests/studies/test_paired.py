@@ -22,7 +22,7 @@ def test_equal_differences_have_an_interval_of_one_point() -> None:
     assert (found.mean, found.low, found.high, found.clear) == (2, 2, 2, True)
 
 
-def test_what_seeds_share_widens_the_interval() -> None:
+def test_effects_shared_by_seeds_widen_the_interval() -> None:
     """Ten requests of each of four seeds that differ by seed alone: there are four things to resample, not forty."""
     shift = np.array([0.0, 2.0, 4.0, 6.0])
     by_seed: dict[Unit, float] = {(seed, str(n)): float(shift[seed]) for seed in range(4) for n in range(10)}

@@ -209,7 +209,7 @@ def test_defaults_as_good_within_the_error_stay(search, monkeypatch, error: floa
             assert bool(found.settings) is second_wins
 
 
-def test_a_gap_that_is_no_number_is_no_score(learnt, monkeypatch) -> None:
+def test_a_gap_of_nan_is_not_a_score(learnt, monkeypatch) -> None:
     judge = Judge(learnt.run, learnt.world, learnt.trained, ClientRequest(clients=(0,)), 2.0, 80.0)
     monkeypatch.setattr(ease.studies.sweep, "forget", lambda *_, **__: iter(()))
     outcome = type("StoredAnswer", (), {"model": lambda self: learnt.trained.final})()

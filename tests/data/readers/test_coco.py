@@ -57,7 +57,7 @@ def test_a_stated_share_is_held_out(load, train):
 
 
 @pytest.mark.parametrize("folder", ["pictures/train2017", "pictures"])
-def test_images_may_lie_elsewhere(load, train, tmp_path, folder):
+def test_images_may_be_elsewhere(load, train, tmp_path, folder):
     (tmp_path / folder).parent.mkdir(exist_ok=True)
     (tmp_path / "train2017").rename(tmp_path / folder)
     assert len(load("coco", train, images=str(tmp_path / "pictures"))) == 2

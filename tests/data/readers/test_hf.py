@@ -93,7 +93,7 @@ def test_images_are_not_copied_into_memory(tmp_path, shades):
     assert isinstance(rows[0].image, memoryview) and pa.total_allocated_bytes() == before
 
 
-def test_what_is_no_saved_data_set(load, tmp_path, shades):
+def test_invalid_saved_data_sets_are_refused(load, tmp_path, shades):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty: no saved data set here"):
         load("hf", tmp_path / "empty")
@@ -128,7 +128,7 @@ def test_sites_in_a_column(load, tmp_path, shades):
 
 
 @pytest.mark.parametrize("how", ["up", "absolute", "link", "number", "nothing"])
-def test_a_saved_data_set_names_files_of_its_own_folder_alone(load, tmp_path, shades, how):
+def test_a_saved_data_set_names_only_files_of_its_own_folder(load, tmp_path, shades, how):
     save_to_disk(tmp_path / "secret", shades(10, text=["one"]))
     save_to_disk(tmp_path / "saved", shades(20, text=["two"]))
     (outside,) = (tmp_path / "secret").glob("*.arrow")
@@ -145,7 +145,7 @@ def test_a_saved_data_set_names_files_of_its_own_folder_alone(load, tmp_path, sh
         load("hf", tmp_path / "saved")
 
 
-def test_a_pipe_is_no_table(load, tmp_path):
+def test_a_pipe_is_not_a_table(load, tmp_path):
     (tmp_path / "set").mkdir()
     os.mkfifo(tmp_path / "set" / "train-0.parquet")
     with pytest.raises(UserError, match=r"train-0\.parquet: .*Not a regular file"):

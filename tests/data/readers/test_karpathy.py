@@ -46,7 +46,7 @@ def test_filepath_is_followed_and_a_flat_copy_works_too(data, tmp_path, picture)
     assert pairs.pixels[:, 0, 0, 0].tolist() == [77, 0]
 
 
-def test_images_may_lie_elsewhere(data, tmp_path, picture):
+def test_images_may_be_elsewhere(data, tmp_path, picture):
     picture(tmp_path / "else" / "w.png", 55)
     assert (data([entry("w.png")], images=str(tmp_path / "else")).pixels == 55).all()
 

@@ -308,7 +308,7 @@ def test_a_second_request_does_not_subtract_the_first_again(learnt) -> None:
 
 @pytest.mark.parametrize("rounds", [1, 5, 20, 33, 100])
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.9, 1.0])
-def test_replayed_rounds_stand_for_the_whole_way(rounds: int, share: float) -> None:
+def test_replayed_rounds_represent_all_rounds(rounds: int, share: float) -> None:
     count = max(1, round(share * rounds))
     moved = [1 / number for number in range(1, rounds + 1)]
     used = evenly_chosen(moved, count)
@@ -329,7 +329,7 @@ def test_stretches_are_equally_long() -> None:
 
 
 @pytest.mark.parametrize("leaving", [1, 0], ids=["another", "its holder"])
-def test_after_pairs_are_gone_a_leaving_client_contributed_what_rounds_without_them_say(learnt, leaving: int) -> None:
+def test_a_contribution_after_forgotten_pairs_is_that_of_rounds_without_them(learnt, leaving: int) -> None:
     """By hand: in every round the holder's update is what it would have sent without the pairs."""
     gone = SampleRequest(ids=learnt.world.shards[0].train_ids[:12])
     here, request = learnt.world.without(gone), ClientRequest(clients=(leaving,))

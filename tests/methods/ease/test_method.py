@@ -243,7 +243,7 @@ def recovery(learnt, monkeypatch):
     return rounds
 
 
-def test_recovery_goes_on_while_the_loss_is_above_that_of_training(learnt, recovery) -> None:
+def test_recovery_continues_while_the_loss_is_above_that_of_training(learnt, recovery) -> None:
     longest = [step.loss for step in recovery(0.0)]
     assert len(longest) == 3 and longest[0] > longest[1] > longest[2]
     assert len(recovery(None)) == len(recovery(longest[0])) == 2
@@ -366,7 +366,7 @@ def test_settings_of_the_papers_algorithm_are_not_those_of_ease(gone: str) -> No
         make_method("ease", (f"{gone}=1",))
 
 
-def test_half_of_the_rounds_stand_for_the_others(learnt, samples) -> None:
+def test_half_of_the_rounds_represent_the_others(learnt, samples) -> None:
     first = next(unlearn(learnt, samples, replay=0.5))
     assert first.notes["replayed_rounds"] == 3
     assert learnt.level(first.state, samples) < learnt.level(learnt.trained.final, samples) - 1

@@ -139,7 +139,7 @@ def test_any_weights_add_up_to_the_same_from_both_histories(kept, weights) -> No
     assert {client for client, _ in keepers.asked} == expected
 
 
-def test_what_was_held_after_a_round_is_not_taken_for_what_clients_did(toy_params, scripted, tmp_path, past) -> None:
+def test_locked_directions_are_not_counted_as_updates_of_clients(toy_params, scripted, tmp_path, past) -> None:
     trained = past({0: toy_params(1.0)})
     direction = torch.tensor([[1.0], [0.0]])
     held = ServerLock({"image.layer": Basis(direction, torch.eye(1), torch.ones(1).double())}, toy_params(0.0))
@@ -249,7 +249,7 @@ def test_a_damaged_global_state_is_refused(kept, toy_params, name: str) -> None:
 # --- what travels ---
 
 
-def test_a_kept_state_travels_as_its_name_alone(kept) -> None:
+def test_a_stored_state_is_sent_as_its_name(kept) -> None:
     """And a client that was not sent it looks for it under this name, and for no other."""
     _, trained, keepers, _ = kept()
     name = start_of(trained, 2)

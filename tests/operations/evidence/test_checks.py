@@ -117,7 +117,7 @@ def test_it_says_what_is_on_record_and_no_more(run: Run, certificate: Path) -> N
     assert records[3].payload["certificate"] == hashed(envelope.content)
 
 
-def test_an_answer_that_was_not_audited_says_so(bare: Run, tmp_path: Path) -> None:
+def test_an_answer_that_was_not_audited_reports_it(bare: Run, tmp_path: Path) -> None:
     path = written(tmp_path / "certificate.json", issue(bare, "client-1/retrain"))
     _, found = read_certificate(path)
     assert found.verdict.passed is None and "not audited" in found.verdict.words
@@ -146,7 +146,7 @@ def test_a_second_certificate_logs_only_itself(run: Run, certificate: Path) -> N
     assert verify(certificate, run, quick=True).holds and verify(second, run, quick=True).holds
 
 
-def test_it_still_holds_when_the_run_has_gone_on(run: Run, certificate: Path) -> None:
+def test_it_still_holds_when_the_run_has_continued(run: Run, certificate: Path) -> None:
     release(run, "client-1")
     assert verify(certificate, run).holds
 
@@ -156,7 +156,7 @@ def test_without_the_run_what_was_not_checked_is_said(certificate: Path) -> None
     assert found.holds and {check.name for check in found.checks if check.holds is None} == {"run", "keys"}
 
 
-def test_figures_that_cannot_be_measured_again_are_told(
+def test_figures_that_cannot_be_measured_again_are_reported(
     run: Run, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def vanished(*_: object) -> None:
@@ -168,7 +168,7 @@ def test_figures_that_cannot_be_measured_again_are_told(
     assert found.holds and check.name == "measured figures" and "3 of the 64 pairs" in check.words
 
 
-def test_other_sources_are_told(run: Run, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sources_are_reported(run: Run, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = installed_code().model_copy(update={"sources_sha256": "0" * 64})
     monkeypatch.setattr("ease.operations.evidence.checks.installed_code", lambda: other)
     found = verify(certificate, run, quick=True)
@@ -247,7 +247,7 @@ def test_a_figure_that_does_not_recompute_is_refused(bare: Run, tmp_path: Path) 
     assert "forget/recall@1: measured again" in refused(verify(path, bare))
 
 
-def test_a_verdict_is_drawn_anew(bare: Run, tmp_path: Path) -> None:
+def test_a_verdict_is_drawn_again(bare: Run, tmp_path: Path) -> None:
     """The stored words of an audit are not believed; those in a certificate are its measures'."""
     path = bare.folder / ANSWER / "audit.json"
     table = read_json(path)
@@ -319,7 +319,7 @@ def test_a_certificate_of_another_run_is_refused(run: Run, bare: Run, certificat
     assert verify(other, bare, quick=True).holds
 
 
-def test_a_run_without_evidence_is_told(bare: Run, certificate: Path) -> None:
+def test_a_run_without_evidence_is_reported(bare: Run, certificate: Path) -> None:
     before = contents(bare.folder)
     reasons = verify(certificate, bare).reasons
     assert len(reasons) == 1 and "signing.key.pub" in reasons[0]
@@ -363,7 +363,7 @@ def test_a_copy_without_key_and_salt_can_be_checked(run: Run, bare: Run, certifi
 @pytest.mark.parametrize(
     "name", ["../client-1", "client-1/../../x", "/etc", "client-1/", "..", "a\\b", "", "a/b/c", "a\0"]
 )
-def test_names_that_lead_elsewhere_are_no_answers(bare: Run, name: str) -> None:
+def test_names_that_lead_elsewhere_are_not_answers(bare: Run, name: str) -> None:
     with pytest.raises(UserError, match="no name of an answer"):
         issue(bare, name)
     assert not (bare.folder / "evidence").exists()

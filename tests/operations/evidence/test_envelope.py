@@ -81,7 +81,7 @@ def test_the_example_of_the_standard_has_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("value", [3.2e16, 1e20, 2.0**53, -1.5e18, 1e21, 1e300, 5e-324, 0.1, -7, 2**53 - 1])
-def test_numbers_come_back(value: float) -> None:
+def test_numbers_return(value: float) -> None:
     """Large floats, such as counts of operations, are spelt without a point."""
     assert parse(canonical([value]), "it") == [value]
 
@@ -89,7 +89,7 @@ def test_numbers_come_back(value: float) -> None:
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), 2**60, {1: 2}, {"a": object()}, "\ud800"], ids=lambda value: repr(value)[:12]
 )
-def test_what_json_cannot_hold_is_refused(value: object) -> None:
+def test_values_outside_json_are_refused(value: object) -> None:
     with pytest.raises(UserError, match="cannot be evidence"):
         canonical({"a": value} if not isinstance(value, dict) else value)
 
@@ -142,7 +142,7 @@ def test_keys_are_files_for_their_owner(tmp_path: Path) -> None:
             new_key(again if again == path else path)
 
 
-def test_what_is_no_key_is_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_keys_are_refused_by_name(tmp_path: Path) -> None:
     new_key(tmp_path / "good")
     stranger = X25519PrivateKey.generate()
     (tmp_path / "x").write_bytes(stranger.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -161,7 +161,7 @@ def test_what_is_no_key_is_refused_by_name(tmp_path: Path) -> None:
 # --- envelopes ---
 
 
-def test_what_is_signed_is_written_out_by_hand(key: SigningKey) -> None:
+def test_the_signed_bytes_are_those_of_the_specification(key: SigningKey) -> None:
     assert signed_bytes("http://example.com/HelloWorld", b"hello world") == (
         b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
     )

@@ -78,7 +78,7 @@ def test_arbitrary_bytes_are_refused(content: bytes) -> None:
             read()
 
 
-def test_a_pipe_or_a_folder_is_no_certificate(tmp_path: Path) -> None:
+def test_a_pipe_or_a_folder_is_not_a_certificate(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match="cannot read"):

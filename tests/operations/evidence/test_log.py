@@ -53,7 +53,7 @@ def test_each_line_holds_the_hash_of_the_one_before(logged: Run) -> None:
     assert [record.sha256 for record in log.records] == [hashed(line) for line in lines] and log.unfinished == 0
 
 
-def test_files_are_for_their_owner_alone(logged: Run) -> None:
+def test_files_are_private(logged: Run) -> None:
     for path in (log_path(logged), head_path(logged), key_path(logged), salt_path(logged)):
         assert path.stat().st_mode & 0o777 == 0o600, path
     assert log_path(logged).parent.stat().st_mode & 0o777 == 0o700
@@ -87,7 +87,7 @@ def test_a_record_that_was_left_out_is_missed(logged: Run, number: int) -> None:
         read_log(logged)
 
 
-def test_a_left_out_record_is_missed_when_others_are_numbered_anew(logged: Run) -> None:
+def test_a_left_out_record_is_missed_when_others_are_renumbered(logged: Run) -> None:
     """Whoever has no key cannot sign the new end."""
     tables = [json.loads(line) for line in lines_of(logged)]
     del tables[2]
@@ -171,7 +171,7 @@ def _crashing(run: Run, at: int | None) -> Iterator[str]:
     return iter(steps)
 
 
-def test_killed_before_any_step_the_log_goes_on(empty: Run, tmp_path: Path) -> None:
+def test_killed_before_any_step_the_log_continues(empty: Run, tmp_path: Path) -> None:
     """Of the first entry, which makes key, salt and log too, and of a later one."""
     for begun in (False, True):
         if begun:
@@ -236,7 +236,7 @@ def test_a_head_by_another_key_is_refused(logged: Run, tmp_path: Path, empty: Ru
         append(logged, "event", {})
 
 
-def test_without_its_head_a_log_is_not_begun_anew(logged: Run) -> None:
+def test_without_its_head_a_log_is_not_started_again(logged: Run) -> None:
     head_path(logged).unlink()
     for refused in (lambda: read_log(logged), lambda: append(logged, "event", {})):
         with pytest.raises(Refuted, match=r"head\.json: missing"):
@@ -251,7 +251,7 @@ def test_the_public_half_of_a_key_is_made_again(logged: Run) -> None:
     assert public_path(key_path(logged)).read_bytes() == kept
 
 
-def test_no_id_of_a_pair_is_told(empty: Run) -> None:
+def test_no_id_of_a_pair_is_logged(empty: Run) -> None:
     """In requests, in values that hold requests, and in tables with `ids`; hashes differ from run to run."""
     request = SampleRequest(ids=("../../etc/passwd", "patient-17\n{}"))
     release = Release(request=request, answer="x/ease", model_sha256="0" * 64, after_round=1)

@@ -73,7 +73,7 @@ def altered(envelope: Envelope, **changes: Any) -> Envelope:
 # --- without a browser ---
 
 
-def test_the_page_stands_alone_and_escapes(run: Run, signed: tuple[Envelope, Certificate]) -> None:
+def test_the_page_is_self_contained_and_escaped(run: Run, signed: tuple[Envelope, Certificate]) -> None:
     caption = "</script><script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"
     certificate = signed[1].model_copy(update={"asked": caption, "not_tested": (caption,)})
     html = certificate_page(sealed(PAYLOAD, statement_of(certificate), signing_key(run)), certificate)

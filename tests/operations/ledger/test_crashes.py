@@ -117,20 +117,20 @@ def begun(tmp_path_factory) -> dict[str, Begun]:
 
 
 @pytest.mark.parametrize(("name", "strike"), few(*COMMANDS, first=2))
-def test_struck_before_some_operations_the_same_command_goes_on(begun, tmp_path, name: str, strike: str) -> None:
+def test_struck_before_some_operations_the_same_command_continues(begun, tmp_path, name: str, strike: str) -> None:
     strike_once(begun[name], strike, tmp_path / "struck")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_before_every_operation_the_same_command_goes_on(begun, tmp_path, name: str) -> None:
+def test_killed_before_every_operation_the_same_command_continues(begun, tmp_path, name: str) -> None:
     sweep_kills(begun[name], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("strike", [strike for strike in STRIKES if strike != "killed"])
-def test_failing_at_one_operation_after_the_other_the_same_command_goes_on(
+def test_failing_at_one_operation_after_the_other_the_same_command_continues(
     begun, tmp_path, name: str, strike: str
 ) -> None:
     sweep_errors(begun[name], strike, tmp_path / "struck")

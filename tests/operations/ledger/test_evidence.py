@@ -28,7 +28,7 @@ def kinds(run: Path) -> list[str]:
     return [each.kind for each in read_log(Run.load(run)).records]
 
 
-def test_each_release_is_told_once_and_without_ids(ease, run: Path, tmp_path: Path) -> None:
+def test_each_release_is_logged_once_and_without_ids(ease, run: Path, tmp_path: Path) -> None:
     ids = ids_of(run, 0, 2)
     add(ease, run, "--samples", listed(tmp_path, ids), id="s")
     add(ease, run, "--client", 1, id="c")
@@ -48,7 +48,7 @@ def test_each_release_is_told_once_and_without_ids(ease, run: Path, tmp_path: Pa
     assert len(kinds(run)) == 5
 
 
-def test_what_was_released_and_not_told_is_told_by_the_next_call(ease, run: Path) -> None:
+def test_an_unlogged_release_is_logged_by_the_next_call(ease, run: Path) -> None:
     run_json(ease, "forget", run, "--client", 1)
     release(Run.load(run), "client-1")  # as a process that died right after it
     run_json(ease, "work", run)
@@ -182,7 +182,7 @@ def test_a_certificate_holds_after_a_purge_and_says_what_is_gone(ease, purged) -
     assert run_json(ease, "verify", paths["client"], "--run", run)["holds"]
 
 
-def test_what_is_altered_after_a_purge_is_refused(purged) -> None:
+def test_files_altered_after_a_purge_are_refused(purged) -> None:
     run, paths = purged
     answer = run / "requests" / Run.load(run).head.releases[0].answer
     record = read_json(answer / "record.json")
@@ -224,7 +224,7 @@ def test_a_certificate_of_what_was_purged_holds_and_adds_no_second_answer(ease, 
     assert verify(tmp_path / "later.json", Run.load(run)).holds and kinds(run) == [*before, "certified"]
 
 
-def test_the_purge_of_a_process_that_died_is_told_by_the_next_call(ease, run: Path, monkeypatch) -> None:
+def test_the_purge_of_a_dead_process_is_logged_by_the_next_call(ease, run: Path, monkeypatch) -> None:
     add(ease, run, "--client", 1, id="c")
     run_json(ease, "work", run)
     with monkeypatch.context() as patch:
@@ -242,7 +242,7 @@ def test_the_purge_of_a_process_that_died_is_told_by_the_next_call(ease, run: Pa
     assert kinds(run)[-1] == "purged" and kinds(run).count("purged") == 1
 
 
-def test_keys_and_ledger_are_their_owners_alone(ease, run: Path) -> None:
+def test_keys_and_ledger_are_private(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c")
     run_json(ease, "work", run)
     private = [

@@ -39,7 +39,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("free", [40, 120])
-def test_a_disk_that_fills_up_loses_nothing_and_the_queue_goes_on(ease, run: Path, small_disk, free: int) -> None:
+def test_a_disk_that_fills_up_loses_nothing_and_the_queue_continues(ease, run: Path, small_disk, free: int) -> None:
     """So many kilobytes are left: one line, the request given back (or left to the next worker, if not even that can
     be written), nothing half done; then there is space again."""
     add(ease, run, "--client", 1, id="c")
@@ -107,7 +107,7 @@ def test_a_request_that_is_handed_in_again_is_answered_once(ease, run: Path) -> 
     assert result.code == 2 and "another request has this id" in result.err
 
 
-def test_a_certificate_of_an_older_state_of_the_run_is_told_by_its_log(ease, run: Path, tmp_path: Path) -> None:
+def test_a_certificate_of_an_older_run_is_recognised_by_its_log(ease, run: Path, tmp_path: Path) -> None:
     """Run, key and log wound back to a copy from before: what was issued since is missed."""
     add(ease, run, "--client", 1, id="c")
     run_json(ease, "work", run)
@@ -135,7 +135,7 @@ class Trap:
         return Path.unlink, (self.path,)
 
 
-def test_a_pickle_or_a_packed_bomb_is_no_update(tmp_path: Path) -> None:
+def test_a_pickle_or_a_packed_bomb_is_not_a_update(tmp_path: Path) -> None:
     (tmp_path / "witness").touch()
     for message in (pickle.dumps(Trap(tmp_path / "witness")), bomb()):
         with pytest.raises(UserError, match="not a message of this tool"):
@@ -176,9 +176,7 @@ def test_requests_are_listed_and_shown_on_a_read_only_disk(ease, run: Path, smal
     assert refused.code == 2 and refused.err.count("\n") == 1
 
 
-def test_what_a_killed_process_left_beside_a_certificate_goes_with_the_next_one(
-    ease, run: Path, tmp_path: Path
-) -> None:
+def test_leftovers_next_to_a_certificate_are_removed_by_the_next_one(ease, run: Path, tmp_path: Path) -> None:
     run_json(ease, "forget", run, "--client", 1)
     out = tmp_path / "out"
     out.mkdir()

@@ -93,7 +93,7 @@ def test_a_deadline_is_extended_once_and_by_two_months_at_most(ledger: Ledger, m
         ledger.extend("r", 1, "dpo", "more", BERLIN)
 
 
-def test_what_is_due_is_sorted_and_named_by_urgency(ledger: Ledger) -> None:
+def test_due_requests_are_sorted_and_labelled_by_urgency(ledger: Ledger) -> None:
     at = datetime(2030, 5, 10, 12, tzinfo=UTC)
     for id, day in (("later", 30), ("today", 10), ("late", 9), ("soon", 16), ("closed", 1)):
         ledger.add(draft(day, id=id, deadline=end_of_day(datetime(2030, 5, day, 12, tzinfo=UTC), BERLIN)))
@@ -199,7 +199,7 @@ def test_a_letter_says_what_happened_in_plain_words(ledger: Ledger) -> None:
         letter(ledger.entry("r"), ledger.events("r"), OFFICE, kind="granted")
 
 
-def test_a_granted_letter_names_who_was_told_and_claims_no_proof(ledger: Ledger) -> None:
+def test_a_granted_letter_names_notified_recipients_and_claims_no_proof(ledger: Ledger) -> None:
     ledger.add(draft(id="r"))
     passed = Outcome(answer="client-1/ease", release=1, passed=True, verdict="Evidence of approximate erasure")
     entry = put(ledger, "r", state="done", outcome=passed)
@@ -241,7 +241,7 @@ def exported(name: str, releases: int, request: str | None = None) -> Recipient:
     return Recipient(recipient=name, time="", by="", format="onnx", request=request, releases=releases, files={})
 
 
-def test_those_who_have_an_older_model_are_to_be_told(ledger: Ledger) -> None:
+def test_recipients_of_an_older_model_are_to_be_notified(ledger: Ledger) -> None:
     ledger.add(draft(id="r"))
     known = Recipients(
         exports=(

@@ -69,7 +69,7 @@ def folder(renewed: Path, tmp_path: Path) -> Path:
 # --- the queue ---
 
 
-def test_the_queue_trains_from_the_start_once_more_than_the_bound_is_gone(ease, kept: Path, tmp_path: Path) -> None:
+def test_the_queue_trains_from_the_start_beyond_the_bound(ease, kept: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(kept, tmp_path / "run"))
     singles = ids_of(run, 0, 6)
     add(ease, run, "--client", 1, id="client")
@@ -119,7 +119,7 @@ def test_only_a_whole_training_at_the_server_can_be_kept(small_config) -> None:
 # --- what later requests go on from ---
 
 
-def test_the_model_is_the_training_without_what_is_gone(folder: Path) -> None:
+def test_the_model_is_the_training_without_forgotten_pairs(folder: Path) -> None:
     run = Run.load(folder)
     trained, gone = trained_of(run), run.head.gone
     world = World(open_world(run).server, open_world(run).evaluator).without(*gone)
@@ -176,7 +176,7 @@ def test_places_count_what_the_new_training_had(world) -> None:
         assert [had[place] for place in shard.places] == list(shard.train_ids)
 
 
-def test_more_rounds_go_on_from_the_new_training(ease, folder: Path) -> None:
+def test_more_rounds_continue_from_the_new_training(ease, folder: Path) -> None:
     run_json(ease, "train", "--resume", folder, "--until", ROUNDS + 1)
     run = Run.load(folder)
     assert run.history.rounds() == ROUNDS + 1 and History(folder).rounds() == ROUNDS
@@ -184,7 +184,7 @@ def test_more_rounds_go_on_from_the_new_training(ease, folder: Path) -> None:
     assert run.history.start_path(ROUNDS + 1) == run.model_path(run.head.releases[-1])
 
 
-def test_rounds_that_are_missing_are_no_training_to_go_on_from(ease, kept: Path, tmp_path: Path) -> None:
+def test_missing_rounds_cannot_be_continued(ease, kept: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(kept, tmp_path / "run"))
     run_json(ease, "forget", folder, "--client", 1, "--method", "retrain", "--set", "keep=true")
     (answer,) = (folder / "requests" / "client-1").glob("retrain-*")
@@ -245,7 +245,7 @@ def test_a_purge_ends_the_training_that_was_made_again(ease, folder: Path) -> No
     assert max(implied(folder, number) for number in range(1, ROUNDS + 1)) < 1e-6
 
 
-def test_an_earlier_release_alone_is_purged_from_the_rounds_it_was_in(folder: Path) -> None:
+def test_only_an_earlier_release_is_purged_from_its_rounds(folder: Path) -> None:
     run = Run.load(folder)
     lost = History(folder).update(1, 1).change["image.projector.0.weight"].numpy().tobytes()
     rounds = {path: path.read_bytes() for path in (folder / run.head.releases[1].rounds).rglob("*") if path.is_file()}

@@ -125,7 +125,7 @@ def test_the_queue_goes_by_priority_then_deadline_then_arrival(ledger: Ledger) -
     assert taken == ["a", "b", "c", "d"]
 
 
-def test_what_a_dead_process_left_running_comes_first_and_whole(ledger: Ledger) -> None:
+def test_requests_of_a_dead_process_come_first_and_together(ledger: Ledger) -> None:
     for id, request in (
         ("one", ClientRequest(clients=(1,))),
         ("two", ClientRequest(clients=(2,))),
@@ -198,7 +198,7 @@ def test_the_deadline_is_a_calendar_month_away_and_overdue_counts_while_open(led
     assert not ledger.entry(entry.id).is_overdue(after)
 
 
-def test_the_file_is_its_owners_alone_and_knows_its_schema(ledger: Ledger) -> None:
+def test_the_file_is_private_and_has_its_schema(ledger: Ledger) -> None:
     ledger.add(draft())
     assert stat.S_IMODE(ledger.path.stat().st_mode) == 0o600
     with sqlite3.connect(ledger.path) as raw:
@@ -218,7 +218,7 @@ def test_a_ledger_whose_records_another_version_wrote_is_one_line(ledger: Ledger
         ledger.entries()
 
 
-def test_a_ledger_that_nobody_has_written_is_empty_and_reading_makes_no_file(ledger: Ledger) -> None:
+def test_an_unwritten_ledger_is_empty_and_reading_makes_no_file(ledger: Ledger) -> None:
     assert everything(ledger) == ([], [], []) and not list(ledger.folder.iterdir())
     with pytest.raises(UserError, match="no such request"):
         ledger.entry("r")
@@ -226,7 +226,7 @@ def test_a_ledger_that_nobody_has_written_is_empty_and_reading_makes_no_file(led
         Ledger(ledger.folder / "none").add(draft())
 
 
-def test_a_file_that_is_no_ledger_is_one_line(ledger: Ledger) -> None:
+def test_a_file_that_is_not_a_ledger_is_one_line(ledger: Ledger) -> None:
     ledger.path.write_bytes(b"not a database, and long enough to be looked at" * 50)
     with pytest.raises(UserError, match=r"ledger.sqlite: damaged \(file is not a database\)"):
         ledger.entries()

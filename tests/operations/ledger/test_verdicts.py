@@ -73,7 +73,7 @@ def test_an_answer_that_passes_its_audit_is_released_with_the_verdict(ease, exac
     assert finished["outcome"]["verdict"][:30] in " ".join(ease("request", "show", exact, "c").out.split())
 
 
-def test_a_run_too_small_for_the_default_audit_releases_at_once_and_says_so(ease, run: Path) -> None:
+def test_a_run_too_small_for_the_default_audit_releases_at_once_and_reports_it(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="c")
     (finished,) = run_json(ease, "work", run)["finished"]
     assert finished["state"] == "done" and finished["outcome"]["passed"] is None
@@ -105,7 +105,7 @@ def test_without_a_passed_verdict_a_person_decides(ease, run: Path, tmp_path: Pa
     assert certified(ease, run, "client-1/ease", tmp_path / "c.json")["verdict"] == {"passed": None, "words": words}
 
 
-def test_nobody_goes_on_from_a_result_that_is_held_or_was_refused(ease, run: Path, few_shadows) -> None:
+def test_nothing_builds_on_a_held_or_refused_result(ease, run: Path, few_shadows) -> None:
     """Neither by hand nor by further training, which continues from the only result there is."""
     add(ease, run, "--client", 1, id="c")
     run_json(ease, "work", run, "--audit", code=4)
@@ -130,7 +130,7 @@ def test_an_audit_that_is_asked_for_and_impossible_holds_the_answer(ease, run: P
     assert held["why"].startswith("it could not be audited; ")
 
 
-def test_what_nobody_trained_on_needs_no_audit(ease, run: Path, tmp_path: Path) -> None:
+def test_pairs_outside_training_need_no_audit(ease, run: Path, tmp_path: Path) -> None:
     known = Run.load(run).known()
     assert known is not None
     add(ease, run, "--samples", listed(tmp_path, [known[0].test[0]]), id="t")

@@ -99,7 +99,7 @@ def test_expected_cost_is_rounds_times_the_measured_seconds_of_one(ease, run: Pa
     assert shown["impact"]["seconds"] == 4.0 and shown["impact"]["cost_fraction"] == 0.5
 
 
-def test_what_cannot_be_is_refused_at_once(ease, run: Path, tmp_path: Path) -> None:
+def test_impossible_requests_are_refused_at_once(ease, run: Path, tmp_path: Path) -> None:
     for options, said in (
         (("--client", 9), "client 9"),
         (("--samples", listed(tmp_path, ["nobody"])), "nobody"),
@@ -166,7 +166,7 @@ def test_overlapping_requests_have_clear_ends(ease, run: Path, tmp_path: Path) -
     assert [shard.client for shard in open_world(Run.load(run)).shards] == [0, 2]
 
 
-def test_what_became_impossible_meanwhile_is_refused_with_its_reason(ease, run: Path) -> None:
+def test_requests_that_became_impossible_are_refused_with_their_reason(ease, run: Path) -> None:
     add(ease, run, "--client", 0, "--client", 1, "--client", 2, id="most")
     add(ease, run, "--client", 3, id="rest")
     finished = run_json(ease, "work", run)["finished"]
@@ -174,7 +174,7 @@ def test_what_became_impossible_meanwhile_is_refused_with_its_reason(ease, run: 
     assert Ledger(run).events("rest")[-1].after == "refused"
 
 
-def test_together_answers_requests_of_all_kinds_by_one_excision(ease, run: Path, tmp_path: Path) -> None:
+def test_one_excision_answers_requests_of_all_kinds(ease, run: Path, tmp_path: Path) -> None:
     single = ids_of(run, 0, 2)
     add(ease, run, "--client", 1, id="a")
     add(ease, run, "--samples", listed(tmp_path, single), id="s")
@@ -187,14 +187,14 @@ def test_together_answers_requests_of_all_kinds_by_one_excision(ease, run: Path,
     assert Ledger(run).entry("a").outcome == Ledger(run).entry("b").outcome
 
 
-def test_together_leaving_clients_stay_leaving_clients(ease, run: Path) -> None:
+def test_leaving_clients_stay_leaving_clients_in_a_batch(ease, run: Path) -> None:
     add(ease, run, "--client", 1, id="a")
     add(ease, run, "--client", 2, id="b")
     assert [each["ids"] for each in run_json(ease, "work", run, "--together")["finished"]] == [["a", "b"]]
     assert Run.load(run).head.gone == (ClientRequest(clients=(1, 2)),)
 
 
-def test_together_names_no_one_that_is_left_one_after_the_other_goes(ease, run: Path) -> None:
+def test_a_batch_that_would_remove_all_clients_runs_one_by_one(ease, run: Path) -> None:
     for client in range(4):
         add(ease, run, "--client", client, id=f"c{client}")
     run_json(ease, "work", run, "--together")
@@ -235,7 +235,7 @@ def test_a_held_model_that_others_overtook_is_made_again_from_the_head(ease, run
     assert record["trained_sha256"] == Run.load(run).head.releases[0].model_sha256
 
 
-def test_missing_clients_leave_a_request_pending_and_the_next_call_goes_on(ease, run: Path, monkeypatch) -> None:
+def test_missing_clients_leave_a_request_pending_and_the_next_call_continues(ease, run: Path, monkeypatch) -> None:
     import ease.operations.ledger.work as module
     from ease.errors import UserError
 
@@ -313,7 +313,7 @@ def test_combined_and_remaining_name_what_masks_say(world) -> None:
                 assert set(left.ids) - {"z"} <= {each for shard in here for each in shard.train_ids}
 
 
-def test_a_client_among_other_things_withdraws_as_one_alone_does(world) -> None:
+def test_a_client_in_a_mixed_request_withdraws_as_a_single_one(world) -> None:
     mixed = combined([ClientRequest(clients=(0,)), ClassRequest(classes=(1,))], world.server.membership.clients)
     left = without(world.shards, [mixed])
     assert [shard.client for shard in left] == [shard.client for shard in world.shards if shard.client != 0]
@@ -360,7 +360,7 @@ def test_a_signed_approval_cannot_be_replayed_for_another_request(ease, run: Pat
 @pytest.mark.parametrize(
     ("policy", "missing"), [("signed = true", "1 signed approvals"), ("people = 2", "2 approvals")]
 )
-def test_what_is_not_approved_as_the_policy_asks_is_held(ease, run: Path, policy: str, missing: str) -> None:
+def test_requests_without_the_required_approvals_are_held(ease, run: Path, policy: str, missing: str) -> None:
     """The command asks for signatures and people; a row that was written past it has neither."""
     add(ease, run, "--client", 2, id="r")
     with (run / "policy.toml").open("a") as file:

@@ -118,7 +118,7 @@ def test_pairs_outside_training_and_how_far_a_held_request_is_are_shown(
     assert desk.text("/queue/later-3").count('class="reached"') == 3
 
 
-def test_nobody_decides_on_a_page_that_is_read_only(serve: Serve, filled: Path) -> None:
+def test_a_read_only_page_accepts_no_decision(serve: Serve, filled: Path) -> None:
     desk = serve(filled)
     got = desk.ask("/queue/late-2/approve", {"token": "x"})
     assert got.status == 403 and "read-only" in got.value["error"]
@@ -208,7 +208,7 @@ def window(browser: Any) -> Iterator[Open]:
 
 
 @pytest.mark.slow
-def test_an_officer_decides_with_the_keyboard_alone(window: Open, serve: Serve, filled: Path) -> None:
+def test_an_officer_can_decide_by_keyboard(window: Open, serve: Serve, filled: Path) -> None:
     opened = window(serve(filled, DPO))
 
     def tab_to(name: str) -> None:

@@ -211,7 +211,7 @@ def test_health_names_model_release_and_version(serve, run: Path) -> None:
     assert after["model"] == Run.load(run).head.releases[0].model_sha256
 
 
-def test_what_is_forgotten_is_never_found_again(serve, run: Path) -> None:
+def test_forgotten_pairs_are_never_found_again(serve, run: Path) -> None:
     """From the release on, while it is being served; of the client that left what it had held out neither."""
     ask = serve(run)
     everything = "/search?words=a+boat&k=200"
@@ -333,7 +333,7 @@ def test_pages_of_other_sites_are_not_answered(serve, one_forgotten: Path) -> No
         ("/../run.json", "GET", None, {}, 404, "nothing here"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_invalid_questions_are_refused_in_a_sentence(
     ask, path: str, method: str, body: Any, headers: dict[str, str], status: int, part: str
 ) -> None:
     got = ask(path, method, body, **headers)
@@ -375,7 +375,7 @@ def test_a_connection_without_a_whole_head_is_closed(ask, monkeypatch, part: byt
     assert ask("/health").status == 200
 
 
-def test_a_body_that_drips_keeps_nobody_waiting(ask) -> None:
+def test_a_slow_body_does_not_block_others(ask) -> None:
     """Its own deadline is further than those of the others here wait."""
     assert app.BODY_SECONDS > 20
     with ask.post(b'{"texts"', 1000):
@@ -438,7 +438,7 @@ def test_few_questions_wait_for_the_model_and_health_does_not(serve, slow, monke
     assert ask("/encode?text=d").status == 200, "there is room again"
 
 
-def test_the_model_is_not_asked_for_those_who_have_gone(serve, slow) -> None:
+def test_disconnected_clients_cost_no_model_pass(serve, slow) -> None:
     ask = serve(slow)
     bodies = [json.dumps({"texts": [text]}).encode() for text in "abc"]
     with ask.post(bodies[0], len(bodies[0])):
@@ -509,7 +509,7 @@ def test_every_route_is_described_and_answers_as_it_is_described(ask) -> None:
     Health.model_validate_json(ask("/health").content)
 
 
-def test_where_others_can_reach_it_no_picture_is_shown(serve, one_forgotten: Path) -> None:
+def test_a_public_server_shows_no_picture(serve, one_forgotten: Path) -> None:
     ask = serve(one_forgotten, host="0.0.0.0")
     assert ask("/search?words=boat").status == 200
     assert ask("/search?words=boat&pictures=true").status == 403

@@ -207,7 +207,7 @@ class Folding(Table):
             return
         for place, column in enumerate(self.columns):
             column.no_wrap = place >= self.text_columns
-            if column.no_wrap:  # words of the heading go below each other, so that it is no wider than the numbers
+            if column.no_wrap:  # words of the heading go below each other, so that it is as narrow as the numbers
                 words = str(column.header).split()
                 widest = max([*cells[place][1:], *map(len, words), 1])
                 column.header = fill(str(column.header), widest, break_long_words=False, break_on_hyphens=False)

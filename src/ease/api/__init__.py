@@ -418,7 +418,7 @@ class Verdict(Shows):
     @property
     def line(self) -> str:
         """Whether it passed, and why."""
-        passed = {True: "passed", False: "not passed", None: "cannot tell"}[self.passed]
+        passed = {True: "passed", False: "not passed", None: "inconclusive"}[self.passed]
         return f"{self.summary.id}: {passed} ({self.reason.value})"
 
     @property

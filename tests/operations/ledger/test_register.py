@@ -214,7 +214,7 @@ def test_a_granted_letter_names_notified_recipients_and_claims_no_proof(ledger: 
     ("outcome", "says"),
     [
         ({"passed": False, "verdict": "Not enough evidence"}, "Differences were found, and a person decided"),
-        ({"passed": None, "verdict": "Too few pairs to tell"}, "could not tell"),
+        ({"passed": None, "verdict": "Too few pairs to tell"}, "could not determine"),
         ({"passed": None, "verdict": "No audit: too few pairs."}, "was not measured"),
         ({"passed": None, "verdict": ""}, "was not measured"),
         ({"trained_again": True}, "trained from the start without your data"),

@@ -94,7 +94,7 @@ def test_without_a_passed_verdict_a_person_decides(ease, run: Path, tmp_path: Pa
     add(ease, run, "--client", 1, id="c")
     (held,) = run_json(ease, "work", run, "--audit", code=4)["finished"]
     assert held["state"] == "held" and held["outcome"]["passed"] is None and not Run.load(run).head.gone
-    assert held["why"].startswith("its audit cannot tell; read the verdict") and held["outcome"]["verdict"]
+    assert held["why"].startswith("its audit is inconclusive; read the verdict") and held["outcome"]["verdict"]
     audit = run / "requests" / "client-1" / "ease" / "audit.json"
     written = audit.stat().st_mtime_ns
     assert run_json(ease, "work", run, "--audit")["finished"] == []  # it waits for a person

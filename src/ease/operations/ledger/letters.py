@@ -116,4 +116,4 @@ def _measured(entry: Entry) -> str:
         return measured + "Differences were found, and a person decided that the model may be used."
     if entry.outcome.verdict.startswith(NO_AUDIT) or not entry.outcome.verdict:
         return "How well this worked was not measured."
-    return measured + "The comparison could not tell whether something of your data is left."
+    return measured + "The comparison could not determine whether something of your data is left."

@@ -33,7 +33,7 @@ def check_decided(folder: Path, name: str) -> None:
 
 
 def check_accepted(folder: Path, name: str) -> None:
-    """Refuse to go on from an answer that nobody accepted, or that was refused or cancelled."""
+    """Refuse to build on a result that nobody accepted, or that was refused or cancelled."""
     check_decided(folder, name)
     for entry in _of_answer(folder, name):
         if entry.state in ("refused", "cancelled"):

@@ -43,7 +43,7 @@ LOCK = ".work.lock"
 RETRY_SECONDS = 0.1
 """Time before a busy lock is tried again."""
 RETAINED = "retain/recall@1"
-AUDITS = {False: "its audit did not pass", None: "its audit cannot tell"}
+AUDITS = {False: "its audit did not pass", None: "its audit is inconclusive"}
 """Why an answer is held, by the verdict on it."""
 
 Steps = Iterator[tuple[Step, Metrics]]

@@ -233,7 +233,7 @@ def table(
 ) -> Table:
     """A table with text in the first columns and numbers in the others.
 
-    Strings are shown as they are, brackets too: labels and paths are the user's. What has a style is a Text.
+    Strings are shown as they are, brackets too: labels and paths are the user's. Styled text is a Text.
     """
     result = Folding(
         title=escape(plain(title)), title_justify="left", caption=escape(caption or ""), caption_justify="left"

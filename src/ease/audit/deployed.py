@@ -76,7 +76,7 @@ class DeployedAudit(Record, WithComputedFields):
     @property
     def words(self) -> str:
         """The finding in one line."""
-        said = f"memories came back in: {', '.join(self.found)}" if self.found else "no form brings memories back"
+        said = f"memories returned in: {', '.join(self.found)}" if self.found else "memories return in no form"
         return f"{said} ({self.forget_pairs} forget pairs against {self.unseen_pairs} unseen ones; {RULE})"
 
 

@@ -34,7 +34,7 @@ class Retrain(Unlearner):
         self.check(trained.training)
         recipe = trained.training.model_copy(update={"rounds": self.rounds(trained.training, request)})
         clients = retained_clients(request, federation)
-        stream = "train" if self.keep else f"retrain-{self.order}"  # more rounds and replays go on with it
+        stream = "train" if self.keep else f"retrain-{self.order}"  # more rounds and replays build on it
         given = trained.initial, federation, recipe, trained.seed, trained.temperature, clients
         for finished in train(*given, request=request, stream=stream, again=trained.history):
             step = step_of(finished, "retrain")

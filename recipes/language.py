@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HISTORY = {"CHANGELOG.md", "lab-log.md"}
 """Pages that tell the history of the code."""
+SOURCE = ROOT / "src" / "ease"
 LONG = 30
 """Words of a sentence that has to be read twice."""
 

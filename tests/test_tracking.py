@@ -78,7 +78,7 @@ def test_a_tracker_that_fails_is_left_out_and_an_own_function_ends_the_work(
         emit_round(tmp_path, "training", 1, {"loss": 1.0})
         emit_round(tmp_path, "training", 2, {"loss": 1.0})
     assert len(seen) == 1
-    assert capsys.readouterr().err == "--track broken: gave up (OSError: no room); the work continues\n"
+    assert capsys.readouterr().err == "--track broken: stopped tracking (OSError: no room); the work continues\n"
     with tracking(broken), pytest.raises(OSError, match="room"):
         emit_round(tmp_path, "training", 1, {"loss": 1.0})
 

@@ -117,7 +117,10 @@ class _Guarded:
         except Exception as error:  # a service may fail in any way
             self.failed = True
             said = " ".join(str(error).split())
-            print(f"--track {self.name}: gave up ({type(error).__name__}: {said}); the work continues", file=sys.stderr)
+            print(
+                f"--track {self.name}: stopped tracking ({type(error).__name__}: {said}); the work continues",
+                file=sys.stderr,
+            )
 
 
 class Sink:

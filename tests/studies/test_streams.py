@@ -54,7 +54,7 @@ def test_one_command_ranks_methods_and_keeps_what_is_done(small, tmp_path: Path,
     assert ease.bench(table, name="s", out=tmp_path, quiet=True).standings == found.standings
 
 
-def test_a_method_that_cannot_go_on_comes_last_with_its_reason(small, tmp_path: Path, monkeypatch) -> None:
+def test_a_method_that_cannot_continue_comes_last_with_its_reason(small, tmp_path: Path, monkeypatch) -> None:
     class Stops(Finetune):
         name = "stops"
         title = "Stops"

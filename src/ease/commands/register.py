@@ -117,7 +117,7 @@ class NotifySummary(Config):
     """Recipients who must still be notified."""
 
     def render(self) -> Iterator[RenderableType]:
-        yield labelled("told", ", ".join(self.notified) or "nobody yet")
+        yield labelled("notified", ", ".join(self.notified) or "nobody yet")
         yield labelled("still to notify", ", ".join(self.to_notify) or "nobody")
 
 

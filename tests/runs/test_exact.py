@@ -759,7 +759,7 @@ def joined_run(run: Run, ease, *more: object) -> Run:
     return run
 
 
-def test_who_comes_back_restores_the_bytes_from_before(growing: Run, ease, tmp_path: Path) -> None:
+def test_who_returns_restores_the_bytes_from_before(growing: Run, ease, tmp_path: Path) -> None:
     """A client leaves, is purged and joins again: sums and model are those of the training that it was in."""
     before = growing.history.sums_sha256(1), growing.history.state_sha256(1)
     holding = growing.known()[0].clients[1]  # type: ignore[index]

@@ -103,7 +103,7 @@ class Stream(Shows):
 
     @property
     def folder(self) -> Path:
-        """Where the leaderboard is."""
+        """File of the leaderboard."""
         return self.summary.folder
 
     @property

@@ -73,7 +73,7 @@ def shortened(caption: str, share: float, rng: np.random.Generator) -> str:
 
 @torch.no_grad()
 def encoded(world: World, pixels: np.ndarray, captions: list[list[str]]) -> Activations:
-    """What the frozen parts of both towers make of pictures and captions."""
+    """Outputs of the frozen parts of both towers for pictures and captions."""
     server, each = world.server, len(captions[0])
     tokens = server.backbone.tokenize([text for texts in captions for text in texts]).to(server.device)
     image, text = server.model.image, server.model.text

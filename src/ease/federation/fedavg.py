@@ -190,9 +190,9 @@ class Round:
     sums: Params | None = None
     """Sums from which the state was solved, for a closed-form head."""
     ridge: Ridge | None = None
-    """Of a closed-form head: how strongly it is regularised."""
+    """Strengths of the regularisation, for a closed-form head."""
     features: dict[int, int] = field(default_factory=dict)
-    """Of a closed-form head: client -> checksum of the features that its sums are of."""
+    """For a closed-form head: client -> checksum of the features that its sums are of."""
 
     @property
     def loss(self) -> float | None:

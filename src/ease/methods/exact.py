@@ -76,7 +76,7 @@ class Exact(Unlearner):
 def _each_left(
     history: History, clients: Sequence[int], forgotten: Mapping[int, Sent], sides: tuple[int, int]
 ) -> Collected:
-    """What the server keeps of each client, less the client's forget pairs."""
+    """The stored sums of each client, minus the client's forget pairs."""
     found, features = Collected(), history.features(1)
     for client in clients:
         left, checksum = Sums.from_state(history.update(1, client).change), features.get(client, 0)

@@ -166,7 +166,7 @@ def _from_the_data(run: Run, members: Membership, asked: JoinRequest) -> Joined:
 def _as_before(
     run: Run, members: Membership, asked: JoinRequest, stones: Tombstones, ids: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of pairs that come back: those that were trained on, and those that were held out.
+    """Positions of pairs that return: those that were trained on, and those that were held out.
 
     They keep their part, so that a closed-form head gets back the sums that it had before the client left.
     """

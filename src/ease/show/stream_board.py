@@ -42,11 +42,11 @@ class StreamStanding(Config):
     answered: int
     """Requests that it answered."""
     verdict: str
-    """What the model is closer to: retrained or trained models."""
+    """The nearer kind of model: retrained or trained."""
     kept: float | None
     """Share of the way from retrained models to the trained one."""
     forget_gap: float | None
-    """Of all forgotten pairs."""
+    """Share of all forgotten pairs."""
     distance: float | None
     """Mean absolute gap of a request's pairs."""
     returned: float | None
@@ -69,7 +69,7 @@ def standings(results: StreamResults) -> tuple[StreamStanding, ...]:
 
 
 def retrained_again(results: StreamResults) -> tuple[float, float, float]:
-    """What one more retraining has by chance: distance, and absolute gaps of retained and test pairs."""
+    """Chance values of another retraining: distance, and absolute gaps of retained and test pairs."""
     models = results.reference.retrained
     found = []
     for number, each in enumerate(models):
@@ -131,11 +131,11 @@ def cell(standing: StreamStanding, column: str) -> str:
 
 
 def caption(results: StreamResults) -> str:
-    """What the columns mean, and what chance gives."""
+    """Meaning of the columns, and chance values."""
     counts = {"retrains": len(results.reference.retrained), "requests": len(results.reference.kinds)}
     distance, retain, test = retrained_again(results)
     words = CAPTION.format(**counts)
-    return f"{words} One more retraining: forget {distance:.1f}, retain {retain:.1f}, test {test:.1f}."
+    return f"{words} Another retraining: forget {distance:.1f}, retain {retain:.1f}, test {test:.1f}."
 
 
 def as_csv(found: Sequence[StreamStanding]) -> str:

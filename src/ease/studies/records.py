@@ -176,7 +176,7 @@ class StreamRecord(Record):
     stopped: str = ""
     """Why it did not answer all requests. Empty if it did."""
     relative: RelativeTest | None
-    """What the model is closer to after the last request. Null if it stopped or nothing can be seen."""
+    """The nearer kind of model after the last request. Null if it stopped or nothing can be seen."""
 
 
 class StreamReference(Record):

@@ -1,7 +1,7 @@
 """Streams of requests: every method answers the same requests one after the other, each released before the next.
 
-What is measured at the end: how far forgotten and retained pairs are from retraining without all of them, how much
-comes back after a request was closed, what it cost, and whether the model is closer to retrained models or to the
+Measurements at the end: how far forgotten and retained pairs are from retraining without all of them, how much
+is relearned after a request was closed, what it cost, and whether the model is closer to retrained models or to the
 trained one.
 """
 
@@ -49,7 +49,7 @@ class StreamJob:
     """One method's stream, or the references that all are measured by."""
 
     folder: Path
-    """Of the whole study."""
+    """Totals of the whole study."""
     config: RunConfig
     count: int
     entrant: Entrant | None = None
@@ -58,7 +58,7 @@ class StreamJob:
 
     @property
     def name(self) -> str:
-        """Of its own folder."""
+        """Files of its own folder."""
         assert self.entrant is not None
         return f"{self.entrant.method.name}-{digest(self.entrant.method.model_dump(mode='json'))[:8]}"
 
@@ -100,7 +100,7 @@ def streams(experiment: Experiment, folder: Path, processes: int) -> Iterator[st
 
 
 def stream_results(experiment: Experiment, folder: Path) -> StreamResults:
-    """What a finished study found."""
+    """Results of a finished study."""
     first, methods = jobs_of(experiment, folder)
     records = tuple(read_record(StreamRecord, job.path) for job in methods)
     reference = read_record(StreamReference, first.path)
@@ -152,7 +152,7 @@ def retrained_without(job: StreamJob, run: Run, world: World, asked: Sequence[Re
 
 
 def _stream(job: StreamJob, entrant: Entrant, run: Run, world: World) -> Iterator[str]:
-    """Answer all requests on a copy of the trained run; a method that cannot go on says why."""
+    """Answer all requests on a copy of the trained run; a method that cannot continue reports why."""
     folder = job.folder / "streams" / f"{job.path.stem}-run"
     if not folder.is_dir():
         part = folder.with_suffix(".part")

@@ -95,7 +95,7 @@ def add_and_solve(
     if config.secure:
         found = securely_collected(federation, params, job, everyone, everyone=True)
     else:
-        added = all_asked(federation, params, job, newcomers, "whoever joins sends sums")
+        added = all_asked(federation, params, job, newcomers, "a joining client sends sums")
         if history.updates:
             found = Collected.of(added, kept=True)
             for client in there:
@@ -111,15 +111,15 @@ def add_and_solve(
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a client's features add up to: one 64-bit hash for each pair, so that pairs can be taken out again.
+    """Checksum of a client's features: one 64-bit hash for each pair, so that pairs can be taken out again.
 
     They are equal if the features are. Sums cannot be subtracted that are of other features than those added.
     """
 
     named: int
-    """Of the pairs that the sums are of."""
+    """Checksum of the pairs in the sums."""
     others: int
-    """Of the client's other pairs, where a request asks for its forget pairs; else 0."""
+    """Checksum of the client's other pairs, if a request asks for its forget pairs; otherwise 0."""
 
     @classmethod
     def of(cls, update: Update) -> "Checksums":
@@ -282,7 +282,7 @@ def total_fault(total: Sums, pairs: int, sides: tuple[int, int]) -> str | None:
 def measure_sums(
     model: DualEncoder, params: Params, client: ClientData, job: LocalJob, secret: bytes = b""
 ) -> dict[str, Tensor]:
-    """Sums over the pairs that a job speaks of, from the frozen features, and the features' checksums."""
+    """Sums over the pairs that a job names, from the frozen features, and the features' checksums."""
     named = client.select(job)
     others = np.setdiff1d(np.arange(len(client.train)), named) if job.data == "forget" else named[:0]
     total, checksums = Sums.none(sum(widths(params)) + 1), [0, 0]

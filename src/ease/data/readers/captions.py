@@ -60,7 +60,7 @@ def _image_folder(path: Path, images: Path | None) -> Path:
 def karpathy_rows(path: Path, images: Path | None = None) -> Iterator[Row]:
     """Flickr8k, Flickr30K, COCO and others in the Karpathy layout.
 
-    A row for each entry of `images`; the pictures lie in `images`, by default the folder beside the file.
+    A row for each entry of `images`; the pictures are in `images`, by default the folder next to the file.
     """
     (entries,) = read_lists(path, "images")
     folder = check_folder(images or path.parent / "images")

@@ -58,7 +58,7 @@ def test_both_models_are_trained_and_forget_alike(ease, small, tmp_path: Path) -
     shown = json.loads(found.out)
     assert [(each["model"], each["method"]) for each in (shown["exact"], shown["trained"])] == [
         ("closed form", "exact"),
-        ("projectors", "ease"),
+        ("projectors and adapters", "ease"),
     ]
     exact, trained = shown["exact"], shown["trained"]
     assert exact["identical"] is True and trained["identical"] is None

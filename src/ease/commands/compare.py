@@ -220,7 +220,7 @@ class DemoSummary(Config):
             caption="The aim is retrain's row, not zero: a model partly guesses pairs that it never saw.\n"
             "gap: forget R@1 minus retrain's. rho: 0 equals retrain, 1 the trained model.\n"
             "bytes, time: share of the first retrain's.\n"
-            "exact: a head solved from sums, for which forgetting is retraining (docs/exact.md).",
+            "*: a head solved from sums, for which forgetting is retraining (docs/exact.md).",
         )
         yield labelled("audit", f"ease audit {self.training.run} --request REQUEST/ease")
         yield labelled("page", str(self.page))
@@ -232,7 +232,7 @@ def _comparison_row(row: DemoRow, retrain: Metrics, most: Metrics) -> list[str]:
     keys = ("forget/recall@1", "forget/recall@10", "retain/recall@1", "test/recall@1")
     recalls = [f"{metrics[key]:.1f}" for key in keys]
     gap = "" if method == "retrain" else f"{metrics['forget/recall@1'] - retrain['forget/recall@1']:+.1f}"
-    name = f"exact: {method}" if row.model == CLOSED_FORM and method != "exact" else method
+    name = f"{method}*" if row.model == CLOSED_FORM else method
     if method == "trained":
         return [name, *recalls, gap, f"{metrics['rho']:.2f}", "", ""]
     bytes_share = sum(metrics[key] for key in TRAFFIC) / sum(most[key] for key in TRAFFIC)

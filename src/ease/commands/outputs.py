@@ -38,7 +38,15 @@ from ease.requests.tombstones import Tombstones
 from ease.runs.head import ReleaseChain, ReleaseCount
 from ease.runs.records import AnswerRecord, BegunAnswer
 from ease.runs.run import FrozenParts, RunFile
-from ease.studies.records import BenchResults, CellRecord, OverlapRecord, TrialRecord
+from ease.studies.records import (
+    BenchResults,
+    CellRecord,
+    OverlapRecord,
+    StreamRecord,
+    StreamReference,
+    StreamResults,
+    TrialRecord,
+)
 
 OUTPUTS: dict[str, tuple[type[Config], ...]] = {
     "train": (TrainSummary, ForgetSummary),
@@ -115,6 +123,8 @@ FILES: dict[str, type[Config]] = {
     "cells/*.json": CellRecord,
     "cells/overlap.json": OverlapRecord,
     "trials/*.json": TrialRecord,
+    "streams/*.json": StreamRecord,
+    "streams/reference-*.json": StreamReference,
 }
 """Path in a run -> its record; `results.json` of an experiment is a `BenchResults`."""
 UNSEALED = {
@@ -124,5 +134,5 @@ UNSEALED = {
     "evidence/witnesses/*.json",
 }
 """Signed or chained instead of sealed."""
-ELSEWHERE: tuple[type[Config], ...] = (BenchResults, Statement)
-"""`results.json` of an experiment, and what a certificate's envelope holds."""
+ELSEWHERE: tuple[type[Config], ...] = (BenchResults, StreamResults, Statement)
+"""`results.json` of an experiment, what `ease bench` prints of a stream, and what a certificate's envelope holds."""

@@ -49,8 +49,8 @@ def planted(shared_cache: Path, small_config) -> World:
         return World.open(small_config(*PLANTED))
 
 
-def test_a_run_without_canaries_serialises_identically() -> None:
-    assert "canaries" not in RunConfig().model_dump(mode="json")["data"]
+def test_the_identity_of_a_run_says_how_many_canaries_it_has() -> None:
+    assert RunConfig().model_dump(mode="json")["data"]["canaries"] == 0
     some = load_config(None, ("data.canaries=8",))
     assert some.model_dump(mode="json")["data"]["canaries"] == 8
     assert RunConfig.model_validate(some.model_dump(mode="json")) == some

@@ -166,6 +166,6 @@ def test_a_query_of_another_backbone_is_refused(sites: Sites, there: World) -> N
     assert "none of this client's backbone" in decode_answer(answer)[0].refused
     given = replace(sites.nodes[0], pairs=None)
     assert (
-        "it was given its pairs"
+        "its pairs were dealt by the server"
         in decode_answer(given.answer(encode(asked.model_copy(update={"nonce": "5" * 32}))))[0].refused
     )

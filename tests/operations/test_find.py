@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tests.operations.ledger.test_work import listed, run_json
-from tests.operations.test_untrained import here, kept, members_of, one_of_each, photograph, queue
+from tests.operations.test_untrained import here, members_of, one_of_each, photograph, queue
 
-__all__ = ["here", "kept"]
+__all__ = ["here"]
 
 
 def found(ease, run: Path, *arguments: object) -> dict[str, dict]:

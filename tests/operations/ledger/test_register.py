@@ -256,7 +256,7 @@ def test_recipients_of_an_older_model_are_to_be_notified(ledger: Ledger) -> None
     entry = put(ledger, "r", state="done", outcome=Outcome(answer="client-1/ease", release=2))
     assert to_notify(known, entry) == ["before", "between", "another answer"]
     assert to_notify(known, ledger.notify("r", "between", "dpo")) == ["before", "another answer"]
-    assert ledger.events("r")[-1].why == "told between"
+    assert ledger.events("r")[-1].why == "notified between"
 
 
 # --- the register ---

@@ -197,7 +197,7 @@ def test_leaving_clients_stay_leaving_clients_in_a_batch(ease, run: Path) -> Non
 def test_a_batch_that_would_remove_all_clients_runs_one_by_one(ease, run: Path) -> None:
     for client in range(4):
         add(ease, run, "--client", client, id=f"c{client}")
-    run_json(ease, "work", run, "--together")
+    run_json(ease, "work", run, "--together", code=4)
     assert states(run)["c0"] == "done" and Run.load(run).head.gone[0] == ClientRequest(clients=(0,))
 
 

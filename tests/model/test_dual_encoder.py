@@ -69,6 +69,13 @@ def test_adapters_in_the_mlp_with_ranks_of_their_own(inputs) -> None:
         assert not torch.allclose(before, embed(model, start.replace(start.tensors | up), inputs, modality), atol=1e-3)
 
 
+def test_configurations_with_ranks_can_be_keys() -> None:
+    """As `ease sweep` groups its searches."""
+    one = load_config(None, ('model.lora_targets=["query", "up"]', "model.lora_ranks={up = 2, query = 3}"))
+    two = load_config(None, ('model.lora_targets=["query", "up"]', "model.lora_ranks={query = 3, up = 2}"))
+    assert one == two and hash(one) == hash(two) and len({one, two, load_config(None)}) == 2
+
+
 def test_layers_that_are_not_there_and_ranks_of_no_target_are_refused() -> None:
     with pytest.raises(UserError, match=r"lora_ranks: up carries no adapter"):
         load_config(None, ("model.lora_ranks={up = 2}",))

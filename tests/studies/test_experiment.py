@@ -1,13 +1,15 @@
 """Experiments: what a file means, and the grid that it stands for."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from ease.errors import UserError
 from ease.methods import METHODS
+from ease.studies import bench
 from ease.studies.experiment import Experiment, load_experiment, load_tuned, plan
-from ease.studies.records import Varied
+from ease.studies.records import BenchResults, Varied
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
 
@@ -175,7 +177,7 @@ def test_a_varied_run_setting_makes_a_run_for_each_value(small_experiment, tmp_p
 def test_several_varied_settings_make_a_grid(small_experiment, tmp_path) -> None:
     """Of the run and of methods at once; labels name the methods' values, points those of the run."""
     changes = [
-        'vary={"partition.clients" = [2, 3], "training.rounds" = [1, 2]}',
+        'vary={"training.rounds" = [1, 2], "partition.clients" = [2, 3]}',
         "seeds=[0]",
         'scenarios=["client"]',
         'methods=[{method = "ease_paper", vary = {delta = [0.3, 0.6], energy = [0.8]}}]',
@@ -186,6 +188,11 @@ def test_several_varied_settings_make_a_grid(small_experiment, tmp_path) -> None
     assert found[2, 1].at == ("partition.clients, training.rounds", (2, 1))
     labels = [entrant.label for entrant in found[2, 1].entrants]
     assert labels == ["EASE (paper), delta = 0.3, energy = 0.8", "EASE (paper), delta = 0.6, energy = 0.8"]
+    header = bench.header(load_experiment(small_experiment, changes))
+    stored = BenchResults.model_validate_json(
+        json.dumps(BenchResults(header=header, bands=(), rows=()).model_dump(mode="json"), sort_keys=True)
+    )
+    assert stored.run_setting == found[2, 1].at[0]  # by which tables group the rows
     words = Varied(name="partition.clients, training.rounds", value=[2, 1]).words
     assert words == "partition.clients = 2, training.rounds = 1"
 

@@ -68,6 +68,10 @@ class ModelConfig(Config):
             raise ValueError(f"lora_ranks: {min(others)} carries no adapter; add it to lora_targets or leave it out")
         return self
 
+    def __hash__(self) -> int:
+        """Equal configurations have equal hashes, although ranks are a mapping."""
+        return hash(tuple((dict(self) | {"lora_ranks": frozenset(self.lora_ranks.items())}).items()))
+
     def rank(self, role: Role) -> int:
         """Rank of the adapter of a layer."""
         return self.lora_ranks.get(role, self.lora_rank)

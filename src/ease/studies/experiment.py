@@ -291,8 +291,9 @@ def varied(vary: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def point(settings: Mapping[str, Any]) -> Point | None:
     """A combination as tables and figures name it; None: nothing varies."""
-    if len(settings) > 1:
-        return ", ".join(settings), tuple(settings.values())
+    if len(settings) > 1:  # sorted, because results sort their keys
+        names = sorted(settings)
+        return ", ".join(names), tuple(settings[name] for name in names)
     return next(iter(settings.items()), None)
 
 

@@ -146,7 +146,7 @@ class BenchResults(Record):
     @property
     def run_setting(self) -> str | None:
         """Name of the run's varied settings, as rows have it; None: nothing of the run varies."""
-        return ", ".join(self.header.experiment.vary) or None
+        return ", ".join(sorted(self.header.experiment.vary)) or None
 
     @property
     def seeds(self) -> int:

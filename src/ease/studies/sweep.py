@@ -160,17 +160,12 @@ def searches_for(
     sampler: Sampler = "halton",
 ) -> list[Search]:
     """Search on the runs of an experiment, which `ease bench` then uses too."""
-    grouped: list[tuple[RunConfig, list[Scenario]]] = []
+    grouped: dict[RunConfig, list[Scenario]] = {}
     for scenario in scenarios:
-        wanted = scenario_config(config, scenario)
-        same = next((found for each, found in grouped if each == wanted), None)
-        if same is None:
-            grouped.append((wanted, [scenario]))
-        else:
-            same.append(scenario)
+        grouped.setdefault(scenario_config(config, scenario), []).append(scenario)
     return [
         Search(sampler, run_folder(work, each), each, tuple(found), tuple(methods), budget)
-        for each, found in sorted(grouped, key=lambda item: -len(item[1]))
+        for each, found in sorted(grouped.items(), key=lambda item: -len(item[1]))
     ]
 
 

@@ -1,4 +1,7 @@
-"""Names beside points of a figure, each where it touches nothing else."""
+"""Names beside points of a figure, each where it touches nothing else.
+
+Written by hand because figures must be the same bytes each time; by default adjustText stops after a second.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""DSSE envelopes: bytes of a named type with the signatures of one or more keys over both."""
+"""DSSE envelopes: bytes of a named type with the signatures of one or more keys over both.
+
+Written by hand on `cryptography`, because an envelope is read by the same checked model as every other record, and
+securesystemslib would bring a second format of keys.
+"""
 
 import base64
 import binascii

@@ -22,7 +22,7 @@ test-slow: .venv/hf
 
 # Flower in an environment of its own: it needs no torch, and its pins are not ours.
 test-flower: .venv/dev .venv-flower/simulation
-	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 900 $(BIN)/pytest -m engine
+	OMP_NUM_THREADS=1 EASE_FLOWER=$(CURDIR)/.venv-flower/bin timeout 1200 $(BIN)/pytest -m engine
 
 check: .venv/dev
 	$(BIN)/ruff format --check src tests benchmarks recipes

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -182,8 +182,8 @@ def _versions(stem: Path) -> list[Path]:
     def pictures(record: Path) -> set[str]:
         try:
             return set(read_json(record)["digests"])
-        except (UserError, LookupError, TypeError):
-            return set()  # of no use to anyone: a damaged record is made again
+        except (FileNotFoundError, UserError, LookupError, TypeError):
+            return set()  # another site of this machine may have deleted it; a damaged record is made again
 
     own = pictures(stem.with_suffix(".json"))
     found = [each for each in stem.parent.glob("*.json") if not own.isdisjoint(pictures(each))]
@@ -194,14 +194,15 @@ def _lists(folder: Path, ids: Collection[str]) -> Iterator[Path]:
     """Lists in the cache that name some of the ids."""
     shown = [plain(each) for each in ids]
     for path in sorted(folder.glob("*.txt")) if ids else ():
-        text = path.read_text(errors="replace")
-        if any(each in text for each in shown):
-            yield path
+        with suppress(FileNotFoundError):  # another site of this machine may have deleted it
+            text = path.read_text(errors="replace")
+            if any(each in text for each in shown):
+                yield path
 
 
 def _pixels_of(folder: Path) -> str:
     """The name of the cached pictures that activations were made of; empty if it is not known."""
     try:
         return str(read_json(folder / MARKER).get("pixels", ""))
-    except UserError:
+    except (FileNotFoundError, UserError):
         return ""

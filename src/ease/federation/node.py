@@ -402,7 +402,10 @@ class Node:
             yield "rounds", "states and updates of a client that has left"
         for path, why in cached_files(self.pairs, self.activations) if self.pairs is not None else ():
             if path.exists():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                while path.is_dir():  # sites of one machine may share a cache and purge at the same time
+                    with suppress(FileNotFoundError):
+                        shutil.rmtree(path)
+                path.unlink(missing_ok=True)
                 yield path.name, why
 
     def _left(self, folder: Path) -> Iterator[tuple[str, str]]:

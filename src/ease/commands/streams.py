@@ -8,7 +8,8 @@ from rich.console import RenderableType
 from ease.console import labelled, rounds_bar, table
 from ease.runs.records import write_record
 from ease.runs.workers import default_processes
-from ease.show.stream_board import StreamStanding, as_csv, as_html, caption, cell, standings
+from ease.show.leaderboard import as_csv
+from ease.show.stream_board import StreamStanding, as_html, caption, cell, standings
 from ease.storage import write_atomic
 from ease.studies.experiment import Experiment
 from ease.studies.records import StreamResults
@@ -59,6 +60,6 @@ def stream_run(experiment: Experiment, name: str, out: Path, processes: int | No
     ranked = standings(found)
     files = (folder / "stream.json", folder / "leaderboard.csv", folder / "leaderboard.html")
     write_record(files[0], found)
-    write_atomic(files[1], as_csv(ranked).encode())
+    write_atomic(files[1], as_csv(ranked, StreamStanding).encode())
     write_atomic(files[2], as_html(ranked, found).encode())
     return StreamSummary(**dict(found), standings=ranked, folder=folder, files=files)

@@ -76,11 +76,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.mean(values) if values else None
 
 
-def as_csv(standings: Sequence[Standing]) -> str:
+def as_csv(standings: Sequence[Config], kind: type[Config] = Standing) -> str:
     """The leaderboard as a file for spreadsheets."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(list(Standing.model_fields))
+    writer.writerow(list(kind.model_fields))
     for each in standings:
         writer.writerow(["" if value is None else value for value in each.model_dump().values()])
     return text.getvalue()

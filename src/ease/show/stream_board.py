@@ -1,8 +1,6 @@
 """Methods on the same stream of requests, the nearest to retraining first."""
 
-import csv
 from collections.abc import Sequence
-from io import StringIO
 from statistics import mean
 
 import numpy as np
@@ -136,16 +134,6 @@ def caption(results: StreamResults) -> str:
     distance, retain, test = retrained_again(results)
     words = CAPTION.format(**counts)
     return f"{words} Another retraining: forget {distance:.1f}, retain {retain:.1f}, test {test:.1f}."
-
-
-def as_csv(found: Sequence[StreamStanding]) -> str:
-    """The leaderboard as a file for spreadsheets."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(list(StreamStanding.model_fields))
-    for each in found:
-        writer.writerow(["" if value is None else value for value in each.model_dump().values()])
-    return text.getvalue()
 
 
 def as_html(found: Sequence[StreamStanding], results: StreamResults) -> str:
